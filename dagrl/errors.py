@@ -1,0 +1,108 @@
+"""Every error that dagrl raises on purpose.
+
+DagrlError
+├── UserError                what the person at the keyboard can mend; the command exits with code 2
+│   ├── ConfigError            a key, a type, a value or an import path in the configuration
+│   ├── LayoutError            parallel sizes that do not fit the model, the batch or the machine
+│   ├── DataError              a data file, a line of it, or a sequence that does not fit
+│   ├── GraphError             a phase that cannot be traced
+│   ├── RefitPlanError         weights that one side has and the other lacks, or boxes that do not cover
+│   ├── CheckpointError        a checkpoint that is missing, truncated or foreign
+│   └── MissingDependencyError an optional package; names the extra that brings it
+└── RunError                 what went wrong while running
+    ├── PhaseError             a worker raised, died or hung in a phase
+    ├── ChannelError           a channel broke, timed out, or was given something it cannot carry
+    └── DeadlineError          a wait passed its configured deadline
+
+Every message says what was found, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class DagrlError(Exception):
+    """Base of every error raised by dagrl."""
+
+
+class UserError(DagrlError):
+    """An error that the user can mend; nothing has been started or lost."""
+
+
+class ConfigError(UserError):
+    """The configuration names something that is unknown, of a wrong type or out of range."""
+
+
+class LayoutError(UserError):
+    """Parallel sizes that fit neither each other, the model, the batch nor the machine."""
+
+
+class DataError(UserError):
+    """A data file, or one line of it, cannot be used."""
+
+
+class GraphError(UserError):
+    """A phase function cannot be traced into a `PhaseGraph`."""
+
+
+class RefitPlanError(UserError):
+    """Sources and destinations of a refit do not match."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, truncated or was made by something else."""
+
+
+class MissingDependencyError(UserError):
+    """An optional package is not installed."""
+
+
+class RunError(DagrlError):
+    """Something failed after the run had started."""
+
+
+class ChannelError(RunError):
+    """A channel broke, or was asked for something that it cannot carry."""
+
+
+class DeadlineError(RunError):
+    """A wait passed its configured deadline."""
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """What one worker reported of its own failure; plain data, so that it travels through any graph edge.
+
+    `kind` is `raised`, `died` or `hung`. `traceback` is the worker's own traceback, or its stacks if it hung.
+    """
+
+    role: str
+    rank: int
+    coordinates: str
+    host: str
+    pid: int
+    phase: str
+    replay: int
+    node: str
+    kind: str
+    message: str
+    traceback: str
+
+    def describe(self) -> str:
+        """One line that says which worker failed, where and how."""
+        return (
+            f"{self.role} worker {self.rank} ({self.coordinates}; host {self.host}, pid {self.pid}) "
+            f"{self.kind} in phase {self.phase!r}, replay {self.replay}, node {self.node!r}: {self.message}"
+        )
+
+
+class PhaseError(RunError):
+    """A replay failed; `failures` holds one `WorkerFailure` for each worker known to have failed, the cause first."""
+
+    def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "") -> None:
+        self.failures = failures
+        lines = [failure.describe() for failure in failures]
+        lines += [failures[0].traceback.rstrip()] if failures and failures[0].traceback else []
+        lines += [advice] if advice else []
+        super().__init__("\n".join(lines))

@@ -1,0 +1,108 @@
+"""ParallelLayout: how many workers a role has and which part of the model and batch each of them holds.
+
+Ranks are ordered as Megatron-Core orders them by default, `tp-cp-ep-dp-pp` (tensor parallel fastest; see
+`megatron/core/parallel_state.py`, `RankGenerator`). Dense and expert weights of one pipeline stage live on the same
+ranks under two different maps: dense by (tp, cp, dp), experts by (etp, ep, edp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dagrl.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank stands: `tp`, `cp`, `dp`, `pp` for dense weights; `etp`, `ep`, `edp` for experts."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+    def __str__(self) -> str:
+        return f"dp {self.dp}, pp {self.pp}, tp {self.tp}, cp {self.cp}"
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Parallel sizes of a worker group, and the map between a rank and its coordinates.
+
+    Example: `ParallelLayout(dp=2, pp=2, tp=2)` has 8 workers; rank 1 is the second tensor-parallel worker of the first
+    shard's first stage; `shard(0)` is `(0, 1, 4, 5)`.
+
+    Raises LayoutError when a size is not positive, or when `etp * ep` does not divide `tp * cp * dp`.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None  # None: as Megatron, equal to tp
+    vpp: int = 1  # virtual pipeline stages a rank
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "tp", "cp", "ep", "vpp"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} is {getattr(self, name)}; a parallel size is at least 1")
+        if self.stage_size % (self.expert_tp * self.ep):
+            raise LayoutError(
+                f"expert layout etp {self.expert_tp} x ep {self.ep} does not divide the {self.stage_size} workers of a "
+                f"pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}); choose etp and ep whose product divides it"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(f"vpp is {self.vpp} but pp is 1; virtual stages need at least two pipeline stages")
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel size of the experts."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def stage_size(self) -> int:
+        """Workers of one pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the whole group."""
+        return self.stage_size * self.pp
+
+    @property
+    def shard_size(self) -> int:
+        """Workers of one data-parallel shard."""
+        return self.tp * self.cp * self.pp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of `rank`, 0 <= rank < world_size."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside a layout of {self.world_size} workers")
+        pp, inside = divmod(rank, self.stage_size)
+        replica, tp = divmod(inside, self.tp)
+        dp, cp = divmod(replica, self.cp)
+        expert_replica, etp = divmod(inside, self.expert_tp)
+        edp, ep = divmod(expert_replica, self.ep)
+        return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
+
+    def rank(self, *, dp: int = 0, pp: int = 0, tp: int = 0, cp: int = 0) -> int:
+        """Rank at dense coordinates; the inverse of `coordinates`."""
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def shard(self, dp: int) -> tuple[int, ...]:
+        """Ranks of data-parallel shard `dp`, stage by stage, tensor parallel fastest."""
+        return tuple(
+            self.rank(dp=dp, pp=pp, tp=tp, cp=cp)
+            for pp in range(self.pp)
+            for cp in range(self.cp)
+            for tp in range(self.tp)
+        )
+
+    def describe(self) -> str:
+        """Sizes above one, as `dp2 tp2`; `single` for one worker."""
+        sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp, "ep": self.ep, "vpp": self.vpp}
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "single"

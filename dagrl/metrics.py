@@ -1,0 +1,37 @@
+"""Metrics of a step: how the parts that workers report become one number each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one or more workers report of a step.
+
+    `sums` add up over workers (a loss already divided by the global token count, token counts), `maxima` keep the largest,
+    `shared` are equal on every worker that reports them (learning rate, gradient norm).
+    """
+
+    sums: Mapping[str, float] = field(default_factory=dict)
+    maxima: Mapping[str, float] = field(default_factory=dict)
+    shared: Mapping[str, float] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, float]:
+        """All metrics in one dictionary."""
+        return {**self.sums, **self.maxima, **self.shared}
+
+
+def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
+    """One `StepMetrics` from many; associative, so that it can be joined in a tree."""
+    sums: dict[str, float] = {}
+    maxima: dict[str, float] = {}
+    shared: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.sums.items():
+            sums[name] = sums.get(name, 0.0) + value
+        for name, value in part.maxima.items():
+            maxima[name] = max(maxima.get(name, value), value)
+        shared.update(part.shared)
+    return StepMetrics(sums, maxima, shared)

@@ -1,0 +1,144 @@
+"""Batches, the padded shapes they are replayed at, and how their rows are shared out over the shards.
+
+A `Batch` is what goes through a phase: arrays with one row a sequence, and scalars. Token fields are *token aligned*:
+entry `t` of a row belongs to token `t`, so a log-probability at `t` is that of token `t` given the tokens before it, and
+entry 0 of a log-probability or a loss mask is 0. Rows are padded on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.errors import ConfigError, DataError
+
+Array = npt.NDArray[np.generic]
+Scalar = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a batch: its dtype, and whether a row is one number (`row`) or one number a token (`token`)."""
+
+    dtype: str
+    extent: Literal["row", "token"] = "token"
+
+
+InputSpec = Mapping[str, Field]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A padded shape: `sequences` rows of `tokens` tokens on one shard."""
+
+    sequences: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences} x {self.tokens}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one replay: `fields` are `[rows]` or `[rows, tokens]` arrays, `scalars` are the same on every shard.
+
+    `lengths` `[rows]`, the tokens of each row, must be among the fields; 0 marks a padding row.
+    """
+
+    fields: Mapping[str, Array]
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if "lengths" not in self.fields:
+            raise DataError(f"a batch needs the field 'lengths' [rows]; found {sorted(self.fields)}")
+        for name, array in self.fields.items():
+            if len(array) != self.rows:
+                raise DataError(f"field {name!r} has {len(array)} rows, but 'lengths' has {self.rows}")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, padding rows included."""
+        return len(self.fields["lengths"])
+
+    @property
+    def tokens(self) -> int:
+        """Width of the token fields; 0 when there are none."""
+        return max((array.shape[1] for array in self.fields.values() if array.ndim == 2), default=0)
+
+    def __getitem__(self, name: str) -> Array:
+        return self.fields[name]
+
+    def select(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> Batch:
+        """The rows at the given positions, in that order."""
+        index = np.asarray(rows, dtype=np.intp)
+        return Batch({name: array[index] for name, array in self.fields.items()}, self.scalars)
+
+    def with_fields(self, **fields: Array) -> Batch:
+        """This batch with fields added or replaced."""
+        return Batch({**self.fields, **fields}, self.scalars)
+
+    def with_scalars(self, **scalars: Scalar) -> Batch:
+        """This batch with scalars added or replaced."""
+        return Batch(self.fields, {**self.scalars, **scalars})
+
+    def pad(self, bucket: Bucket) -> Batch:
+        """The batch at the bucket's shape: zeros on the right and below. Raises DataError when it does not fit."""
+        longest = int(self["lengths"].max(initial=0))
+        if self.rows > bucket.sequences or longest > bucket.tokens:
+            raise DataError(f"a batch of {self.rows} rows, the longest of {longest} tokens, does not fit bucket {bucket}")
+        return Batch({name: _resize(array, bucket) for name, array in self.fields.items()}, self.scalars)
+
+
+def _resize(array: Array, bucket: Bucket) -> Array:
+    shape = (bucket.sequences, *([bucket.tokens] if array.ndim == 2 else []))
+    padded = np.zeros(shape, dtype=array.dtype)
+    kept = array if array.ndim == 1 else array[:, : bucket.tokens]
+    padded[tuple(slice(size) for size in kept.shape)] = kept
+    return padded
+
+
+def empty_batch(spec: InputSpec, bucket: Bucket, scalars: Mapping[str, Scalar] | None = None) -> Batch:
+    """A batch of `bucket`'s shape made from an input specification, for warm-up: every row full, tokens and values 1."""
+    fields = {
+        name: np.ones((bucket.sequences,) if item.extent == "row" else (bucket.sequences, bucket.tokens), item.dtype)
+        for name, item in spec.items()
+    }
+    fields["lengths"] = np.full(bucket.sequences, bucket.tokens, dtype=np.int64)
+    return Batch(fields, dict(scalars or {}))
+
+
+def choose_bucket(buckets: Sequence[Bucket], rows: int, tokens: int) -> Bucket:
+    """The smallest bucket (by area) that holds `rows` rows of `tokens` tokens; ConfigError names the largest otherwise."""
+    fitting = [bucket for bucket in buckets if bucket.sequences >= rows and bucket.tokens >= tokens]
+    if not fitting:
+        largest = max(buckets, key=lambda bucket: bucket.sequences * bucket.tokens)
+        raise ConfigError(
+            f"no bucket holds {rows} rows of {tokens} tokens on one shard; the largest is {largest}. "
+            "Raise policy.sequence_buckets or the batch size of the bucket, or shorten the data"
+        )
+    return min(fitting, key=lambda bucket: (bucket.sequences * bucket.tokens, bucket.tokens))
+
+
+def split_rows(lengths: npt.NDArray[np.int64], shards: int) -> list[npt.NDArray[np.intp]]:
+    """Row positions for each shard: equal row counts (within one), tokens balanced, each shard's rows in input order.
+
+    Rows are dealt longest first, each to the shard with the fewest tokens among those that still have room.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    room = [len(lengths) // shards + (shard < len(lengths) % shards) for shard in range(shards)]
+    tokens = [0] * shards
+    taken: list[list[int]] = [[] for _ in range(shards)]
+    for row in order.tolist():
+        shard = min((s for s in range(shards) if len(taken[s]) < room[s]), key=lambda s: (tokens[s], s))
+        taken[shard].append(row)
+        tokens[shard] += int(lengths[row])
+    return [np.array(sorted(rows), dtype=np.intp) for rows in taken]
+
+
+def padding_share(lengths: npt.NDArray[np.int64], bucket: Bucket, shards: int) -> float:
+    """Share of the replayed tokens that are padding, 0 to 1."""
+    return 1.0 - float(lengths.sum()) / (bucket.sequences * bucket.tokens * shards)

@@ -1,0 +1,61 @@
+"""What a worker class is given, and what it may ask while one of its methods runs in a replay.
+
+A worker is any class whose constructor takes `(context, config)`. Its methods are what phases name. Four methods have a
+meaning of their own; all are optional:
+
+- `environment(config) -> dict[str, str]` (static): environment variables the process needs before anything is imported;
+- `setup(address)`: called once on all workers of a group at the same time; `address` is `host:port` of rank 0, free to
+  use for a rendezvous;
+- `abort()`: called, from another thread, when this worker failed or a peer did: break collectives so that peers are freed;
+- `shutdown()`: called once, before the process ends.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from dagrl.errors import RunError
+from dagrl.layout import Coordinates, ParallelLayout
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Who a worker is: its role, its rank in the layout of its group, and the deadline of a collective in seconds."""
+
+    role: str
+    rank: int
+    layout: ParallelLayout
+    seed: int = 0
+    collective_timeout_s: float = 60.0
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where the worker stands in its group's layout."""
+        return self.layout.coordinates(self.rank)
+
+
+@dataclass(frozen=True)
+class ReplayContext:
+    """The replay that is running: `warmup` replays must leave weights, optimizer, RNG and counters as they were."""
+
+    phase: str
+    replay: int
+    warmup: bool
+
+
+_current: ContextVar[ReplayContext | None] = ContextVar("dagrl_replay", default=None)
+
+
+def current_replay() -> ReplayContext:
+    """The replay this thread is running; raises RunError outside of one."""
+    replay = _current.get()
+    if replay is None:
+        raise RunError("no replay is running in this thread; current_replay() is for methods called by a phase")
+    return replay
+
+
+def in_warmup() -> bool:
+    """Whether this thread runs a warm-up replay (False outside of a replay)."""
+    replay = _current.get()
+    return replay is not None and replay.warmup
