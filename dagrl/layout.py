@@ -96,10 +96,7 @@ class ParallelLayout:
     def shard(self, dp: int) -> tuple[int, ...]:
         """Ranks of data-parallel shard `dp`, stage by stage, tensor parallel fastest."""
         return tuple(
-            self.rank(dp=dp, pp=pp, tp=tp, cp=cp)
-            for pp in range(self.pp)
-            for cp in range(self.cp)
-            for tp in range(self.tp)
+            self.rank(dp=dp, pp=pp, tp=tp, cp=cp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)
         )
 
     def describe(self) -> str:

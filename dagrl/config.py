@@ -1,0 +1,241 @@
+"""The configuration of a run: one YAML file, overridden by `a.b=c` words, checked before anything starts.
+
+Keys and defaults follow NeMo-RL where it has them (`policy.*`, `grpo.*`, `loss_fn.*`, `checkpointing.*`), so that its users
+find their way. Every model forbids unknown keys. The resolved configuration is saved with the run.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dagrl.layout import ParallelLayout
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RandomInit(Section):
+    """A model made from a seed instead of a checkpoint: `hf_config` is the content of a Hugging Face `config.json`.
+
+    `vocab_size` is set from the tokenizer. The checkpoint is written to `<run>/init_model` before any worker starts.
+    """
+
+    hf_config: dict[str, Json]
+    seed: int = 0
+    tokenizer_characters: str | None = None  # build a character tokenizer of these; None: use policy.tokenizer.name
+
+
+class TokenizerConfig(Section):
+    name: str | None = None  # a directory; None: the model's
+    chat_template: str | None = None  # Jinja text; None: the tokenizer's own
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-3
+    min_lr: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.01
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    use_distributed_optimizer: bool = False
+
+
+class SchedulerConfig(Section):
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_iters: NonNegativeInt = 0
+    lr_warmup_init: NonNegativeFloat = 0.0
+    lr_decay_iters: PositiveInt | None = None  # None: the steps of the run
+
+
+class MegatronConfig(Section):
+    data_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: PositiveInt = 1
+    virtual_pipeline_model_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: PositiveInt | None = None
+    sequence_parallel: bool = False
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The train group's parallel layout."""
+        return ParallelLayout(
+            dp=self.data_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            tp=self.tensor_model_parallel_size,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+            vpp=self.virtual_pipeline_model_parallel_size,
+        )
+
+
+class VllmConfig(Section):
+    tensor_parallel_size: PositiveInt = 1
+    data_parallel_size: PositiveInt = 1
+    max_model_len: PositiveInt | None = None  # None: policy.max_total_sequence_length
+    max_num_seqs: PositiveInt = 64
+    max_num_batched_tokens: PositiveInt | None = None
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
+    kv_cache_memory_bytes: PositiveInt | None = 64 << 20  # None: from gpu_memory_utilization
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The generation group's parallel layout."""
+        return ParallelLayout(dp=self.data_parallel_size, tp=self.tensor_parallel_size)
+
+
+class GenerationConfig(Section):
+    worker: str = "workers.vllm:VllmWorker"
+    max_new_tokens: PositiveInt = 64
+    temperature: NonNegativeFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    quantum_engine_steps: PositiveInt = 16  # engine steps in one replay of `generate`
+    vllm_cfg: VllmConfig = VllmConfig()
+
+
+class PolicyConfig(Section):
+    model_name: str | None = None  # a Hugging Face checkpoint directory; None: random_init
+    random_init: RandomInit | None = None
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    worker: str = "workers.megatron:MegatronWorker"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    train_global_batch_size: PositiveInt = 64  # sequences of one optimizer step
+    train_micro_batch_size: PositiveInt = 8
+    logprob_batch_size: PositiveInt = 16  # sequences of one log-probability microbatch
+    max_total_sequence_length: PositiveInt = 512
+    sequence_buckets: tuple[PositiveInt, ...] = ()  # token widths to warm up; empty: max_total_sequence_length alone
+    megatron_cfg: MegatronConfig = MegatronConfig()
+    generation: GenerationConfig | None = None
+
+
+class LossConfig(Section):
+    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    ratio_clip_min: NonNegativeFloat = 0.2
+    ratio_clip_max: NonNegativeFloat = 0.2
+    token_level_loss: bool = True
+    use_importance_sampling_correction: bool = False  # weight by exp(prev - generation log-probability)
+
+
+class GrpoConfig(Section):
+    num_prompts_per_step: PositiveInt = 16
+    num_generations_per_prompt: PositiveInt = Field(8, ge=2)
+    max_num_steps: PositiveInt = 100
+    normalize_rewards: bool = True
+    use_leave_one_out_baseline: bool = True
+    val_period: NonNegativeInt = 10  # 0: only at the start and the end
+    val_at_start: bool = True
+    max_val_samples: PositiveInt = 128
+
+
+class SftConfig(Section):
+    max_num_steps: NonNegativeInt = 100
+    val_period: NonNegativeInt = 20
+    val_at_start: bool = True
+    max_val_samples: PositiveInt = 256
+    optimizer: OptimizerConfig | None = None  # None: policy.megatron_cfg.optimizer; its lr is used for SFT steps
+
+
+class DataConfig(Section):
+    """`path` is a JSONL file of prompt/response or messages, or `task` the import path of a callable that makes examples."""
+
+    path: str | None = None
+    val_path: str | None = None  # None: `val_fraction` of `path` is held out
+    val_fraction: float = Field(0.05, ge=0, lt=1)
+    task: str | None = None  # e.g. dagrl.tasks:arithmetic
+    task_args: dict[str, Json] = {}
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    messages_key: str = "messages"
+    shuffle: bool = True
+    seed: int = 0
+
+
+class RewardConfig(Section):
+    function: str = "dagrl.rewards:exact_match"
+    timeout_s: PositiveFloat = 10.0
+    shuffle: bool = False  # give every sample another sample's reward: a control run that cannot learn
+
+
+class CheckpointConfig(Section):
+    enabled: bool = True
+    checkpoint_dir: str | None = None  # None: <run>/checkpoints
+    save_period: PositiveInt = 10
+    keep_top_k: PositiveInt | None = None  # None: keep all
+    metric_name: str | None = None  # e.g. validation/reward; None: the newest are kept
+    higher_is_better: bool = True
+    resume: bool = False  # go on from the newest checkpoint of this run, if there is one
+    export_hf: bool = True  # write the final policy as Hugging Face safetensors
+
+
+class LoggerConfig(Section):
+    tensorboard_enabled: bool = True
+    wandb_enabled: bool = False
+    trace_enabled: bool = True
+    plot_enabled: bool = True
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+
+class ClusterConfig(Section):
+    address: str | None = None  # a running Ray cluster; None: start one on this machine
+    num_cpus: PositiveInt | None = None  # None: what the machine has
+    num_gpus: NonNegativeInt | None = None
+    gpus_per_worker: NonNegativeFloat | None = None  # None: 1 where the machine has GPUs, else 0
+    max_workers: PositiveInt | None = None  # None: 8 a CPU core without GPUs, 1 a GPU with them
+    object_store_memory: PositiveInt = 256 << 20  # bytes
+    temp_dir: str | None = None
+
+
+class TimeoutConfig(Section):
+    """Deadlines in seconds; every wait of a run is one of these."""
+
+    start_s: PositiveFloat = 180.0  # workers built and models loaded
+    compile_s: PositiveFloat = 60.0
+    warmup_s: PositiveFloat = 180.0  # one warm-up replay
+    replay_s: PositiveFloat = 120.0
+    collective_s: PositiveFloat = 60.0
+    checkpoint_s: PositiveFloat = 120.0
+    teardown_s: PositiveFloat = 8.0
+
+
+class ExecutorConfig(Section):
+    max_in_flight: PositiveInt = 2
+    arity: int = Field(8, ge=2)  # children of a node of the result tree, and workers behind one input leader
+    result_bytes: PositiveInt = 1 << 20  # room for one worker's result; inputs are sized from the largest bucket
+
+
+class Config(Section):
+    name: str
+    algorithm: Literal["sft", "grpo"]
+    seed: int = 0
+    output_dir: str = "runs"
+    executor: Literal["compiled", "eager"] = "compiled"
+    fallback: Literal["eager", "error"] = "eager"
+    executor_cfg: ExecutorConfig = ExecutorConfig()
+    policy: PolicyConfig
+    loss_fn: LossConfig = LossConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    sft: SftConfig = SftConfig()  # for algorithm grpo: a short SFT phase first, when sft.max_num_steps > 0
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    checkpointing: CheckpointConfig = CheckpointConfig()
+    logger: LoggerConfig = LoggerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
