@@ -1,0 +1,177 @@
+"""Losses: negative log-likelihood for SFT, the clipped policy-gradient loss for GRPO.
+
+A loss sees one microbatch, perhaps only one worker's slice of its tokens, and divides by the counts of the *whole* global
+batch (`Denominators`). So everything it returns is a part: parts of microbatches, context-parallel slices and shards are
+added up (`sums`, and the gradients), or the largest is kept (`maxima`), and how the batch was cut has no influence.
+
+All tensors are token aligned (see `dagrl.shapes`): entry `t` of `logprobs` is the log-probability of token `t` given those
+before it. Needs torch alone; workers call it as
+
+    output = LOSSES["grpo"](logprobs, data, config.loss_fn, Denominators(tokens, sequences))
+    output.loss.backward()                      # gradients are summed over microbatches, cp and dp, never averaged
+    StepMetrics(sums={name: float(value) for name, value in output.sums.items()}, maxima=...)
+
+Sources of the formulas, cited below by their short names:
+  PPO          Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7
+  DeepSeekMath Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 3 and 4 (GRPO, and its KL term in the loss)
+  DAPO         Yu et al. 2025, "DAPO", arXiv:2503.14476, equations 8 to 12 (clip-higher, token-level loss)
+  KL           Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html (k1, k2, k3)
+  metrics      NeMo-RL, docs/guides/grpo.md#metrics (`token_mult_prob_error`, `probs_ratio`, `sampling_importance_ratio`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dagrl.config import LossConfig
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the global batch, all shards together.
+
+    `tokens` is the sum of `loss_mask`, `sequences` the number of rows with at least one token in it.
+    """
+
+    tokens: float
+    sequences: float
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss returns of one microbatch: `loss` with its graph, and detached 0-d tensors.
+
+    `sums` add up and `maxima` keep the largest over microbatches, context-parallel slices and shards.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[Tensor, Mapping[str, Tensor], LossConfig, Denominators], LossOutput]
+
+
+def sft_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> LossOutput:
+    """Mean negative log-likelihood of the tokens that `loss_mask` marks.
+
+    `logprobs` [b, t]; `data`: `loss_mask` [b, t]. Sums: `loss`, `valid_tokens`.
+    """
+    mask = data["loss_mask"].to(logprobs.dtype)
+    loss = _masked_sum(-logprobs, mask) / denominators.tokens
+    return LossOutput(loss, {"loss": loss.detach(), "valid_tokens": mask.sum()})
+
+
+def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> LossOutput:
+    """Clipped policy-gradient loss plus `reference_policy_kl_penalty` times the KL to the reference policy.
+
+    With ratio r = exp(logprob - prev_logprob) and advantage A, a token costs
+    `max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))` (PPO; the two bounds as in DAPO), weighted by
+    exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on. Tokens are averaged over the
+    global batch (DAPO), or first within each sequence and then over sequences (DeepSeekMath) when `token_level_loss` is off.
+
+    `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs`, `generation_logprobs` [b, t];
+    `reference_logprobs` [b, t] unless the penalty is 0; `sequence_tokens` [b], the masked tokens of each whole row, unless
+    the loss is token level. Sums: `loss`, `policy_loss`, `kl` (before the penalty), `clip_fraction`, `probs_ratio`,
+    `probs_ratio_clamped`, `sampling_importance_ratio`, `token_mult_prob_error`, `valid_tokens`. Maxima:
+    `max_logprob_difference`, `max_probs_ratio`.
+    """
+    mask = data["loss_mask"].to(logprobs.dtype)
+    inside = mask > 0
+    ratio = torch.exp(_inside(logprobs - data["prev_logprobs"], inside))
+    clamped = ratio.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
+    unclipped_loss, clipped_loss = -data["advantages"] * ratio, -data["advantages"] * clamped
+    token_loss = torch.maximum(unclipped_loss, clipped_loss)
+    importance = torch.exp(_inside(data["prev_logprobs"] - data["generation_logprobs"], inside))
+    if config.use_importance_sampling_correction:
+        token_loss = token_loss * importance
+    weights = _token_weights(mask, data, config, denominators)
+    policy_loss = _masked_sum(token_loss, weights)
+    loss, kl = _add_kl(policy_loss, logprobs, data, config, weights)
+    means = {
+        "clip_fraction": (clipped_loss > unclipped_loss).to(mask.dtype),
+        "probs_ratio": ratio,
+        "probs_ratio_clamped": clamped,
+        "sampling_importance_ratio": importance,
+    }
+    sums = {name: _masked_sum(value.detach(), mask) / denominators.tokens for name, value in means.items()}
+    sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), **kl}
+    difference = logprob_difference(data, mask, denominators)
+    maxima = {**difference.maxima, "max_probs_ratio": (ratio.detach() * inside).amax()}
+    return LossOutput(loss, {**sums, **difference.sums, "valid_tokens": mask.sum()}, maxima)
+
+
+LOSSES: Mapping[str, LossFunction] = MappingProxyType({"sft": sft_loss, "grpo": grpo_loss})
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """How far two policies' log-probabilities of the same tokens lie apart; parts, as in `LossOutput`."""
+
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor]
+
+
+def logprob_difference(data: Mapping[str, Tensor], mask: Tensor, denominators: Denominators) -> LogprobDifference:
+    """Generation's log-probabilities against the train workers': `generation_logprobs` and `prev_logprobs` [b, t].
+
+    `token_mult_prob_error` is NeMo-RL's: the mean over tokens of exp(|generation - prev|); 1 when both agree. After a
+    correct refit it differs from 1 by rounding only. `max_logprob_difference` is the largest |generation - prev|.
+    """
+    gap = _inside(data["generation_logprobs"] - data["prev_logprobs"], mask > 0).abs()
+    return LogprobDifference(
+        sums={"token_mult_prob_error": _masked_sum(torch.exp(gap), mask) / denominators.tokens},
+        maxima={"max_logprob_difference": gap.amax()},
+    )
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Per-token estimate of KL(policy || reference) from samples of the policy; any shape (KL).
+
+    With d = logprob - reference: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, never negative), k3 = exp(-d) - 1 + d
+    (unbiased, never negative; DeepSeekMath's equation 4). As a term of a loss, k1 has a gradient of mean zero on samples of
+    the policy itself, so it is of use for watching more than for holding the policy back.
+    """
+    difference = logprobs - reference_logprobs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference
+
+
+def _add_kl(
+    policy_loss: Tensor, logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole loss, and the KL as a metric; without reference log-probabilities the penalty must be 0."""
+    penalty = config.reference_policy_kl_penalty
+    if penalty == 0 and "reference_logprobs" not in data:
+        return policy_loss, {}
+    inside = weights > 0
+    estimate = kl_estimate(
+        _inside(logprobs, inside), _inside(data["reference_logprobs"], inside), config.reference_policy_kl_type
+    )
+    kl = _masked_sum(estimate, weights)
+    return (policy_loss + penalty * kl if penalty else policy_loss), {"kl": kl.detach()}
+
+
+def _token_weights(mask: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> Tensor:
+    """What each token counts in the loss [b, t]; over the global batch the weights add up to 1."""
+    if config.token_level_loss:
+        return mask / denominators.tokens
+    return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1)[:, None] / denominators.sequences
+
+
+def _inside(values: Tensor, inside: Tensor) -> Tensor:
+    """`values` where the mask is on, else 0, so that what lies in the padding can neither overflow nor poison a gradient."""
+    return torch.where(inside, values, torch.zeros_like(values))
+
+
+def _masked_sum(values: Tensor, weights: Tensor) -> Tensor:
+    return (_inside(values, weights > 0) * weights).sum()
