@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from typing_extensions import TypeAliasType
 
 from dagrl.layout import ParallelLayout
 
-Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+# A named alias: pydantic follows a recursive type only through its name.
+Json = TypeAliasType("Json", "str | int | float | bool | list[Json] | dict[str, Json] | None")
 
 
 class Section(BaseModel):
@@ -41,8 +43,8 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-3
     min_lr: NonNegativeFloat = 0.0
     weight_decay: NonNegativeFloat = 0.01
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     adam_eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0
     use_distributed_optimizer: bool = False
@@ -89,7 +91,7 @@ class VllmConfig(Section):
     max_num_batched_tokens: PositiveInt | None = None
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
     kv_cache_memory_bytes: PositiveInt | None = 64 << 20  # None: from gpu_memory_utilization
 
     @property
@@ -102,7 +104,7 @@ class GenerationConfig(Section):
     worker: str = "workers.vllm:VllmWorker"
     max_new_tokens: PositiveInt = 64
     temperature: NonNegativeFloat = 1.0
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -136,7 +138,7 @@ class LossConfig(Section):
 
 class GrpoConfig(Section):
     num_prompts_per_step: PositiveInt = 16
-    num_generations_per_prompt: PositiveInt = Field(8, ge=2)
+    num_generations_per_prompt: PositiveInt = Field(default=8, ge=2)
     max_num_steps: PositiveInt = 100
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
@@ -158,7 +160,7 @@ class DataConfig(Section):
 
     path: str | None = None
     val_path: str | None = None  # None: `val_fraction` of `path` is held out
-    val_fraction: float = Field(0.05, ge=0, lt=1)
+    val_fraction: float = Field(default=0.05, ge=0, lt=1)
     task: str | None = None  # e.g. dagrl.tasks:arithmetic
     task_args: dict[str, Json] = {}
     prompt_key: str = "prompt"
@@ -217,7 +219,7 @@ class TimeoutConfig(Section):
 
 class ExecutorConfig(Section):
     max_in_flight: PositiveInt = 2
-    arity: int = Field(8, ge=2)  # children of a node of the result tree, and workers behind one input leader
+    arity: int = Field(default=8, ge=2)  # children of a node of the result tree, and workers behind one input leader
     result_bytes: PositiveInt = 1 << 20  # room for one worker's result; inputs are sized from the largest bucket
 
 
