@@ -88,6 +88,7 @@ class WorkerFailure:
     kind: str
     message: str
     traceback: str
+    time_ns: int = 0  # since the epoch; the earliest failure is likely the cause
 
     def describe(self) -> str:
         """One line that says which worker failed, where and how."""

@@ -12,6 +12,8 @@ meaning of their own; all are optional:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -45,6 +47,16 @@ class ReplayContext:
 
 
 _current: ContextVar[ReplayContext | None] = ContextVar("dagrl_replay", default=None)
+
+
+@contextmanager
+def replay_context(replay: ReplayContext) -> Iterator[None]:
+    """Make `replay` the current one for the methods called inside."""
+    token = _current.set(replay)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def current_replay() -> ReplayContext:

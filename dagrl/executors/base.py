@@ -1,0 +1,100 @@
+"""What an executor is: it makes an `Executable` of a `PhaseGraph` and the actors it runs on.
+
+Two executors run the same graphs with the same results: `compiled` (Ray Compiled Graphs, replayed over shared-memory and
+accelerator channels) and `eager` (plain actor calls; the baseline and the fallback).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray.actor import ActorHandle
+
+from dagrl.executors.node import NodeCall, Take
+from dagrl.executors.packet import Packet
+from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph
+
+Actors = Mapping[str, Sequence[ActorHandle]]
+"""Actors of each role, in the order of the graph's worker positions."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes and deadlines of one compiled phase. Bytes are of one channel slot; times are in seconds."""
+
+    input_bytes: int
+    result_bytes: int
+    max_in_flight: int
+    arity: int  # workers behind one input leader
+    compile_s: float
+    replay_s: float
+    teardown_s: float
+
+
+class Executable(Protocol):
+    """One graph, ready to be replayed on its actors."""
+
+    def submit(self, packet: Packet) -> Any:
+        """Start a replay; returns what `fetch` takes."""
+
+    def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
+        """A packet for each output of the graph. Raises TimeoutError when it is not there yet, ActorDiedError when a worker died."""
+
+    def teardown(self, timeout_s: float) -> None:
+        """Stop the graph's loops within `timeout_s`; workers that do not stop by then are killed."""
+
+
+class Executor(Protocol):
+    """Makes executables."""
+
+    name: str
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> Executable:
+        """The graph on these actors, ready to replay."""
+
+
+def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
+    """The constant part of every node, in the graph's order."""
+    first: dict[object, int] = {}
+    last: dict[object, int] = {}
+    for node in graph.nodes:
+        first.setdefault(node.worker, node.number)
+        last[node.worker] = node.number
+    return [
+        NodeCall(
+            label=node.label,
+            kind=node.kind,
+            method=node.method,
+            args=_takes(graph, node),
+            constants=dict(node.constants),
+            opens_turn=first[node.worker] == node.number,
+            closes_turn=last[node.worker] == node.number,
+            result_limit=limits.result_bytes,
+            deadline_s=limits.replay_s,
+        )
+        for node in graph.nodes
+    ]
+
+
+def packet_sources(node: Node) -> tuple[int | None, ...]:
+    """Where each packet of a node comes from, in order: a node's number, or None for the phase's input."""
+    return tuple(arg.node if isinstance(arg, NodeRef) else None for arg in node.args if not isinstance(arg, Constant))
+
+
+def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
+    takes: list[Take | Json] = []
+    index = 0
+    for arg in node.args:
+        match arg:
+            case Constant(value):
+                takes.append(value)
+            case NodeRef(number):
+                flatten = node.kind == "collect" and graph.nodes[number].kind == "collect"
+                takes.append(Take(index, flatten))
+                index += 1
+            case InputRef():
+                takes.append(Take(index))
+                index += 1
+    return tuple(takes)

@@ -1,0 +1,144 @@
+"""The compiled executor: one Ray Compiled Graph a `PhaseGraph`. The only module that imports `ray.dag`.
+
+What the engine imposes, and how it is kept here (docs/runtime.md tells the whole story):
+
+- Channel buffers are sized before compiling, in the driver for inputs and in every worker for results, and never grow: an
+  input that would not fit is refused by `submit`, a result by the worker.
+- One live graph an actor is the default; actors made by `WorkerGroup` have a thread for each of several graphs.
+- Large graphs get their input through leaders, one for each `arity` workers, so that the driver's channel has few readers.
+- `teardown` of a hung graph waits for ever; ours has a deadline, then kills the graph's actors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.dag import DAGContext, InputNode, MultiOutputNode
+from ray.exceptions import RayChannelTimeoutError
+
+from dagrl.errors import ConfigError
+from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
+from dagrl.executors.node import relay, run_node
+from dagrl.executors.packet import ENVELOPE_BYTES, Packet, payload_bytes
+from dagrl.graph import PhaseGraph
+
+logger = logging.getLogger(__name__)
+
+
+class CompiledGraph:
+    """A live Ray Compiled Graph."""
+
+    def __init__(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> None:
+        self._phase = graph.phase
+        self._limits = limits
+        self._actors = _distinct(actors)
+        relays = _leaders(graph, limits.arity)
+        worker_bytes = max(limits.result_bytes, limits.input_bytes if relays else 0)
+        ray.get(
+            [actor.__ray_call__.remote(_set_buffer_bytes, worker_bytes) for actor in self._actors], timeout=limits.compile_s
+        )
+        with _driver_context(limits):
+            self._dag = _bind(graph, actors, limits, relays).experimental_compile(
+                _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
+            )
+
+    def submit(self, packet: Packet) -> Any:
+        """Write the input. Raises ConfigError when it is larger than its channel."""
+        needed = payload_bytes(packet.value) + ENVELOPE_BYTES
+        if needed > self._limits.input_bytes:
+            raise ConfigError(
+                f"the input of phase {self._phase!r} needs {needed} bytes, but its channel was sized for "
+                f"{self._limits.input_bytes} by the largest warmed-up bucket; warm up a larger bucket "
+                "(policy.sequence_buckets, batch sizes)"
+            )
+        return self._dag.execute(packet)
+
+    def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
+        """The outputs' packets."""
+        try:
+            packets = ray.get(submitted, timeout=timeout_s)
+        except RayChannelTimeoutError as late:
+            raise TimeoutError(str(late)) from late
+        return list(packets)
+
+    def teardown(self, timeout_s: float) -> None:
+        """Cancel the loops; after `timeout_s` the actors of this graph are killed."""
+        stopper = threading.Thread(target=self._dag.teardown, name=f"dagrl-teardown-{self._phase}", daemon=True)
+        stopper.start()
+        stopper.join(timeout_s)
+        if stopper.is_alive():
+            logger.warning(
+                "the graph of phase %r did not stop within %.0f s; killing its %d workers",
+                self._phase,
+                timeout_s,
+                len(self._actors),
+            )
+            for actor in self._actors:
+                ray.kill(actor)
+            stopper.join(timeout_s)
+
+
+class CompiledExecutor:
+    """Makes compiled graphs."""
+
+    name = "compiled"
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> CompiledGraph:
+        """Compile the graph; its actors' loops run from here to its teardown."""
+        return CompiledGraph(graph, actors, limits)
+
+
+def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, int]) -> Any:
+    """The Ray DAG: an `__ray_call__` of `run_node` a node, and relays on the leaders."""
+    with InputNode() as start:
+        hubs = {
+            leader: _actor(graph, actors, leader).__ray_call__.bind(relay, start) for leader in sorted(set(relays.values()))
+        }
+        bound: list[Any] = []
+        for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
+            entry = hubs[relays[node.number]] if node.number in relays else start
+            packets = [entry if source is None else bound[source] for source in packet_sources(node)]
+            bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
+        return MultiOutputNode([bound[number] for number in graph.outputs])
+
+
+def _leaders(graph: PhaseGraph, arity: int) -> dict[int, int]:
+    """Node -> the node whose worker leads it, for nodes that read the input; empty when few enough to read it directly."""
+    readers = [node.number for node in graph.nodes if node.reads_input]
+    if len(readers) <= arity:
+        return {}
+    return {number: readers[place - place % arity] for place, number in enumerate(readers)}
+
+
+def _actor(graph: PhaseGraph, actors: Actors, number: int) -> ActorHandle:
+    worker = graph.nodes[number].worker
+    return actors[worker.role][worker.position]
+
+
+def _distinct(actors: Actors) -> list[ActorHandle]:
+    return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
+
+
+def _set_buffer_bytes(worker: object, size: int) -> None:
+    """Size the channels that this worker writes in the graph compiled next; runs in the worker."""
+    DAGContext.get_current().buffer_size_bytes = size
+
+
+@contextmanager
+def _driver_context(limits: Limits) -> Iterator[None]:
+    """Ray's settings while compiling: this phase's input size and our deadlines instead of its 10 s."""
+    context = DAGContext.get_current()
+    before = (context.buffer_size_bytes, context.submit_timeout, context.get_timeout, context.teardown_timeout)
+    context.buffer_size_bytes = limits.input_bytes
+    context.submit_timeout = context.get_timeout = round(limits.replay_s)
+    context.teardown_timeout = round(limits.teardown_s)
+    try:
+        yield
+    finally:
+        context.buffer_size_bytes, context.submit_timeout, context.get_timeout, context.teardown_timeout = before

@@ -1,0 +1,52 @@
+"""The eager executor: plain actor calls, one `ray.put` a shard. The baseline, the fallback, the way out of any engine."""
+
+from __future__ import annotations
+
+import ray
+from ray.actor import ActorHandle
+
+from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
+from dagrl.executors.node import NodeCall, run_node
+from dagrl.executors.packet import Packet
+from dagrl.graph import PhaseGraph
+
+
+class EagerGraph:
+    """A graph replayed as one actor call a node."""
+
+    def __init__(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> None:
+        self._steps: list[tuple[ActorHandle, NodeCall, tuple[int | None, ...]]] = [
+            (actors[node.worker.role][node.worker.position], call, packet_sources(node))
+            for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True)
+        ]
+        self._outputs = graph.outputs
+
+    def submit(self, packet: Packet) -> list[ray.ObjectRef]:
+        """Send every node's call; results go from actor to actor as object references."""
+        start = ray.put(packet)
+        refs: list[ray.ObjectRef] = []
+        for actor, call, sources in self._steps:
+            packets = [start if source is None else refs[source] for source in sources]
+            refs.append(actor.__ray_call__.remote(run_node, call, *packets))
+        return [refs[number] for number in self._outputs]
+
+    def fetch(self, submitted: list[ray.ObjectRef], timeout_s: float) -> list[Packet]:
+        """The outputs' packets."""
+        try:
+            packets: list[Packet] = ray.get(submitted, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as late:
+            raise TimeoutError(str(late)) from late
+        return packets
+
+    def teardown(self, timeout_s: float) -> None:
+        """Nothing runs between replays."""
+
+
+class EagerExecutor:
+    """Makes eager graphs."""
+
+    name = "eager"
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> EagerGraph:
+        """The graph, ready at once."""
+        return EagerGraph(graph, actors, limits)

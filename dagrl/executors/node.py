@@ -1,0 +1,249 @@
+"""The worker's side of a replay: runs one node of a graph on a worker, in ticket order.
+
+These functions run inside actors through Ray's generic `__ray_call__`, so a worker may be of any class: nothing is
+asked of it but the methods that phases name. What a worker's process must remember between nodes is a `NodeState`, installed once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dagrl.errors import DeadlineError, RunError, WorkerFailure
+from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, payload_bytes
+from dagrl.graph import Json
+from dagrl.worker import ReplayContext, replay_context
+
+TRACE_CAPACITY = 65_536
+"""Node runs remembered on a worker until the driver drains them; older ones are dropped."""
+
+
+@dataclass(frozen=True)
+class Take:
+    """One argument of a node's method: the value of input `index`, flattened into the list if it is itself a collection."""
+
+    index: int
+    flatten: bool = False
+
+
+@dataclass(frozen=True)
+class NodeCall:
+    """What one node does, fixed when the graph is compiled."""
+
+    label: str
+    kind: str
+    method: str
+    args: tuple[Take | Json, ...]
+    constants: dict[str, Json]
+    opens_turn: bool  # the worker's first node in this graph: waits for its ticket
+    closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
+    result_limit: int  # bytes
+    deadline_s: float  # of the wait for the ticket
+
+
+@dataclass(frozen=True)
+class NodeRun:
+    """One node's run, for the trace; times in nanoseconds since the epoch."""
+
+    phase: str
+    replay: int
+    warmup: bool
+    label: str
+    start_ns: int
+    end_ns: int
+
+
+class TicketGate:
+    """Lets the replays of one worker through one at a time, in ticket order, whatever thread they arrive on."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._next = 0
+
+    def enter(self, ticket: int, deadline_s: float) -> None:
+        """Wait until `ticket` is next. Raises DeadlineError, or RunError for a ticket that has passed."""
+        with self._turn:
+            if not self._turn.wait_for(lambda: self._next >= ticket, timeout=deadline_s):
+                raise DeadlineError(f"waited {deadline_s:.0f} s for ticket {ticket}, while ticket {self._next} is running")
+            if self._next != ticket:
+                raise RunError(f"ticket {ticket} arrived after ticket {self._next}; recompile the graphs of this group")
+
+    def leave(self, ticket: int) -> None:
+        """Let the ticket after `ticket` in."""
+        with self._turn:
+            self._next = max(self._next, ticket + 1)
+            self._turn.notify_all()
+
+    def reset(self, ticket: int) -> None:
+        """Make `ticket` the next one, after a failure."""
+        with self._turn:
+            self._next = ticket
+            self._turn.notify_all()
+
+
+@dataclass
+class Activity:
+    """The node a worker is running."""
+
+    header_phase: str
+    replay: int
+    label: str
+    thread_id: int
+    since: float
+
+
+@dataclass
+class NodeState:
+    """What the runtime keeps in a worker's process."""
+
+    role: str
+    rank: int
+    coordinates: str
+    gate: TicketGate = field(default_factory=TicketGate)
+    runs: deque[NodeRun] = field(default_factory=lambda: deque(maxlen=TRACE_CAPACITY))
+    activity: Activity | None = None
+
+
+_STATE = "_dagrl_node_state"
+
+
+class HasState(Protocol):
+    """Any worker object."""
+
+
+def install(worker: HasState, role: str, rank: int, coordinates: str) -> None:
+    """Prepare a worker for graphs; called once, when its group is made."""
+    setattr(worker, _STATE, NodeState(role, rank, coordinates))
+
+
+def state_of(worker: HasState) -> NodeState:
+    """The worker's runtime state."""
+    state = getattr(worker, _STATE)
+    assert isinstance(state, NodeState)
+    return state
+
+
+def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
+    """Run one node on `worker`; failures come back inside the packet, its own and those of the nodes before it."""
+    state = state_of(worker)
+    header = packets[0].header
+    ticket = header.tickets[state.role]
+    failures = tuple({id(failure): failure for packet in packets for failure in packet.failures}.values())
+    busy_s = max(packet.busy_s for packet in packets)
+    value: object = None
+    started = 0.0
+    try:
+        if call.opens_turn:
+            state.gate.enter(ticket, call.deadline_s)
+        started = time.perf_counter()
+        if not failures:
+            value = _call(worker, state, call, packets)
+    except BaseException as error:
+        failures = (_failure(state, call, packets[0], error),)
+        _abort(worker)
+    finally:
+        if call.closes_turn:
+            state.gate.leave(ticket)
+    return Packet(header, value, busy_s + (time.perf_counter() - started if started else 0.0), failures)
+
+
+def relay(worker: HasState, packet: Packet) -> Packet:
+    """Pass a packet on; a leader's share in fanning an input out."""
+    return packet
+
+
+def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
+    header = packets[0].header
+    start_ns = time.time_ns()
+    state.activity = Activity(header.phase, header.replay, call.label, threading.get_ident(), time.monotonic())
+    try:
+        with replay_context(ReplayContext(header.phase, header.replay, header.warmup)):
+            value = _evaluate(worker, call, packets)
+    finally:
+        state.activity = None
+    state.runs.append(NodeRun(header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
+    needed = payload_bytes(value) + ENVELOPE_BYTES
+    if needed > call.result_limit:
+        raise RunError(
+            f"the result of {call.label} needs {needed} bytes, but its channel has room for {call.result_limit}; "
+            f"raise executor_cfg.result_bytes to at least {needed}"
+        )
+    return value
+
+
+def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
+    args: list[object] = []
+    for arg in call.args:
+        if not isinstance(arg, Take):
+            args.append(arg)
+        elif arg.flatten:
+            collected = packets[arg.index].value
+            assert isinstance(collected, list)
+            args.extend(collected)
+        else:
+            args.append(packets[arg.index].value)
+    if call.kind == "collect":
+        return args
+    method = getattr(worker, call.method)
+    return method(args) if call.kind == "reduce" else method(*args, **call.constants)
+
+
+def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseException) -> WorkerFailure:
+    return WorkerFailure(
+        role=state.role,
+        rank=state.rank,
+        coordinates=state.coordinates,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        phase=packet.header.phase,
+        replay=packet.header.replay,
+        node=call.label,
+        kind="raised",
+        message=f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS],
+        traceback="".join(traceback.format_exception(error))[-FAILURE_CHARACTERS:],
+        time_ns=time.time_ns(),
+    )
+
+
+def _abort(worker: HasState) -> None:
+    """Free the peers that wait for this worker in a collective: a failed worker will not come to it."""
+    abort = getattr(worker, "abort", None)
+    if abort is not None:
+        abort()
+
+
+# Classic calls of the driver, on the actor's main thread, beside the graph loops.
+
+
+def drain_runs(worker: HasState) -> list[NodeRun]:
+    """Node runs since the last call, oldest first."""
+    runs = state_of(worker).runs
+    return [runs.popleft() for _ in range(len(runs))]
+
+
+def reset_tickets(worker: HasState, ticket: int) -> None:
+    """Start again at `ticket`, after a failure."""
+    state_of(worker).gate.reset(ticket)
+
+
+def where(worker: HasState) -> tuple[str, int]:
+    """The worker's host and process id."""
+    return socket.gethostname(), os.getpid()
+
+
+def report_hang(worker: HasState) -> tuple[str, str]:
+    """What the worker is running, and the stack of the thread that runs it; both empty when it is idle."""
+    activity = state_of(worker).activity
+    if activity is None:
+        return "", ""
+    frame = sys._current_frames().get(activity.thread_id)
+    stack = "".join(traceback.format_stack(frame)) if frame else ""
+    what = f"{activity.label} for {time.monotonic() - activity.since:.1f} s (replay {activity.replay})"
+    return what, stack[-FAILURE_CHARACTERS:]

@@ -1,0 +1,175 @@
+"""PhaseGraph: the nodes and edges of one phase over the workers of one graph, as plain data.
+
+It knows nothing of Ray: it can be compared, stored, drawn and tested alone. Nodes are in topological order; a node's
+arguments are the phase's input, other nodes' results, or JSON constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dagrl.errors import GraphError
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True)
+class WorkerRef:
+    """A worker of a graph: its role, and its position among the role's workers there."""
+
+    role: str
+    position: int
+
+
+@dataclass(frozen=True)
+class InputRef:
+    """An argument that is the phase's input."""
+
+
+@dataclass(frozen=True)
+class NodeRef:
+    """An argument that is another node's result."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument fixed when the phase was traced."""
+
+    value: Json
+
+
+ArgumentRef = InputRef | NodeRef | Constant
+
+
+@dataclass(frozen=True)
+class Node:
+    """One call on one worker.
+
+    `kind`: `call` runs `method(*args)`, `reduce` runs `method([*args])`, `collect` makes a list of its arguments, flattening
+    those that are lists made by `collect` themselves. `transport` says how the result travels to its readers.
+    """
+
+    number: int
+    worker: WorkerRef
+    method: str
+    kind: str
+    args: tuple[ArgumentRef, ...]
+    constants: tuple[tuple[str, Json], ...] = ()
+    transport: str = "shm"
+
+    @property
+    def label(self) -> str:
+        """Short name for errors and drawings, e.g. `train[0].train_step`."""
+        return f"{self.worker.role}[{self.worker.position}].{self.method or self.kind}"
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the node reads the phase's input."""
+        return any(isinstance(arg, InputRef) for arg in self.args)
+
+    @property
+    def upstream(self) -> tuple[int, ...]:
+        """Numbers of the nodes whose results it reads."""
+        return tuple(arg.node for arg in self.args if isinstance(arg, NodeRef))
+
+    def with_transport(self, transport: str) -> Node:
+        """The node with another transport for its result."""
+        return dataclasses.replace(self, transport=transport)
+
+
+@dataclass(frozen=True)
+class PhaseGraph:
+    """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes whose results are returned."""
+
+    phase: str
+    widths: Mapping[str, int]
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+
+    def validate(self) -> None:
+        """Raise GraphError for an unknown or later upstream node (a cycle), an unused result, or a worker out of range."""
+        read = {number for node in self.nodes for number in node.upstream} | set(self.outputs)
+        for position, node in enumerate(self.nodes):
+            if node.number != position:
+                raise GraphError(f"phase {self.phase!r}: node {node.label} is number {node.number} at place {position}")
+            if any(number >= position for number in node.upstream):
+                raise GraphError(
+                    f"phase {self.phase!r}: node {node.label} reads a node that comes after it (a cycle); "
+                    "order the nodes so that each reads only earlier ones"
+                )
+            if node.worker.position >= self.widths.get(node.worker.role, 0):
+                raise GraphError(f"phase {self.phase!r}: node {node.label} is on a worker that the graph does not have")
+            if position not in read:
+                raise GraphError(
+                    f"phase {self.phase!r}: nobody uses the result of node {node.label}; return it, or join() it"
+                )
+        if not any(node.reads_input for node in self.nodes):
+            raise GraphError(f"phase {self.phase!r}: no node reads the input; pass it to a map(...)")
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the graph's content, the same in every process."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The graph as canonical JSON; `from_json` reads it back."""
+        nodes = [
+            {
+                "number": node.number,
+                "worker": [node.worker.role, node.worker.position],
+                "method": node.method,
+                "kind": node.kind,
+                "args": [_argument_to_json(arg) for arg in node.args],
+                "constants": dict(node.constants),
+                "transport": node.transport,
+            }
+            for node in self.nodes
+        ]
+        content = {"phase": self.phase, "widths": dict(self.widths), "nodes": nodes, "outputs": list(self.outputs)}
+        return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> PhaseGraph:
+        """A graph from `to_json`'s text, validated."""
+        content = json.loads(text)
+        nodes = tuple(
+            Node(
+                number=item["number"],
+                worker=WorkerRef(*item["worker"]),
+                method=item["method"],
+                kind=item["kind"],
+                args=tuple(_argument_from_json(arg) for arg in item["args"]),
+                constants=tuple(sorted(item["constants"].items())),
+                transport=item["transport"],
+            )
+            for item in content["nodes"]
+        )
+        graph = PhaseGraph(content["phase"], content["widths"], nodes, tuple(content["outputs"]))
+        graph.validate()
+        return graph
+
+
+def _argument_to_json(argument: ArgumentRef) -> Json:
+    match argument:
+        case InputRef():
+            return {"input": True}
+        case NodeRef(node):
+            return {"node": node}
+        case Constant(value):
+            return {"constant": value}
+
+
+def _argument_from_json(content: Mapping[str, Json]) -> ArgumentRef:
+    if "input" in content:
+        return InputRef()
+    if "node" in content:
+        node = content["node"]
+        assert isinstance(node, int)
+        return NodeRef(node)
+    return Constant(content["constant"])

@@ -1,0 +1,281 @@
+"""Phases: Python functions over shards, traced into a `PhaseGraph` of plain data.
+
+A phase is traced once, without Ray: the shards it is called with record what it asks of their workers.
+
+    @phase
+    def train_step(train: Shard, batch):
+        metrics = train.map("train_step", batch)        # every worker of the shard
+        return train.reduce("merge_metrics", metrics)   # joined on the workers, in a tree
+
+Parameters annotated `Shard` are worker groups, matched by name to a role; the one other parameter is the phase's input.
+Mistakes are found while tracing; each error names the phase, the node and what to write instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dagrl.errors import GraphError
+from dagrl.graph import ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.layout import ParallelLayout
+from dagrl.shapes import InputSpec
+
+SHARED_MEMORY = "shm"
+
+
+@dataclass(frozen=True)
+class Role:
+    """What tracing needs to know of a worker group: its layout, its workers' methods (without `self`), its transports."""
+
+    name: str
+    layout: ParallelLayout
+    methods: Mapping[str, inspect.Signature]
+    transports: frozenset[str] = frozenset({SHARED_MEMORY})
+
+
+def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
+    """Signatures, without `self`, of the public methods of a worker class."""
+    found = {}
+    for name, member in inspect.getmembers(worker_class, inspect.isfunction):
+        if not name.startswith("_") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
+            signature = inspect.signature(member)
+            found[name] = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return found
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one node, or one node on each worker of a shard, will produce."""
+
+    tracer: Tracer
+    nodes: tuple[int, ...]
+
+    def via(self, transport: str) -> Value:
+        """The same value, sent to its readers over `transport` (`nccl`, `shm`)."""
+        self.tracer.set_transport(self.nodes, transport)
+        return self
+
+
+@dataclass(frozen=True)
+class Input:
+    """The phase's input as the traced function sees it; it can only be passed on."""
+
+    name: str
+
+
+Argument = Value | Input | Json
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The workers of one role that one graph covers, or some of them."""
+
+    tracer: Tracer
+    role: Role
+    workers: tuple[int, ...]  # positions among the role's workers in the graph
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __getitem__(self, position: int) -> Shard:
+        return Shard(self.tracer, self.role, (self.workers[position],))
+
+    def map(self, method: str, *args: Argument, **constants: Json) -> Value:
+        """Call `method` on every worker. A `Value` of as many nodes goes worker to worker, one of a single node to all."""
+        nodes = tuple(
+            self.tracer.add(self.role, worker, method, "call", self._arguments(method, args, position), constants)
+            for position, worker in enumerate(self.workers)
+        )
+        return Value(self.tracer, nodes)
+
+    def reduce(self, method: str, parts: Value) -> Value:
+        """Join `parts` by `method(list) -> value`, associative, on the workers that hold them, in a tree."""
+        return self.tracer.tree(self.role, method, parts, kind="reduce")
+
+    def stages(self) -> tuple[Shard, ...]:
+        """The workers of each pipeline stage, first stage first."""
+        stage_size = self.role.layout.tp * self.role.layout.cp
+        by_stage: dict[int, list[int]] = {}
+        for worker in self.workers:
+            by_stage.setdefault(worker % self.role.layout.shard_size // stage_size, []).append(worker)
+        return tuple(Shard(self.tracer, self.role, tuple(by_stage[stage])) for stage in sorted(by_stage))
+
+    def _arguments(self, method: str, args: Sequence[Argument], position: int) -> tuple[ArgumentRef, ...]:
+        return tuple(self._argument(method, arg, position) for arg in args)
+
+    def _argument(self, method: str, arg: Argument, position: int) -> ArgumentRef:
+        if isinstance(arg, Input):
+            return InputRef()
+        if not isinstance(arg, Value):
+            return Constant(arg)
+        if len(arg.nodes) not in (1, len(self)):
+            raise self.tracer.error(
+                f"{self.role.name}.{method}: an argument has {len(arg.nodes)} values for {len(self)} workers; "
+                "pass one value for each worker, or a single one (shard.reduce makes one)"
+            )
+        return NodeRef(arg.nodes[0] if len(arg.nodes) == 1 else arg.nodes[position])
+
+
+def join(*values: Value) -> Value:
+    """All given values in one: a list on the first worker, in the order given, joined in a tree."""
+    if not values:
+        raise GraphError("join() needs at least one value")
+    tracer = values[0].tracer
+    return tracer.tree(None, "", Value(tracer, tuple(node for value in values for node in value.nodes)), kind="collect")
+
+
+class Tracer:
+    """Records the nodes of one phase while its function runs."""
+
+    def __init__(self, phase: str, roles: Mapping[str, Role], arity: int) -> None:
+        self.phase = phase
+        self.roles = roles
+        self.arity = arity
+        self.nodes: list[Node] = []
+
+    def error(self, message: str) -> GraphError:
+        return GraphError(f"phase {self.phase!r}: {message}")
+
+    def add(
+        self,
+        role: Role,
+        worker: int,
+        method: str,
+        kind: str,
+        args: tuple[ArgumentRef, ...],
+        constants: Mapping[str, Json] | None = None,
+    ) -> int:
+        constants = dict(constants or {})
+        if kind != "collect":
+            self._check_call(role, method, 1 if kind == "reduce" else len(args), constants)
+        if not any(isinstance(arg, InputRef | NodeRef) for arg in args):
+            raise self.error(
+                f"node {role.name}.{method} is not reached from the input; pass it the phase's input or another node's value"
+            )
+        number = len(self.nodes)
+        self.nodes.append(Node(number, WorkerRef(role.name, worker), method, kind, args, tuple(sorted(constants.items()))))
+        return number
+
+    def _check_call(self, role: Role, method: str, positional: int, constants: Mapping[str, Json]) -> None:
+        if method not in role.methods:
+            raise self.error(
+                f"the {role.name} worker has no method {method!r}; it has {', '.join(sorted(role.methods)) or 'none'}. "
+                "Correct the name, or add the method to the worker"
+            )
+        try:
+            role.methods[method].bind(*[None] * positional, **constants)
+        except TypeError as mistake:
+            raise self.error(
+                f"node {role.name}.{method} is called with {positional} positional arguments and "
+                f"{sorted(constants) or 'no'} constants, but its signature is {method}{role.methods[method]}: {mistake}"
+            ) from None
+
+    def tree(self, role: Role | None, method: str, parts: Value, kind: str) -> Value:
+        """Nodes joined `arity` at a time, each join on the worker of its first part."""
+        if role is not None and any(self.nodes[node].worker.role != role.name for node in parts.nodes):
+            raise self.error(
+                f"{role.name}.reduce({method!r}) was given values of another role; reduce them on their own shard"
+            )
+        level = list(parts.nodes)
+        while len(level) > 1 or level == list(parts.nodes):
+            groups = [level[start : start + self.arity] for start in range(0, len(level), self.arity)]
+            level = [self._join_group(method, group, kind) for group in groups]
+        return Value(self, tuple(level))
+
+    def _join_group(self, method: str, group: Sequence[int], kind: str) -> int:
+        worker = self.nodes[group[0]].worker
+        args: tuple[ArgumentRef, ...] = tuple(NodeRef(node) for node in group)
+        return self.add(self.roles[worker.role], worker.position, method, kind, args)
+
+    def set_transport(self, nodes: Sequence[int], transport: str) -> None:
+        for number in nodes:
+            node = self.nodes[number]
+            available = self.roles[node.worker.role].transports
+            if transport not in available:
+                raise self.error(
+                    f"node {node.label}: transport {transport!r} cannot be used by the {node.worker.role} group; "
+                    f"it has {', '.join(sorted(available))}. Use one of these, or run on a machine that has {transport}"
+                )
+            self.nodes[number] = node.with_transport(transport)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase function, and the shape of the batches it takes (`inputs`; None: its input is not a batch)."""
+
+    name: str
+    function: Callable[..., Value | tuple[Value, ...]]
+    inputs: InputSpec | None = None
+    roles: tuple[str, ...] = field(default=())
+
+    def trace(self, roles: Mapping[str, Role], arity: int = 8) -> PhaseGraph:
+        """The phase's graph over `roles`. Raises GraphError."""
+        missing = [role for role in self.roles if role not in roles]
+        if missing:
+            raise GraphError(
+                f"phase {self.name!r} needs worker groups {', '.join(missing)}; there are {', '.join(roles) or 'none'}. "
+                "Name the phase's Shard parameters after the groups"
+            )
+        mine = {name: roles[name] for name in self.roles}
+        replicas = replicas_per_graph({name: role.layout.dp for name, role in mine.items()})
+        tracer = Tracer(self.name, mine, arity)
+        shards = {
+            name: Shard(tracer, role, tuple(range(replicas[name] * role.layout.shard_size))) for name, role in mine.items()
+        }
+        returned = self.function(**shards, **{self.input_name: Input(self.input_name)})
+        outputs = self._single_outputs(tracer, returned)
+        widths = {name: len(shard) for name, shard in shards.items()}
+        graph = PhaseGraph(self.name, widths, tuple(tracer.nodes), outputs)
+        graph.validate()
+        return graph
+
+    @property
+    def input_name(self) -> str:
+        """Name of the parameter that takes the phase's input."""
+        return next(name for name in inspect.signature(self.function).parameters if name not in self.roles)
+
+    def _single_outputs(self, tracer: Tracer, returned: object) -> tuple[int, ...]:
+        values = returned if isinstance(returned, tuple) else (returned,)
+        outputs = []
+        for value in values:
+            if not isinstance(value, Value):
+                raise tracer.error(f"it returns {value!r}; return what map, reduce or join gave, or a tuple of them")
+            single = value if len(value.nodes) == 1 else join(value)
+            outputs.append(single.nodes[0])
+        return tuple(outputs)
+
+
+def replicas_per_graph(shards: Mapping[str, int]) -> dict[str, int]:
+    """Data-parallel replicas of each role in one graph: the fewest that divide every role's shards evenly among graphs.
+
+    One role: one replica a graph. Train dp 4 beside generation dp 2: two graphs of two and one replicas.
+    """
+    graphs = math.gcd(*shards.values())
+    return {role: count // graphs for role, count in shards.items()}
+
+
+def phase(
+    function: Callable[..., Value | tuple[Value, ...]] | None = None, *, inputs: InputSpec | None = None, name: str = ""
+) -> Phase | Callable[[Callable[..., Value | tuple[Value, ...]]], Phase]:
+    """Make a `Phase` of a function: `@phase`, or `@phase(inputs={...})` for one that takes a `Batch`."""
+    if function is None:
+        return lambda decorated: _make_phase(decorated, inputs, name)
+    return _make_phase(function, inputs, name)
+
+
+def _make_phase(function: Callable[..., Value | tuple[Value, ...]], inputs: InputSpec | None, name: str) -> Phase:
+    name = name or function.__name__
+    parameters = inspect.signature(function).parameters
+    roles = tuple(key for key, parameter in parameters.items() if parameter.annotation in (Shard, "Shard"))
+    others = [key for key in parameters if key not in roles]
+    if not roles:
+        raise GraphError(f"phase {name!r} has no parameter annotated Shard; write e.g. def {name}(train: Shard, batch)")
+    if len(others) != 1:
+        raise GraphError(
+            f"phase {name!r} takes {len(others)} inputs {others}; it takes exactly one besides its shards "
+            "(put several values into one batch)"
+        )
+    return Phase(name, function, inputs, roles)

@@ -1,0 +1,216 @@
+"""WorkerGroup: the actors of one role, laid out by a `ParallelLayout`; made from a configuration, or around actors that exist."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from dagrl.errors import DeadlineError, LayoutError, RunError, UserError
+from dagrl.executors.node import NodeRun, drain_runs, install, report_hang, reset_tickets, where
+from dagrl.layout import ParallelLayout
+from dagrl.phase import SHARED_MEMORY, Role, methods_of
+from dagrl.worker import WorkerContext
+
+logger = logging.getLogger(__name__)
+
+HEALTH = "dagrl_health"
+"""Concurrency group, one thread, on which a worker answers while its other threads are busy."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker asks of Ray. `graphs` is the number of compiled graphs that can live on it at once."""
+
+    num_cpus: float = 0
+    num_gpus: float = 0
+    graphs: int = 12
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker runs."""
+
+    host: str
+    pid: int
+
+
+class WorkerGroup:
+    """The actors of one role. Build it with `create` or `from_actors`; end it with `shutdown` if it was created."""
+
+    def __init__(
+        self, role: Role, actors: Sequence[ActorHandle], *, owned: bool, call_timeout_s: float, health_group: str | None
+    ) -> None:
+        self.role = role
+        self.layout = role.layout
+        self.actors = tuple(actors)
+        self._owned = owned
+        self._call_timeout_s = call_timeout_s
+        self._health_group = health_group
+        installs = [
+            actor.__ray_call__.remote(install, role.name, rank, str(self.layout.coordinates(rank)))
+            for rank, actor in enumerate(self.actors)
+        ]
+        self._get(installs, call_timeout_s, "answering")
+        places = self._get([actor.__ray_call__.remote(where) for actor in self.actors], call_timeout_s, "answering")
+        self.places = tuple(Place(host, pid) for host, pid in places)
+
+    @classmethod
+    def create(
+        cls,
+        role: str,
+        worker_class: type,
+        layout: ParallelLayout,
+        config: object,
+        *,
+        resources: Resources | None = None,
+        seed: int = 0,
+        start_timeout_s: float = 180.0,
+        collective_timeout_s: float = 60.0,
+    ) -> WorkerGroup:
+        """Start one actor a rank, construct `worker_class(context, config)` in each, and set all of them up at once.
+
+        Raises what a worker's constructor or `setup` raised, with its rank; DeadlineError after `start_timeout_s`. Nothing is
+        left running then.
+        """
+        resources = resources or Resources()
+        environment = worker_class.environment(config) if hasattr(worker_class, "environment") else {}
+        actor_class = ray.remote(
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            max_restarts=0,
+            concurrency_groups={"_ray_system": resources.graphs, HEALTH: 1},
+            runtime_env={"env_vars": environment},
+        )(worker_class)
+        contexts = [WorkerContext(role, rank, layout, seed, collective_timeout_s) for rank in range(layout.world_size)]
+        actors = [actor_class.options(name=None).remote(context, config) for context in contexts]
+        transports = {SHARED_MEMORY} | ({"nccl"} if resources.num_gpus else set())
+        traced = Role(role, layout, methods_of(worker_class), frozenset(transports))
+        try:
+            group = cls(traced, actors, owned=True, call_timeout_s=start_timeout_s, health_group=HEALTH)
+            group.setup()
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        return group
+
+    @classmethod
+    def from_actors(
+        cls,
+        handles: Sequence[ActorHandle],
+        layout: ParallelLayout,
+        role: str = "train",
+        *,
+        transports: frozenset[str] = frozenset({SHARED_MEMORY}),
+        call_timeout_s: float = 60.0,
+    ) -> WorkerGroup:
+        """A group around actors that somebody else made, in the layout's rank order. They are never set up or killed here.
+
+        Several phases can be compiled on them if they were made with `concurrency_groups={"_ray_system": n}`, n phases.
+        """
+        if len(handles) != layout.world_size:
+            raise LayoutError(
+                f"layout {layout.describe()} has {layout.world_size} workers, but {len(handles)} actors were given"
+            )
+        signatures = handles[0]._ray_method_signatures
+        methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("_")}
+        traced = Role(role, layout, methods, transports)
+        return cls(traced, handles, owned=False, call_timeout_s=call_timeout_s, health_group=None)
+
+    def setup(self) -> None:
+        """Call `setup(address)` on every worker at once, where the worker has it. Also after `abort`, to join again."""
+        if "setup" not in self.role.methods:
+            return
+        address = self._get([self.actors[0].__ray_call__.remote(free_address)], self._call_timeout_s, "finding a port")[0]
+        self.call("setup", address)
+
+    def call(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+        """Plain actor calls of `method(*args)` on every worker; results in rank order."""
+        return self.call_each(method, [args] * len(self.actors), timeout_s=timeout_s)
+
+    def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, timeout_s: float | None = None) -> list[Any]:
+        """Plain actor calls of `method`, with arguments of its own for each rank."""
+        refs = [getattr(actor, method).remote(*mine) for actor, mine in zip(self.actors, args, strict=True)]
+        return self._get(refs, timeout_s or self._call_timeout_s, method)
+
+    def drain_runs(self, timeout_s: float = 30.0) -> list[list[NodeRun]]:
+        """What each worker ran since the last call, for the trace."""
+        return self._get([self._health(actor, drain_runs) for actor in self.actors], timeout_s, "reporting its runs")
+
+    def reset_tickets(self, ticket: int) -> None:
+        """Start the workers' ticket order again at `ticket`."""
+        self._get([self._health(actor, reset_tickets, ticket) for actor in self.actors], self._call_timeout_s, "resetting")
+
+    def hang_reports(self, timeout_s: float) -> dict[int, tuple[str, str]]:
+        """For each rank: what it is running (empty when idle) and that thread's stack; a rank that does not answer says so."""
+        refs = {self._health(actor, report_hang): rank for rank, actor in enumerate(self.actors)}
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+        reports = {rank: ("does not answer", "") for rank in refs.values()}
+        for ref in ready:
+            try:
+                reports[refs[ref]] = ray.get(ref)
+            except ray.exceptions.RayActorError:
+                reports[refs[ref]] = ("died", "")
+        return reports
+
+    def rank_of_actor(self, actor_id: str) -> int | None:
+        """The rank of an actor by its id in hex, or None when it is not of this group."""
+        return next((rank for rank, actor in enumerate(self.actors) if actor._actor_id.hex() == actor_id), None)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill workers that do not end by themselves."""
+        for rank in ranks:
+            ray.kill(self.actors[rank])
+
+    def shutdown(self, timeout_s: float) -> None:
+        """End the workers that this group made: their `shutdown()` within the deadline, then their processes."""
+        if not self._owned:
+            return
+        if "shutdown" in self.role.methods:
+            refs = [actor.shutdown.remote() for actor in self.actors]
+            ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+        self.kill(range(len(self.actors)))
+
+    def _health(self, actor: ActorHandle, function: Any, *args: object) -> Any:
+        call = actor.__ray_call__
+        return (call.options(concurrency_group=self._health_group) if self._health_group else call).remote(function, *args)
+
+    def _get(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        results = []
+        for rank, ref in enumerate(refs):
+            try:
+                results.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
+            except ray.exceptions.GetTimeoutError as late:
+                raise DeadlineError(
+                    f"{self.role.name} worker {rank} was not done {doing!r} after {timeout_s:.0f} s; "
+                    "raise the deadline (timeouts.*) if it is only slow"
+                ) from late
+            except ray.exceptions.RayTaskError as failed:
+                if isinstance(failed.cause, UserError):
+                    raise failed.cause from None
+                raise RunError(f"{self.role.name} worker {rank} failed in {doing!r}:\n{failed}") from failed
+            except ray.exceptions.RayActorError as died:
+                raise RunError(f"{self.role.name} worker {rank} died in {doing!r}:\n{died}") from died
+        return results
+
+
+def free_address(worker: object) -> str:
+    """`host:port` with a port that is free now on the worker's host; runs in the worker."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+
+def _signature(flat: Sequence[Any]) -> Any:
+    import inspect
+
+    return inspect.Signature([parameter for parameter in flat if parameter.name != "self"])
