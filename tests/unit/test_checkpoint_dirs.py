@@ -1,0 +1,174 @@
+"""Checkpoint directories: whole or absent, verified, pruned; what a crash leaves behind is cleaned up."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dagrl.checkpoint import CheckpointStore, TrainState, load_checkpoint_directory
+from dagrl.errors import CheckpointError
+
+
+def save(store: CheckpointStore, step: int, metric: float | None = None) -> Path:
+    state = TrainState(step=step, data_position=8 * step, policy_version=step, counters={"tokens": 5}, metric=metric)
+    with store.saving(state) as directory:
+        (directory / "train").mkdir()
+        (directory / "train" / "rank_0.pt").write_bytes(b"weights of step %d" % step)
+    return store.root / f"step_{step:08d}"
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [checkpoint.state.step for checkpoint in store.all()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def test_state_comes_back(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    save(store, 10, metric=0.5)
+    save(store, 9)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == TrainState(10, data_position=80, policy_version=10, counters={"tokens": 5}, metric=0.5)
+    assert (latest.directory / "train" / "rank_0.pt").read_bytes() == b"weights of step 10"
+
+
+def test_a_save_that_fails_leaves_nothing(store: CheckpointStore) -> None:
+    save(store, 1)
+    with pytest.raises(KeyboardInterrupt), store.saving(TrainState(step=2)) as directory:
+        (directory / "half").write_text("...")
+        raise KeyboardInterrupt
+    assert [path.name for path in store.root.iterdir()] == ["step_00000001"]
+
+
+def test_while_saving_the_checkpoint_is_not_seen(store: CheckpointStore) -> None:
+    save(store, 1)
+    with store.saving(TrainState(step=2)):
+        assert steps(store) == [1]
+    assert steps(store) == [1, 2]
+
+
+def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
+    save(store, 3, metric=0.1)
+    save(store, 3, metric=0.9)
+    best = store.best()
+    assert best is not None and best.state.metric == 0.9
+    assert [path.name for path in store.root.iterdir()] == ["step_00000003"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "higher", "metrics", "kept"),
+    [
+        (None, True, [1, 2, 3], [1, 2, 3]),
+        (1, True, [None, None, None], [3]),
+        (2, True, [None, None, None], [2, 3]),
+        (1, True, [0.9, 0.5, 0.1], [1, 3]),  # the best and the newest
+        (1, False, [0.9, 0.1, 0.5], [2, 3]),
+        (2, True, [0.1, 0.5, 0.9, 0.2], [2, 3, 4]),
+        (2, True, [0.3, None, None, 0.2], [1, 4]),
+        (2, True, [0.5, 0.5, 0.5], [2, 3]),
+        (1, True, [0.5, float("nan"), 0.1], [1, 3]),
+    ],
+)
+def test_pruning(tmp_path: Path, keep: int | None, higher: bool, metrics: list[float | None], kept: list[int]) -> None:
+    store = CheckpointStore(tmp_path, keep_top_k=keep, higher_is_better=higher)
+    for step, metric in enumerate(metrics, start=1):
+        save(store, step, metric)
+        assert steps(store)[-1] == step
+    assert steps(store) == kept
+
+
+def test_best(tmp_path: Path) -> None:
+    losses = CheckpointStore(tmp_path, higher_is_better=False)
+    assert losses.best() is None
+    for step, metric in enumerate([0.4, 0.2, None, 0.3], start=1):
+        save(losses, step, metric)
+    best = losses.best()
+    assert best is not None and best.state.step == 2
+
+
+def test_leftovers_of_a_crash_are_removed(store: CheckpointStore) -> None:
+    save(store, 4)
+    (store.root / "step_00000005.tmp" / "train").mkdir(parents=True)
+    (store.root / "step_00000003.old").mkdir()
+    (store.root / "notes").mkdir()
+    store.recover(resume=True)
+    assert sorted(path.name for path in store.root.iterdir()) == ["notes", "step_00000004"]
+
+
+def test_a_save_that_lacked_only_its_last_rename_is_kept(store: CheckpointStore) -> None:
+    directory = save(store, 6)
+    directory.rename(directory.with_suffix(".tmp"))
+    store.recover(resume=True)
+    assert steps(store) == [6]
+
+
+def test_a_new_run_refuses_checkpoints_of_an_earlier_one(store: CheckpointStore) -> None:
+    store.recover(resume=False)
+    save(store, 7)
+    with pytest.raises(CheckpointError, match=r"step_00000007.*checkpointing\.resume=true"):
+        store.recover(resume=False)
+
+
+def truncate(directory: Path) -> None:
+    (directory / "train" / "rank_0.pt").write_bytes(b"wei")
+
+
+def flip(directory: Path) -> None:
+    (directory / "train" / "rank_0.pt").write_bytes(b"weights of step X")
+
+
+def lose(directory: Path) -> None:
+    (directory / "train" / "rank_0.pt").unlink()
+
+
+def lose_manifest(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+
+
+def tear_state(directory: Path) -> None:
+    (directory / "state.json").write_text('{"format": 1, "st')
+
+
+def other_format(directory: Path) -> None:
+    (directory / "manifest.json").write_text('{"format": 99}')
+
+
+def lists_nothing(directory: Path) -> None:
+    (directory / "manifest.json").write_text('{"format": 1, "files": {}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "train/rank_0.pt has 3 bytes; its manifest says 17"),
+        (flip, "train/rank_0.pt has other content"),
+        (lose, "train/rank_0.pt is missing"),
+        (lose_manifest, "has no manifest.json"),
+        (tear_state, "state.json has 17 bytes"),
+        (other_format, "has format 99"),
+        (lists_nothing, "does not list state.json"),
+    ],
+)
+def test_damage_is_refused_and_named(store: CheckpointStore, damage: Callable[[Path], None], message: str) -> None:
+    directory = save(store, 1)
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message):
+        store.latest()
+
+
+def test_a_copy_under_another_step_is_refused(store: CheckpointStore) -> None:
+    shutil.copytree(save(store, 1), store.root / "step_00000009")
+    with pytest.raises(CheckpointError, match="holds the state of step 1"):
+        store.latest()
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is not there"):
+        load_checkpoint_directory(tmp_path / "nowhere")
