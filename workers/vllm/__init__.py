@@ -1,1 +1,5 @@
+"""The generation worker we ship: vLLM, one engine rank a process."""
 
+from workers.vllm.worker import VllmWorker
+
+__all__ = ["VllmWorker"]

@@ -1,0 +1,165 @@
+"""QuantumEngine: one vLLM engine rank that takes requests and runs a bounded number of steps.
+
+Between two calls the engine is at rest. A request keeps its KV cache from quantum to quantum; the policy version of each of
+its tokens is known because versions change only between quanta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dagrl.config import GenerationConfig
+from dagrl.errors import DataError
+from dagrl.generation import FinishedRequest, Generated, pack_generated
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine, SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue: `max_new_tokens` at most; `seed` draws its tokens, `greedy` takes the likeliest instead."""
+
+    request_id: int
+    prompt: Sequence[int]
+    seed: int
+    max_new_tokens: int
+    greedy: bool
+
+
+@dataclass
+class _Running:
+    """`starts` are `(version, tokens made before it)` of each version that has worked on the request."""
+
+    request_id: int
+    starts: list[tuple[int, int]] = field(default_factory=list)
+
+
+class QuantumEngine:
+    """Bookkeeping of requests around a vLLM engine; knows nothing of weights but their version."""
+
+    def __init__(self, engine: LLMEngine, config: GenerationConfig, eos_token_ids: Iterable[int]) -> None:
+        self._engine = engine
+        self._config = config
+        self._stop_token_ids = sorted({*config.stop_token_ids, *eos_token_ids})
+        self._running: dict[str, _Running] = {}
+        self._version = 0
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are waiting or running."""
+        return len(self._running)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus continuation, in tokens."""
+        return int(self._engine.model_config.max_model_len)
+
+    def run(self, requests: Sequence[Request], engine_steps: int) -> Generated:
+        """Add requests, run up to `engine_steps` steps, return what finished. Raises DataError for unusable requests."""
+        self._check(requests)
+        for request in requests:
+            self._add(request)
+        finished: list[FinishedRequest] = []
+        steps = 0
+        while self._running and steps < engine_steps:
+            finished.extend(self._finish(output) for output in self._engine.step() if output.finished)
+            steps += 1
+        return pack_generated(finished, len(self._running), steps)
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> int:
+        """Drop these requests (None: all) with what they have made so far; returns how many were there."""
+        wanted = self._running.keys() if request_ids is None else {str(request_id) for request_id in request_ids}
+        names = [name for name in self._running if name in wanted]
+        if names:
+            self._engine.abort_request(names)
+        for name in names:
+            del self._running[name]
+        return len(names)
+
+    def change_version(self, version: int) -> None:
+        """From now on tokens are made by `version`. Running requests go on from the KV cache that they have."""
+        for name, made in self._tokens_made():
+            self._running[name].starts.append((version, made))
+        self._version = version
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> bool:
+        """Free cached prefixes; False while running requests hold blocks (then the version in the cache key parts them)."""
+        return bool(self._engine.reset_prefix_cache())
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        seen: set[str] = set()
+        for request in requests:
+            name, length = str(request.request_id), len(request.prompt)
+            if name in self._running or name in seen:
+                raise DataError(f"request {name} is already running; give every request an id of its own")
+            if not 0 < length < self.max_model_len:
+                raise DataError(
+                    f"the prompt of request {name} has {length} tokens; vLLM takes 1 to {self.max_model_len - 1} here. Shorten "
+                    "it, or raise policy.max_total_sequence_length or policy.generation.vllm_cfg.max_model_len"
+                )
+            if request.max_new_tokens < 1 or request.seed < 0:
+                raise DataError(
+                    f"request {name} asks for {request.max_new_tokens} new tokens with seed {request.seed}; "
+                    "at least one token and a seed that is not negative are expected"
+                )
+            seen.add(name)
+
+    def _add(self, request: Request) -> None:
+        name = str(request.request_id)
+        # The version is part of the cache key: a prefix computed by older weights is never matched by a newer request.
+        prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {self._version}"}
+        self._engine.add_request(name, prompt, self._sampling(request))
+        self._running[name] = _Running(request.request_id, [(self._version, 0)])
+
+    def _sampling(self, request: Request) -> SamplingParams:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        config = self._config
+        return SamplingParams(
+            temperature=0.0 if request.greedy else config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k or 0,
+            seed=request.seed,
+            max_tokens=min(request.max_new_tokens, self.max_model_len - len(request.prompt)),
+            stop=list(config.stop_strings),
+            stop_token_ids=self._stop_token_ids,
+            detokenize=bool(config.stop_strings),
+            logprobs=0,  # of the sampled token alone
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _finish(self, output: RequestOutput) -> FinishedRequest:
+        running = self._running.pop(output.request_id)
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        return FinishedRequest(
+            request_id=running.request_id,
+            tokens=tokens,
+            logprobs=list(_sampled_logprobs(completion)),
+            versions=_token_versions(running.starts, len(tokens)),
+            finish_reason=str(completion.finish_reason),
+        )
+
+    def _tokens_made(self) -> Iterator[tuple[str, int]]:
+        for state in self._engine.output_processor.request_states.values():
+            yield state.external_req_id, state.detokenizer.num_output_tokens()
+
+
+def _sampled_logprobs(completion: CompletionOutput) -> Iterator[float]:
+    assert completion.logprobs is not None, "logprobs were asked for"
+    for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
+        yield position[token].logprob
+
+
+def _token_versions(starts: Sequence[tuple[int, int]], length: int) -> list[int]:
+    """Version of each of `length` tokens. Example: `_token_versions([(0, 0), (1, 2)], 3)` is `[0, 0, 1]`."""
+    versions: list[int] = []
+    for (version, begin), end in zip(starts, [made for _, made in starts[1:]] + [length], strict=True):
+        versions.extend([version] * (end - begin))
+    return versions

