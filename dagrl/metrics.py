@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+# Names in metrics.jsonl, TensorBoard and the plot: `loss`, `reward`, `kl`, `tokens_per_second` as they are; with a prefix:
+TIMING = "timing/"  # seconds of a phase in the step; `timing/total` is the step's wall time
+VALIDATION = "validation/"  # measured on held-out data, on some steps only
+
 
 @dataclass(frozen=True)
 class StepMetrics:

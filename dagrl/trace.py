@@ -1,0 +1,167 @@
+"""The trace of a run: what every worker and the driver did when, for https://ui.perfetto.dev or chrome://tracing.
+
+The format is the JSON array of Chrome's Trace Event Format (Google, "Trace Event Format", sections "JSON Array Format",
+"Complete Events" and "Metadata Events"): one process row for each worker and the driver, in the order they were declared.
+
+    with TraceWriter(paths.trace) as trace:
+        trace.declare(["driver", "train 0 (dp 0, pp 0, tp 0, cp 0)"])
+        trace.write([TraceEvent("train_step", "replay", start_ns, duration_ns, "train 0 (...)", "replays")])
+
+The file is a complete JSON document after every flush, so that a crash loses only the events of the last moment. Memory
+holds those events and the labels, no more, however long the run is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from dagrl.config import Json
+from dagrl.files import move_aside
+
+logger = logging.getLogger(__name__)
+
+DRIVER = "driver"
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """A span of time on one thread of one process.
+
+    `start_ns` is nanoseconds since the epoch (`time.time_ns()`, the one clock that processes share), `duration_ns` their
+    number. `process` and `thread` are labels; each new label opens a row.
+    """
+
+    name: str
+    category: str
+    start_ns: int
+    duration_ns: int
+    process: str = DRIVER
+    thread: str = "main"
+    args: Mapping[str, Json] = field(default_factory=dict)
+
+
+class TraceWriter:
+    """Writes a trace file while the run goes on; safe to use from several threads.
+
+    A file that is there already, of the run before a resume, is kept under another name (`trace.1.json`). Events are written
+    out once `buffered_events` have come or `flush_s` seconds passed. After `max_events` no more are recorded: viewers cannot
+    open files that large.
+    """
+
+    def __init__(self, path: Path, *, buffered_events: int = 512, flush_s: float = 2.0, max_events: int = 1_000_000) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        move_aside(path)
+        self.path = path
+        self._file = path.open("wb", buffering=0)  # a flush is then one write to the file
+        self._file.write(b"[\n]\n")
+        self._end = len(b"[\n")  # where the closing bracket stands, and the next event goes
+        self._origin_ns = time.time_ns()  # microseconds since the epoch would lose digits in a JavaScript number
+        self._rows: dict[tuple[str, str | None], int] = {}
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+        self._limits = (buffered_events, flush_s, max_events)
+        self._recorded = 0
+        self._flushed_at = time.monotonic()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def declare(self, processes: Iterable[str]) -> None:
+        """Open a row for each process, in this order, before its first event."""
+        with self._lock:
+            for process in processes:
+                self._process(process)
+
+    def write(self, events: Iterable[TraceEvent]) -> None:
+        """Record events, in any order of time."""
+        buffered, flush_s, limit = self._limits
+        with self._lock:
+            for event in events:
+                if self._recorded == limit:
+                    self._warn_full()
+                elif self._recorded < limit:
+                    self._append(event)
+                self._recorded += 1
+            if len(self._lines) >= buffered or time.monotonic() - self._flushed_at > flush_s:
+                self._flush()
+
+    @contextmanager
+    def span(self, name: str, category: str = "driver", thread: str = "main", **args: Json) -> Iterator[None]:
+        """Record the time the block takes, on the driver's row; also when it raises."""
+        start = time.time_ns()
+        try:
+            yield
+        finally:
+            self.write([TraceEvent(name, category, start, time.time_ns() - start, DRIVER, thread, args)])
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Write out what is buffered and close the file; events that come later are an error."""
+        with self._lock:
+            if not self._file.closed:
+                self._flush()
+                self._file.close()
+
+    def _append(self, event: TraceEvent) -> None:
+        self._line(
+            {
+                "name": event.name,
+                "cat": event.category,
+                "ph": "X",
+                "ts": (event.start_ns - self._origin_ns) / 1000,
+                "dur": event.duration_ns / 1000,
+                "pid": self._process(event.process),
+                "tid": self._thread(event.process, event.thread),
+                "args": dict(event.args),
+            }
+        )
+
+    def _process(self, process: str) -> int:
+        """The process's number; its first use names and places its row."""
+        if (number := self._rows.get((process, None))) is None:
+            number = self._rows[process, None] = len(self._rows) + 1
+            self._metadata("process_name", number, 0, {"name": process})
+            self._metadata("process_sort_index", number, 0, {"sort_index": number})
+        return number
+
+    def _thread(self, process: str, thread: str) -> int:
+        if (number := self._rows.get((process, thread))) is None:
+            number = self._rows[process, thread] = len(self._rows) + 1
+            self._metadata("thread_name", self._process(process), number, {"name": thread})
+        return number
+
+    def _metadata(self, name: str, process: int, thread: int, args: dict[str, Json]) -> None:
+        self._line({"name": name, "ph": "M", "pid": process, "tid": thread, "args": args})
+
+    def _line(self, content: dict[str, Json]) -> None:
+        self._lines.append(json.dumps(content, separators=(",", ":")))
+
+    def _flush(self) -> None:
+        """Overwrite the closing bracket with the new events and a new bracket, in one write."""
+        self._flushed_at = time.monotonic()
+        if not self._lines:
+            return
+        separator = ",\n" if self._end > len(b"[\n") else ""
+        body = (separator + ",\n".join(self._lines)).encode()
+        self._file.seek(self._end)
+        self._file.write(body + b"\n]\n")
+        self._end += len(body)
+        self._lines.clear()
+
+    def _warn_full(self) -> None:
+        logger.warning("the trace %s has %d events; later ones are not recorded", self.path, self._recorded)

@@ -1,0 +1,120 @@
+"""Trace files: read back as JSON at every moment, rows named, memory bounded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagrl.timing import PhaseClock
+from dagrl.trace import TraceEvent, TraceWriter
+
+
+def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == kind]
+
+
+def test_rows_and_times(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "trace.json"
+    with TraceWriter(path) as trace:
+        trace.declare(["driver", "train 0", "train 1"])
+        start = trace._origin_ns
+        trace.write(
+            [
+                TraceEvent(
+                    "train_step", "replay", start + 2_500, 1_250, "train 1", "replays", {"replay": 3, "warmup": False}
+                ),
+                TraceEvent("generate", "replay", start + 9_000, 4_000, "generation 0", "replays"),
+                TraceEvent("checkpoint", "step", start, 1_000),
+            ]
+        )
+    names = {event["pid"]: event["args"]["name"] for event in events(path, "M") if event["name"] == "process_name"}
+    order = {
+        event["pid"]: event["args"]["sort_index"] for event in events(path, "M") if event["name"] == "process_sort_index"
+    }
+    assert [names[pid] for pid in sorted(order, key=order.__getitem__)] == ["driver", "train 0", "train 1", "generation 0"]
+    first, second, third = events(path)
+    assert (first["name"], first["cat"], first["ts"], first["dur"]) == ("train_step", "replay", 2.5, 1.25)
+    assert first["args"] == {"replay": 3, "warmup": False}
+    assert [names[event["pid"]] for event in (first, second, third)] == ["train 1", "generation 0", "driver"]
+    threads = {
+        event["tid"]: (event["pid"], event["args"]["name"]) for event in events(path, "M") if event["name"] == "thread_name"
+    }
+    assert threads[first["tid"]] == (first["pid"], "replays")
+    assert threads[third["tid"]] == (third["pid"], "main")
+
+
+def test_the_file_is_whole_after_every_flush(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = TraceWriter(path)
+    for count in range(5):  # never closed, as after a crash
+        trace.flush()
+        assert len(events(path)) == count
+        trace.write([TraceEvent(f"event {count}", "test", 0, 1)])
+    assert len(events(path)) == 4
+
+
+def test_events_do_not_pile_up_in_memory(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "trace.json", buffered_events=10, flush_s=1e9)
+    for number in range(1000):
+        trace.write([TraceEvent("event", "test", number, 1)])
+        assert len(trace._lines) < 13  # 10 events, the names of a process and a thread
+    trace.close()
+    assert len(events(trace.path)) == 1000
+
+
+def test_old_events_are_written_out_after_a_while(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "trace.json", flush_s=0.0)
+    trace.write([TraceEvent("event", "test", 0, 1)])
+    assert len(events(trace.path)) == 1
+
+
+def test_recording_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with TraceWriter(tmp_path / "trace.json", max_events=3) as trace:
+        for number in range(6):
+            trace.write([TraceEvent("event", "test", number, 1)])
+    assert len(events(trace.path)) == 3
+    assert [record.message for record in caplog.records] == [
+        f"the trace {trace.path} has 3 events; later ones are not recorded"
+    ]
+
+
+def test_the_trace_before_a_resume_is_kept(tmp_path: Path) -> None:
+    for name in ("first", "second", "third"):
+        with TraceWriter(tmp_path / "trace.json") as trace:
+            trace.write([TraceEvent(name, "test", 0, 1)])
+    found = {path.name: events(path)[0]["name"] for path in tmp_path.iterdir()}
+    assert found == {"trace.1.json": "first", "trace.2.json": "second", "trace.json": "third"}
+
+
+def test_threads_may_write_together(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace.json", buffered_events=7) as trace:
+
+        def work(worker: int) -> None:
+            for number in range(200):
+                trace.write([TraceEvent("event", "test", number, 1, f"worker {worker}")])
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(events(trace.path)) == 800
+
+
+def test_clock_measures_phases_and_writes_spans(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        clock = PhaseClock(trace)
+        with clock.measure("generate"):
+            pass
+        first = clock.lap()
+        with pytest.raises(RuntimeError), clock.measure("generate"):
+            raise RuntimeError("a phase that fails still took its time")
+        second = clock.lap()
+    assert set(first) == set(second) == {"timing/generate", "timing/total"}
+    assert first["timing/total"] >= first["timing/generate"] > 0
+    assert clock.totals["generate"] == pytest.approx(first["timing/generate"] + second["timing/generate"])
+    assert [event["name"] for event in events(trace.path)] == ["generate", "generate"]
