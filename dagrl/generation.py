@@ -1,8 +1,8 @@
 """What a quantum of generation returns, and how the ranks of a shard agree on it.
 
 A quantum is one replay of the `generate` phase: every tensor-parallel rank of a shard runs the same engine steps over the
-same requests and returns the same `Generated`. No rank sends its sampled tokens to the others, so equality is checked: a rank
-that drew other tokens would run another batch from then on and hang its peers in the next collective.
+same requests and returns the same `Generated`. No rank sends its sampled tokens to the others, so equality is checked: a
+rank that drew other tokens would run another batch from then on and hang its peers in the next collective.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def merge_generated(parts: Sequence[Generated]) -> Generated:
         if part.digest != first.digest:
             raise RunError(
                 f"tensor-parallel ranks of one generation shard disagree: {_difference(first, part)} (part {rank} of "
-                f"{len(parts)} against part 0). They must draw the same tokens; restart the generation workers, and keep vLLM's "
-                "custom all-reduce off"
+                f"{len(parts)} against part 0). They must draw the same tokens; restart the generation workers, and keep "
+                "vLLM's custom all-reduce off"
             )
     return first
 

@@ -99,8 +99,8 @@ class QuantumEngine:
                 raise DataError(f"request {name} is already running; give every request an id of its own")
             if not 0 < length < self.max_model_len:
                 raise DataError(
-                    f"the prompt of request {name} has {length} tokens; vLLM takes 1 to {self.max_model_len - 1} here. Shorten "
-                    "it, or raise policy.max_total_sequence_length or policy.generation.vllm_cfg.max_model_len"
+                    f"the prompt of request {name} has {length} tokens; vLLM takes 1 to {self.max_model_len - 1} here. "
+                    "Shorten it, or raise policy.max_total_sequence_length or policy.generation.vllm_cfg.max_model_len"
                 )
             if request.max_new_tokens < 1 or request.seed < 0:
                 raise DataError(

@@ -48,7 +48,7 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
     if context.layout.tp == 1:
         store_file = Path(tempfile.gettempdir()) / f"dagrl-vllm-{uuid.uuid4().hex}"
         return Rendezvous(f"file://{store_file}", 0, _local_rank(0))
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = address.rsplit(":", 1)
     timeout = timedelta(seconds=context.collective_timeout_s)

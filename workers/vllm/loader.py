@@ -1,8 +1,8 @@
 """vLLM's own checkpoint loader, which also keeps hold of the parameters as they are before post-processing.
 
-After loading, vLLM hands each layer's weights to its kernels in whatever form they want: the CPU backend packs linear weights
-into oneDNN's format and drops the originals, some MoE kernels shuffle. The originals, in vLLM's documented fused layout, are
-the tensors that a weight update writes (see `update.py`).
+After loading, vLLM hands each layer's weights to its kernels in whatever form they want: the CPU backend packs linear
+weights into oneDNN's format and drops the originals, some MoE kernels shuffle. The originals, in vLLM's documented fused
+layout, are the tensors that a weight update writes (see `update.py`).
 """
 
 from __future__ import annotations
