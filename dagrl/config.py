@@ -152,7 +152,7 @@ class SftConfig(Section):
     val_period: NonNegativeInt = 20
     val_at_start: bool = True
     max_val_samples: PositiveInt = 256
-    optimizer: OptimizerConfig | None = None  # None: policy.megatron_cfg.optimizer; its lr is used for SFT steps
+    lr: PositiveFloat | None = None  # None: policy.megatron_cfg.optimizer.lr; constant over the SFT steps
 
 
 class DataConfig(Section):
@@ -168,6 +168,7 @@ class DataConfig(Section):
     messages_key: str = "messages"
     shuffle: bool = True
     seed: int = 0
+    too_long: Literal["error", "drop"] = "error"  # what becomes of an example longer than the largest bucket
 
 
 class RewardConfig(Section):
