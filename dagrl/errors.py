@@ -99,10 +99,15 @@ class WorkerFailure:
 
 
 class PhaseError(RunError):
-    """A replay failed; `failures` holds one `WorkerFailure` for each worker known to have failed, the cause first."""
+    """A replay failed; `failures` holds one `WorkerFailure` for each worker known to have failed, the cause first.
+
+    `breaks` says, when a worker died or hung, why the graphs must be compiled again before the next replay.
+    """
 
     def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "") -> None:
         self.failures = failures
+        gone = [failure for failure in failures if failure.kind != "raised"]
+        self.breaks = f"{gone[0].role} worker {gone[0].rank} {gone[0].kind} in phase {gone[0].phase!r}" if gone else ""
         lines = [failure.describe() for failure in failures]
         lines += [failures[0].traceback.rstrip()] if failures and failures[0].traceback else []
         lines += [advice] if advice else []

@@ -1,4 +1,4 @@
-"""WorkerGroup: the actors of one role, laid out by a `ParallelLayout`; made from a configuration, or around actors that exist."""
+"""WorkerGroup: the actors of one role in a `ParallelLayout`; made from a configuration, or around existing actors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """Start one actor a rank, construct `worker_class(context, config)` in each, and set all of them up at once.
 
-        Raises what a worker's constructor or `setup` raised, with its rank; DeadlineError after `start_timeout_s`. Nothing is
+        Raises what a worker's constructor or `setup` raised, with its rank; DeadlineError after the deadline. Nothing is
         left running then.
         """
         resources = resources or Resources()
@@ -143,12 +143,13 @@ class WorkerGroup:
         """What each worker ran since the last call, for the trace."""
         return self._get([self._health(actor, drain_runs) for actor in self.actors], timeout_s, "reporting its runs")
 
-    def reset_tickets(self, ticket: int) -> None:
-        """Start the workers' ticket order again at `ticket`."""
-        self._get([self._health(actor, reset_tickets, ticket) for actor in self.actors], self._call_timeout_s, "resetting")
+    def reset_tickets(self, tickets: Sequence[int]) -> None:
+        """Start each worker's ticket order again at its ticket."""
+        refs = [self._health(actor, reset_tickets, ticket) for actor, ticket in zip(self.actors, tickets, strict=True)]
+        self._get(refs, self._call_timeout_s, "resetting")
 
     def hang_reports(self, timeout_s: float) -> dict[int, tuple[str, str]]:
-        """For each rank: what it is running (empty when idle) and that thread's stack; a rank that does not answer says so."""
+        """For each rank: what it is running (empty when idle), and the stack of the thread that runs it."""
         refs = {self._health(actor, report_hang): rank for rank, actor in enumerate(self.actors)}
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
         reports = {rank: ("does not answer", "") for rank in refs.values()}

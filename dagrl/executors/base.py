@@ -65,6 +65,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
     return [
         NodeCall(
             label=node.label,
+            position=node.worker.position,
             kind=node.kind,
             method=node.method,
             args=_takes(graph, node),

@@ -3,7 +3,7 @@
 What the engine imposes, and how it is kept here (docs/runtime.md tells the whole story):
 
 - Channel buffers are sized before compiling, in the driver for inputs and in every worker for results, and never grow: an
-  input that would not fit is refused by `submit`, a result by the worker.
+  input that would not fit is refused by the scheduler, a result by the worker.
 - One live graph an actor is the default; actors made by `WorkerGroup` have a thread for each of several graphs.
 - Large graphs get their input through leaders, one for each `arity` workers, so that the driver's channel has few readers.
 - `teardown` of a hung graph waits for ever; ours has a deadline, then kills the graph's actors.
@@ -22,10 +22,9 @@ from ray.actor import ActorHandle
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import RayChannelTimeoutError
 
-from dagrl.errors import ConfigError
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
 from dagrl.executors.node import relay, run_node
-from dagrl.executors.packet import ENVELOPE_BYTES, Packet, payload_bytes
+from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
 
 logger = logging.getLogger(__name__)
@@ -49,14 +48,7 @@ class CompiledGraph:
             )
 
     def submit(self, packet: Packet) -> Any:
-        """Write the input. Raises ConfigError when it is larger than its channel."""
-        needed = payload_bytes(packet.value) + ENVELOPE_BYTES
-        if needed > self._limits.input_bytes:
-            raise ConfigError(
-                f"the input of phase {self._phase!r} needs {needed} bytes, but its channel was sized for "
-                f"{self._limits.input_bytes} by the largest warmed-up bucket; warm up a larger bucket "
-                "(policy.sequence_buckets, batch sizes)"
-            )
+        """Write the input; the scheduler has checked that it fits its channel."""
         return self._dag.execute(packet)
 
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:

@@ -38,6 +38,7 @@ class NodeCall:
     """What one node does, fixed when the graph is compiled."""
 
     label: str
+    position: int  # of the worker in its graph
     kind: str
     method: str
     args: tuple[Take | Json, ...]
@@ -134,7 +135,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     """Run one node on `worker`; failures come back inside the packet, its own and those of the nodes before it."""
     state = state_of(worker)
     header = packets[0].header
-    ticket = header.tickets[state.role]
+    ticket = header.ticket(state.role, call.position)
     failures = tuple({id(failure): failure for packet in packets for failure in packet.failures}.values())
     busy_s = max(packet.busy_s for packet in packets)
     value: object = None

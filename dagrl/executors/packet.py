@@ -17,12 +17,21 @@ from dagrl.shapes import Batch
 
 
 class Header(NamedTuple):
-    """Which replay a packet belongs to; `tickets` gives each role's place in the order of its group's replays."""
+    """Which replay a packet belongs to.
+
+    `tickets` gives, for each role, the place of this replay in its workers' order: one number when it is the same for all
+    workers of the graph, else one a worker position.
+    """
 
     phase: str
     replay: int
     warmup: bool
-    tickets: dict[str, int]
+    tickets: dict[str, int | tuple[int, ...]]
+
+    def ticket(self, role: str, position: int) -> int:
+        """The ticket of one worker of the graph."""
+        tickets = self.tickets[role]
+        return tickets if isinstance(tickets, int) else tickets[position]
 
 
 class Packet(NamedTuple):

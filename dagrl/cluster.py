@@ -1,0 +1,80 @@
+"""Ray's own settings, in one place: how a local cluster is started, and what is cleaned up after it.
+
+Token authentication is Ray's default for local clusters and stays on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from dagrl.config import ClusterConfig
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps POSIX semaphores, not a temporary file of ours
+SEMAPHORES = ("sem.hdr", "sem.obj")
+"""Names of the semaphores that compiled graphs make for each channel buffer; a killed process leaves them."""
+
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+
+
+@contextmanager
+def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A connection to `config.address`, or a cluster of this machine's own that ends with the block.
+
+    `environment` is set in every worker process. Semaphores that no process uses any more are removed at the end.
+    """
+    os.environ.update(QUIET)
+    import ray
+
+    before = set(_semaphores())
+    local = config.address is None
+    ray.init(
+        address=config.address or "local",
+        num_cpus=config.num_cpus if local else None,
+        num_gpus=config.num_gpus if local else None,
+        object_store_memory=config.object_store_memory if local else None,
+        include_dashboard=False if local else None,
+        _temp_dir=config.temp_dir if local else None,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+        runtime_env={"env_vars": {**QUIET, **(environment or {})}},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if local:
+            remove_unused_semaphores(set(_semaphores()) - before)
+
+
+def remove_unused_semaphores(names: set[str]) -> None:
+    """Remove the given semaphores of `/dev/shm`, except those that a running process still has mapped."""
+    unused = names - _mapped_names() if names else names
+    for name in unused:
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
+    if unused:
+        logger.debug("removed %d semaphores that killed workers left behind", len(unused))
+
+
+def _semaphores() -> list[str]:
+    if not SHARED_MEMORY.is_dir():
+        return []
+    return [entry.name for entry in SHARED_MEMORY.iterdir() if entry.name.startswith(SEMAPHORES)]
+
+
+def _mapped_names() -> set[str]:
+    """Names of `/dev/shm` files that any process we may look at has mapped."""
+    mapped: set[str] = set()
+    prefix = f"{SHARED_MEMORY}/"
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:  # the process ended meanwhile, or is another user's
+            continue
+        mapped.update(line[line.index(prefix) + len(prefix) :].split(" ")[0] for line in lines if prefix in line)
+    return mapped

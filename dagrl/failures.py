@@ -1,0 +1,98 @@
+"""Reading a replay's outcome, and making one `PhaseError` of whatever went wrong: an exception, a death, or a hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ray.exceptions import RayActorError, RayChannelError, RayError
+
+from dagrl.errors import PhaseError, WorkerFailure
+from dagrl.executors.packet import Packet
+from dagrl.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from dagrl.replay import Replay
+
+GRACE_S = 3.0
+"""After the first failure, how long to wait for what the other shards say of theirs."""
+
+REPORT_S = 2.0
+"""How long workers may take to report what they are running, after a hang."""
+
+
+def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[list[Packet]]:
+    """The packets of every graph of a replay. Raises PhaseError, the cause first."""
+    packets: list[list[Packet]] = []
+    failures: list[WorkerFailure] = []
+    late = False
+    deadline = replay.deadline
+    for executable, submitted in replay.submitted:
+        try:
+            outputs = executable.fetch(submitted, max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            late = True
+            continue
+        except (RayActorError, RayChannelError) as error:
+            failures += _deaths(replay, groups, error)
+        else:
+            packets.append(outputs)
+            failures += [failure for packet in outputs for failure in packet.failures]
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+    if failures:
+        raise _phase_error(failures, "")
+    if late:
+        raise _hang(replay, groups)
+    return packets
+
+
+def _deaths(replay: Replay, groups: Mapping[str, WorkerGroup], error: RayError) -> list[WorkerFailure]:
+    actor_id = getattr(error, "actor_id", None) or ""
+    for group in groups.values():
+        rank = group.rank_of_actor(actor_id)
+        if rank is not None:
+            return [_failure(replay, group, rank, "died", "", str(error).strip().splitlines()[0], "")]
+    return [
+        _failure(replay, group, rank, "died", "", "its process ended", "")
+        for group in groups.values()
+        for rank, (what, _) in group.hang_reports(REPORT_S).items()
+        if what == "died"
+    ]
+
+
+def _hang(replay: Replay, groups: Mapping[str, WorkerGroup]) -> PhaseError:
+    """An error that names the workers still busy; they are killed, so that their peers are freed from collectives."""
+    failures = []
+    for group in groups.values():
+        reports = group.hang_reports(REPORT_S)
+        busy = {rank: report for rank, report in reports.items() if report[0]}
+        failures += [
+            _failure(replay, group, rank, "hung", what, f"running {what}", stack) for rank, (what, stack) in busy.items()
+        ]
+        group.kill(list(busy))
+    failures.sort(key=lambda failure: "torch/distributed" in failure.traceback)  # waiting for a peer, rather than the cause
+    return _phase_error(failures, "The deadline is timeouts.replay_s; raise it if the phase is only slow.", keep_order=True)
+
+
+def _phase_error(failures: list[WorkerFailure], advice: str, keep_order: bool = False) -> PhaseError:
+    if not keep_order:
+        failures = sorted(failures, key=lambda failure: (failure.kind != "died", failure.time_ns))
+    return PhaseError(tuple(failures), advice)
+
+
+def _failure(replay: Replay, group: WorkerGroup, rank: int, kind: str, node: str, message: str, stack: str) -> WorkerFailure:
+    return WorkerFailure(
+        role=group.role.name,
+        rank=rank,
+        coordinates=str(group.layout.coordinates(rank)),
+        host=group.places[rank].host,
+        pid=group.places[rank].pid,
+        phase=replay.phase,
+        replay=replay.number,
+        node=node or "unknown",
+        kind=kind,
+        message=message,
+        traceback=stack,
+    )

@@ -1,0 +1,114 @@
+"""A replay: one phase, started on all its shards at once, and the future of its result."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.executors.base import Executable
+from dagrl.executors.packet import Packet
+from dagrl.shapes import Batch, Bucket
+
+if TYPE_CHECKING:
+    from dagrl.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of a batch were shared out: the rows of each shard, the bucket, and the width of the batch's tokens."""
+
+    rows: tuple[npt.NDArray[np.intp], ...]
+    bucket: Bucket
+    tokens: int
+
+    def restore(self, shards: Sequence[Batch]) -> Batch:
+        """One batch from each shard's, in the order of the input's rows, padding removed."""
+        order = np.argsort(np.concatenate(self.rows), kind="stable")
+        fields = {}
+        for name in shards[0].fields:
+            kept = [shard[name][: len(rows)] for shard, rows in zip(shards, self.rows, strict=True)]
+            joined = np.concatenate(kept)[order]
+            fields[name] = joined[:, : self.tokens] if joined.ndim == 2 else joined
+        return Batch(fields, shards[0].scalars)
+
+
+@dataclass(frozen=True)
+class ReplayTiming:
+    """Seconds of one replay: from submit to result, and the compute on its longest path; the rest is overhead."""
+
+    seconds: float
+    busy_s: float
+    padding_share: float
+
+    @property
+    def overhead_s(self) -> float:
+        """Time that no worker of the longest path was computing."""
+        return max(0.0, self.seconds - self.busy_s)
+
+
+class Replay:
+    """The future of a replay's result: `result()`, or `await` it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        phase: str,
+        number: int,
+        submitted: Sequence[tuple[Executable, Any]],
+        split: Split | None,
+        padding_share: float,
+        deadline_s: float,
+    ) -> None:
+        self.phase = phase
+        self.number = number
+        self.submitted = tuple(submitted)
+        self.timing: ReplayTiming | None = None
+        self._scheduler = scheduler
+        self._split = split
+        self._padding_share = padding_share
+        self._started = time.perf_counter()
+        self.deadline = time.monotonic() + deadline_s
+        self._outcome: Any = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the result (or the error) has been read."""
+        return self.timing is not None or self._error is not None
+
+    def result(self) -> Any:
+        """Wait for the result until the phase's deadline.
+
+        A phase that returned a `Batch` on every shard gives one `Batch`; any other a tuple with one value a graph (shard);
+        a phase of several outputs a tuple of these. Raises PhaseError.
+        """
+        self._scheduler.finish(self)
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.to_thread(self.result).__await__()
+
+    def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
+        """Take the packets of every graph (called by the scheduler)."""
+        busy_s = max(packet.busy_s for outputs in packets for packet in outputs)
+        outputs = [self._merge([packet.value for packet in column]) for column in zip(*packets, strict=True)]
+        self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        self.timing = ReplayTiming(time.perf_counter() - self._started, busy_s, self._padding_share)
+
+    def fail(self, error: Exception) -> None:
+        """Take the error (called by the scheduler)."""
+        self._error = error
+
+    def _merge(self, values: Sequence[object]) -> object:
+        batches = [value for value in values if isinstance(value, Batch)]
+        if self._split is None or len(batches) != len(values):
+            return tuple(values)
+        return self._split.restore(batches)

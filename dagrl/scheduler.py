@@ -1,0 +1,301 @@
+"""The scheduler: compiles phases once, warms them up at every bucket, and then only replays them.
+
+    scheduler = Scheduler([train, generation], SchedulerOptions(executor="compiled"))
+    scheduler.add(train_step, buckets=[Bucket(8, 64)])
+    scheduler.compile()
+    scheduler.warmup()
+    metrics = scheduler.replay(train_step, batch).result()
+
+Replays of phases on different groups overlap; replays on one group run in the order they were submitted, on every worker
+(tickets). A batch is split over the shards by tokens and padded to the smallest bucket that fits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ray.exceptions import RayError
+
+from dagrl.errors import GraphError, PhaseError, RunError
+from dagrl.executors.base import Executable, Executor, Limits
+from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
+from dagrl.failures import collect_outcome
+from dagrl.graph import PhaseGraph, WorkerRef
+from dagrl.phase import Phase, replicas_per_graph
+from dagrl.replay import Replay, Split
+from dagrl.shapes import Batch, Bucket, Scalar, choose_bucket, empty_batch, padding_share, split_rows
+from dagrl.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How phases are compiled and how long anything may take; the fields are those of `executor_cfg` and `timeouts`."""
+
+    executor: Literal["compiled", "eager"] = "compiled"
+    fallback: Literal["eager", "error"] = "eager"
+    max_in_flight: int = 2
+    arity: int = 8
+    result_bytes: int = 1 << 20
+    compile_s: float = 60.0
+    warmup_s: float = 180.0
+    replay_s: float = 120.0
+    teardown_s: float = 8.0
+
+
+@dataclass
+class _Entry:
+    """A phase that was added, and what was made of it."""
+
+    phase: Phase
+    graph: PhaseGraph
+    buckets: tuple[Bucket, ...]
+    scalars: Mapping[str, Scalar]
+    warmup_value: object
+    limits: Limits
+    executables: list[Executable] = field(default_factory=list)
+    in_flight: deque[Replay] = field(default_factory=deque)
+    replays: int = 0
+
+
+class Scheduler:
+    """Phases over worker groups; see the module's first lines. Use it as a context manager, or call `close`."""
+
+    def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
+        self.groups = {group.role.name: group for group in groups}
+        self.options = options or SchedulerOptions()
+        self._entries: dict[str, _Entry] = {}
+        self._tickets = {role: [0] * group.layout.world_size for role, group in self.groups.items()}
+        self._broken = ""
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def add(
+        self,
+        phase: Phase,
+        *,
+        buckets: Sequence[Bucket] = (),
+        scalars: Mapping[str, Scalar] | None = None,
+        warmup_value: object = None,
+        input_bytes: int | None = None,
+        result_bytes: int | None = None,
+    ) -> None:
+        """Trace a phase and remember the shapes it will be replayed at.
+
+        A phase with `inputs` takes batches: give its `buckets` (of one shard), and the `scalars` that its warm-up batches
+        carry. Any other phase is warmed up with `warmup_value`. `input_bytes` and `result_bytes` size its channels;
+        inputs are sized from the largest bucket by default. Raises GraphError.
+        """
+        graph = phase.trace({name: group.role for name, group in self.groups.items()}, self.options.arity)
+        if phase.inputs is not None:
+            self._check_batch_phase(phase, buckets)
+        sample = self._largest_input(phase, buckets, scalars, warmup_value)
+        limits = Limits(
+            input_bytes=input_bytes or payload_bytes(sample) + 2 * ENVELOPE_BYTES,
+            result_bytes=result_bytes or self.options.result_bytes,
+            max_in_flight=self.options.max_in_flight,
+            arity=self.options.arity,
+            compile_s=self.options.compile_s,
+            replay_s=self.options.replay_s,
+            teardown_s=self.options.teardown_s,
+        )
+        self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), dict(scalars or {}), warmup_value, limits)
+
+    def compile(self) -> None:
+        """Compile every phase that is not compiled yet, one graph for each shard."""
+        for entry in self._entries.values():
+            if not entry.executables:
+                entry.executables = self._compile(entry)
+
+    def warmup(self) -> None:
+        """Replay each phase at each of its buckets, largest first. Workers leave their state as it was."""
+        for entry in self._entries.values():
+            for value in self._warmup_inputs(entry):
+                self._submit(entry, value, warmup=True, deadline_s=self.options.warmup_s).result()
+
+    def replay(self, phase: Phase, value: object = None, *, deadline_s: float | None = None) -> Replay:
+        """Start a phase on all its shards and return the future of its result.
+
+        `value` is a `Batch` of any number of rows for a phase with `inputs`, else it goes to every shard as it is.
+        """
+        entry = self._entries.get(phase.name)
+        if entry is None or not entry.executables:
+            raise RunError(f"phase {phase.name!r} is not compiled; call scheduler.add(...) and scheduler.compile() first")
+        return self._submit(entry, value, warmup=False, deadline_s=deadline_s or self.options.replay_s)
+
+    def graphs(self) -> dict[str, PhaseGraph]:
+        """The traced graph of each phase."""
+        return {name: entry.graph for name, entry in self._entries.items()}
+
+    def recover(self) -> None:
+        """After a failure: tear the graphs down and compile them again on the same actors, which must all be alive."""
+        self._teardown()
+        for role, group in self.groups.items():
+            group.reset_tickets(self._tickets[role])
+        self._broken = ""
+        self.compile()
+
+    def close(self) -> None:
+        """Tear every graph down, within the teardown deadline."""
+        self._teardown()
+        self._entries.clear()
+
+    def finish(self, replay: Replay) -> None:
+        """Read the result of `replay`, and of those of its phase submitted before it (called by `Replay.result`)."""
+        with self._lock:
+            in_flight = self._entries[replay.phase].in_flight if replay.phase in self._entries else deque()
+            while not replay.done:
+                self._finish_one(in_flight.popleft())
+
+    def _finish_one(self, replay: Replay) -> None:
+        try:
+            replay.succeed(collect_outcome(replay, self.groups))
+        except PhaseError as error:
+            self._broken = error.breaks or self._broken
+            replay.fail(error)
+
+    def _check_batch_phase(self, phase: Phase, buckets: Sequence[Bucket]) -> None:
+        if not buckets:
+            raise GraphError(f"phase {phase.name!r} takes batches; add it with buckets=[Bucket(sequences, tokens), ...]")
+        shards = {role: self.groups[role].layout.dp for role in phase.roles}
+        if any(count != 1 for count in replicas_per_graph(shards).values()):
+            raise GraphError(
+                f"phase {phase.name!r} splits batches over shards, but its groups have different numbers of them: {shards}; "
+                "give them the same data-parallel size, or pass a value that is not a batch"
+            )
+
+    def _largest_input(
+        self, phase: Phase, buckets: Sequence[Bucket], scalars: Mapping[str, Scalar] | None, warmup_value: object
+    ) -> object:
+        if phase.inputs is None:
+            return warmup_value
+        return empty_batch(phase.inputs, max(buckets, key=lambda bucket: bucket.sequences * bucket.tokens), scalars)
+
+    def _warmup_inputs(self, entry: _Entry) -> list[object]:
+        if entry.phase.inputs is None:
+            return [entry.warmup_value]
+        shards = len(entry.executables)
+        largest_first = sorted(entry.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
+        whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
+        return [empty_batch(entry.phase.inputs, bucket, entry.scalars) for bucket in whole]
+
+    def _compile(self, entry: _Entry) -> list[Executable]:
+        try:
+            return self._compile_with(_executor(self.options.executor), entry)
+        except (RayError, RuntimeError, ValueError, TimeoutError) as error:
+            if self.options.executor == "eager" or self.options.fallback == "error":
+                raise RunError(
+                    f"phase {entry.phase.name!r} could not be compiled: {error}. Set executor: eager, or fallback: eager"
+                ) from error
+            logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
+            return self._compile_with(_executor("eager"), entry)
+
+    def _compile_with(self, executor: Executor, entry: _Entry) -> list[Executable]:
+        return [
+            executor.compile(
+                entry.graph,
+                {role: [self.groups[role].actors[rank] for rank in ranks] for role, ranks in ranks_of.items()},
+                entry.limits,
+            )
+            for ranks_of in self._ranks_of_graphs(entry.phase)
+        ]
+
+    def _ranks_of_graphs(self, phase: Phase) -> list[dict[str, list[int]]]:
+        """For each graph of a phase, the ranks of each role in the graph's order."""
+        layouts = {role: self.groups[role].layout for role in phase.roles}
+        replicas = replicas_per_graph({role: layout.dp for role, layout in layouts.items()})
+        role = phase.roles[0]
+        return [
+            {
+                role: [rank for dp in range(index * count, (index + 1) * count) for rank in layouts[role].shard(dp)]
+                for role, count in replicas.items()
+            }
+            for index in range(layouts[role].dp // replicas[role])
+        ]
+
+    def _submit(self, entry: _Entry, value: object, *, warmup: bool, deadline_s: float) -> Replay:
+        with self._lock:
+            if self._broken:
+                raise RunError(f"{self._broken}; call scheduler.recover() after the workers are whole again")
+            if len(entry.in_flight) >= entry.limits.max_in_flight:
+                self._finish_one(entry.in_flight.popleft())
+            values, split, padding = self._share_out(entry, value)
+            for item in values:
+                self._check_size(entry, item)
+            tickets = self._take_tickets(entry)
+            submitted = [
+                (executable, executable.submit(Packet(Header(entry.phase.name, entry.replays, warmup, mine), item)))
+                for executable, mine, item in zip(entry.executables, tickets, values, strict=True)
+            ]
+            replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
+            entry.replays += 1
+            entry.in_flight.append(replay)
+            return replay
+
+    def _check_size(self, entry: _Entry, value: object) -> None:
+        needed = payload_bytes(value) + ENVELOPE_BYTES
+        if needed > entry.limits.input_bytes:
+            raise RunError(
+                f"the input of phase {entry.phase.name!r} needs {needed} bytes a shard, but its channel was sized for "
+                f"{entry.limits.input_bytes} from the largest warmed-up input; add it with a larger bucket or input_bytes"
+            )
+
+    def _share_out(self, entry: _Entry, value: object) -> tuple[list[object], Split | None, float]:
+        graphs = len(entry.executables)
+        if entry.phase.inputs is None or not isinstance(value, Batch):
+            return [value] * graphs, None, 0.0
+        rows = split_rows(value["lengths"].astype("int64"), graphs)
+        longest = int(value["lengths"].max(initial=1))
+        bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), longest)
+        shares: list[object] = [value.select(mine).pad(bucket) for mine in rows]
+        return (
+            shares,
+            Split(tuple(rows), bucket, value.tokens),
+            padding_share(value["lengths"].astype("int64"), bucket, graphs),
+        )
+
+    def _take_tickets(self, entry: _Entry) -> list[dict[str, int | tuple[int, ...]]]:
+        """The tickets of each graph's workers; only workers that the phase uses move on to their next."""
+        used = {node.worker for node in entry.graph.nodes}
+        taken: list[dict[str, int | tuple[int, ...]]] = []
+        for ranks_of in self._ranks_of_graphs(entry.phase):
+            mine: dict[str, int | tuple[int, ...]] = {}
+            for role, ranks in ranks_of.items():
+                tickets = [self._tickets[role][rank] for rank in ranks]
+                mine[role] = tickets[0] if len(set(tickets)) == 1 else tuple(tickets)
+                for position, rank in enumerate(ranks):
+                    self._tickets[role][rank] += WorkerRef(role, position) in used
+            taken.append(mine)
+        return taken
+
+    def _teardown(self) -> None:
+        with self._lock:
+            deadline = time.monotonic() + self.options.teardown_s
+            for entry in self._entries.values():
+                for executable in entry.executables:
+                    executable.teardown(max(0.1, deadline - time.monotonic()))
+                entry.executables = []
+                entry.in_flight.clear()
+
+
+def _executor(name: str) -> Executor:
+    """The executor of that name; Ray's graph modules are imported only when they are used."""
+    if name == "eager":
+        from dagrl.executors.eager import EagerExecutor
+
+        return EagerExecutor()
+    from dagrl.executors.compiled import CompiledExecutor
+
+    return CompiledExecutor()

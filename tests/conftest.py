@@ -1,0 +1,17 @@
+"""Fixtures shared by all tests: one local Ray cluster, started only when a test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dagrl.cluster import ray_cluster
+from dagrl.config import ClusterConfig
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A local Ray cluster for the whole session."""
+    with ray_cluster(ClusterConfig(num_cpus=4), {"OMP_NUM_THREADS": "1"}):
+        yield

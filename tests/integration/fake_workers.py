@@ -1,0 +1,75 @@
+"""Fake workers: test doubles that record what is asked of them, for tests of the runtime alone."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+
+from dagrl.shapes import Batch
+from dagrl.worker import WorkerContext, current_replay, in_warmup
+
+
+class FakeWorker:
+    """Remembers the order of its calls; can raise, hang or die on request."""
+
+    def __init__(self, context: WorkerContext, config: object) -> None:
+        self.context = context
+        self.calls: list[str] = []
+        self.aborted = False
+
+    def setup(self, address: str) -> None:
+        self.address = address
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def double(self, batch: Batch) -> Batch:
+        self._record("double")
+        return Batch({"lengths": batch["lengths"], "doubled": batch["tokens"] * 2})
+
+    def first(self, parts: list[Batch]) -> Batch:
+        return parts[0]
+
+    def shard_tokens(self, batch: Batch, scale: int = 1) -> int:
+        self._record("shard_tokens")
+        return int(batch["lengths"].sum()) * scale
+
+    def total(self, parts: list[int]) -> int:
+        return sum(parts)
+
+    def rank(self, value: object) -> int:
+        self._record(f"rank:{value}")
+        return self.context.rank
+
+    def add_one(self, value: int) -> int:
+        return value + 1
+
+    def slow(self, seconds: float) -> str:
+        self._record(f"slow:{current_replay().replay}")
+        time.sleep(seconds)
+        return "done"
+
+    def misbehave(self, how: dict[str, object]) -> int:
+        if self.context.rank == how.get("rank"):
+            if how["kind"] == "raise":
+                raise ValueError("the fake worker was told to raise")
+            if how["kind"] == "die":
+                os.kill(os.getpid(), 9)
+            if how["kind"] == "hang":
+                time.sleep(3600)
+        return self.context.rank
+
+    def large(self, size: int) -> np.ndarray:
+        return np.zeros(size, dtype=np.uint8)
+
+    def history(self) -> list[str]:
+        return list(self.calls)
+
+    def was_aborted(self) -> bool:
+        return self.aborted
+
+    def _record(self, what: str) -> None:
+        if not in_warmup():
+            self.calls.append(what)

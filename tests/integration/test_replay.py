@@ -1,0 +1,192 @@
+"""One suite over both executors, with fake workers: results, order, bounds, and what happens when a worker fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dagrl.errors import ConfigError, PhaseError, RunError
+from dagrl.layout import ParallelLayout
+from dagrl.phase import Shard, join, phase
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Batch, Bucket, Field
+from dagrl.worker_group import WorkerGroup
+from tests.integration.fake_workers import FakeWorker
+
+TOKENS = {"tokens": Field("int64"), "lengths": Field("int64", "row")}
+
+
+@phase(inputs=TOKENS)
+def double(train: Shard, batch):
+    return train.reduce("first", train.map("double", batch))
+
+
+@phase(inputs=TOKENS)
+def count_tokens(train: Shard, batch):
+    return train.reduce("total", train[0].map("shard_tokens", batch, scale=3))
+
+
+@phase
+def ranks(train: Shard, value):
+    return train.map("rank", value)
+
+
+@phase
+def chain(train: Shard, value):
+    first, *rest = train.stages()
+    x = first.map("add_one", value)
+    for stage in rest:
+        x = stage.map("add_one", x)
+    return x
+
+
+@phase
+def both(train: Shard, generation: Shard, value):
+    return join(train.map("rank", value), generation.map("rank", value))
+
+
+@phase
+def two_outputs(train: Shard, value):
+    return train[0].map("rank", value), train.map("rank", value)
+
+
+@phase
+def slow(train: Shard, seconds):
+    return train.reduce("first", train.map("slow", seconds))
+
+
+@phase
+def slow_generation(generation: Shard, seconds):
+    return generation.reduce("first", generation.map("slow", seconds))
+
+
+@phase
+def misbehave(train: Shard, how):
+    return train.map("misbehave", how)
+
+
+@phase
+def large(train: Shard, size):
+    return train.map("large", size)
+
+
+ALL = (double, count_tokens, ranks, chain, both, two_outputs, slow, slow_generation, misbehave, large)
+OPTIONS = {"max_in_flight": 2, "arity": 2, "result_bytes": 1 << 16, "replay_s": 30.0, "teardown_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: None) -> Iterator[list[WorkerGroup]]:
+    train = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=2, pp=2, tp=1), None)
+    generation = WorkerGroup.create("generation", FakeWorker, ParallelLayout(dp=1, tp=2), None)
+    yield [train, generation]
+    for group in (train, generation):
+        group.shutdown(5.0)
+
+
+@pytest.fixture(scope="module", params=["compiled", "eager"])
+def scheduler(request: pytest.FixtureRequest, groups: list[WorkerGroup]) -> Iterator[Scheduler]:
+    for group in groups:
+        group.reset_tickets([0] * group.layout.world_size)
+    with Scheduler(groups, SchedulerOptions(executor=request.param, fallback="error", **OPTIONS)) as scheduler:
+        for item in (double, count_tokens):
+            scheduler.add(item, buckets=[Bucket(2, 4), Bucket(4, 8)])
+        for item in (ranks, both, two_outputs):
+            scheduler.add(item, warmup_value="warm")
+        scheduler.add(chain, warmup_value=0)
+        scheduler.add(slow, warmup_value=0.0)
+        scheduler.add(slow_generation, warmup_value=0.0)
+        scheduler.add(misbehave, warmup_value={"rank": -1, "kind": "raise"})
+        scheduler.add(large, warmup_value=1)
+        scheduler.compile()
+        scheduler.warmup()
+        yield scheduler
+
+
+def ragged(lengths: list[int]) -> Batch:
+    tokens = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = 100 * row + np.arange(length)
+    return Batch({"tokens": tokens, "lengths": np.array(lengths)})
+
+
+@pytest.mark.parametrize("lengths", [[3, 1], [1, 8, 2, 5, 7], [4] * 8, [2]])
+def test_rows_come_back_in_input_order_without_padding(scheduler: Scheduler, lengths: list[int]) -> None:
+    batch = ragged(lengths)
+    result = scheduler.replay(double, batch).result()
+    np.testing.assert_array_equal(result["doubled"], batch["tokens"] * 2)
+    np.testing.assert_array_equal(result["lengths"], lengths)
+
+
+def test_tokens_are_counted_once_and_constants_arrive(scheduler: Scheduler) -> None:
+    assert sum(scheduler.replay(count_tokens, ragged([5, 1, 3, 8])).result()) == 17 * 3
+
+
+def test_every_worker_answers_in_shard_order(scheduler: Scheduler) -> None:
+    assert scheduler.replay(ranks, "x").result() == ([0, 2], [1, 3])  # shard 0 is ranks 0 and 2: Megatron's order
+
+
+def test_stages_pass_values_on(scheduler: Scheduler) -> None:
+    assert scheduler.replay(chain, 40).result() == (42, 42)
+
+
+def test_groups_of_different_shards_share_one_graph(scheduler: Scheduler) -> None:
+    assert scheduler.replay(both, "x").result() == ([0, 2, 1, 3, 0, 1],)
+
+
+def test_several_outputs(scheduler: Scheduler) -> None:
+    assert scheduler.replay(two_outputs, "x").result() == ((0, 1), ([0, 2], [1, 3]))
+
+
+def test_a_batch_over_the_largest_bucket_is_refused(scheduler: Scheduler) -> None:
+    with pytest.raises(ConfigError, match=r"no bucket holds .* largest is 4 x 8"):
+        scheduler.replay(double, ragged([9, 1]))
+    assert scheduler.replay(ranks, "after").result() == ([0, 2], [1, 3])
+
+
+def test_a_result_over_its_channel_is_an_error_that_names_the_limit(scheduler: Scheduler) -> None:
+    with pytest.raises(PhaseError, match="raise executor_cfg"):
+        scheduler.replay(large, 1 << 20).result()
+    assert len(scheduler.replay(large, 10).result()) == 2
+
+
+def test_an_input_over_its_channel_is_refused(scheduler: Scheduler) -> None:
+    with pytest.raises(RunError, match="sized for"):
+        scheduler.replay(ranks, "x" * 100_000)
+
+
+def test_an_exception_names_worker_phase_and_replay_and_the_graph_lives_on(scheduler: Scheduler) -> None:
+    with pytest.raises(PhaseError, match="told to raise") as caught:
+        scheduler.replay(misbehave, {"rank": 3, "kind": "raise"}).result()
+    failure = caught.value.failures[0]
+    assert (failure.role, failure.rank, failure.phase, failure.kind) == ("train", 3, "misbehave", "raised")
+    assert failure.coordinates == "dp 1, pp 1, tp 0, cp 0"
+    assert 'raise ValueError("the fake worker' in failure.traceback
+    assert scheduler.groups["train"].call("was_aborted") == [False, False, False, True]
+    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+
+
+def test_replays_of_one_group_keep_their_order_and_those_of_two_overlap(scheduler: Scheduler) -> None:
+    first = scheduler.replay(slow, 0.3)
+    other = scheduler.replay(slow_generation, 0.3)
+    then = scheduler.replay(ranks, "last")
+    assert then.result() == ([0, 2], [1, 3])
+    assert first.result() == ("done", "done")
+    assert other.result() == ("done",)
+    for history in scheduler.groups["train"].call("history"):
+        assert [call for call in history if call.startswith(("slow", "rank:last"))][-2:][1] == "rank:last"
+    assert first.timing is not None and first.timing.busy_s >= 0.3
+
+
+def test_replays_can_be_awaited(scheduler: Scheduler) -> None:
+    async def go() -> object:
+        return await scheduler.replay(ranks, "async")
+
+    assert asyncio.run(go()) == ([0, 2], [1, 3])
+
+
+def test_more_replays_than_fit_in_flight_wait_for_the_oldest(scheduler: Scheduler) -> None:
+    replays = [scheduler.replay(chain, number) for number in range(10)]
+    assert [replay.result()[0] for replay in replays] == [number + 2 for number in range(10)]
