@@ -1,0 +1,134 @@
+"""Channel over Gloo: host memory and TCP, for machines without GPUs.
+
+`ProcessGroupGloo` is built directly over a TCPStore of its own, so it needs no default process group and does not touch
+one that is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
+from dagrl.errors import ChannelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, Store, Work  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+_DATA_TAG, _ABORT_TAG = 0, 1
+
+
+class GlooPending:
+    """A Gloo message on its way."""
+
+    def __init__(self, channel: GlooChannel, work: Work, what: str) -> None:
+        self._channel, self._work, self._what = channel, work, what
+
+    def wait(self) -> None:
+        """Block until the message has gone or come; raises ChannelError."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._channel.broken(self._what, error) from error
+
+
+class GlooChannel:
+    """One rank's end of a Gloo channel; see `dagrl.channels.base.Channel`."""
+
+    def __init__(self, spec: ChannelSpec) -> None:
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._reason: str | None = None
+        self._store: Store | None = open_store(spec)
+        self._group: ProcessGroup | None = _join(spec, self._store)
+
+    def send(self, tensor: torch.Tensor, peer: int) -> GlooPending:
+        """Send `tensor`, which must not change before the wait."""
+        return self._post(tensor, peer, "send", "to")
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> GlooPending:
+        """Receive into `tensor`."""
+        return self._post(tensor, peer, "recv", "from")
+
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[GlooPending]:
+        """Post several messages at once."""
+        posted = [self.receive(tensor, peer) for tensor, peer in receives]
+        return [*posted, *(self.send(tensor, peer) for tensor, peer in sends)]
+
+    def synchronize(self) -> None:
+        """Nothing is left to do: a Gloo wait is a wait of the host."""
+
+    def _post(self, tensor: torch.Tensor, peer: int, operation: str, preposition: str) -> GlooPending:
+        check_message(self.spec, tensor, peer, "cpu")
+        what = f"{operation} of {tensor.nbytes} bytes {preposition} rank {peer}"
+        if self._group is None or self._reason is not None:
+            raise ChannelError(
+                f"{what} on a channel that is {'closed' if self._group is None else 'broken'}: {self._reason}"
+            )
+        try:
+            work = getattr(self._group, operation)([_as_bytes(tensor)], peer, _DATA_TAG)
+        except RuntimeError as error:
+            raise self.broken(what, error) from error
+        return GlooPending(self, work, what)
+
+    def broken(self, what: str, error: Exception) -> ChannelError:
+        """The error of a failed message; the whole channel is given up, so that no peer waits for this rank."""
+        reason = self._reason or str(error).partition("] ")[2] or str(error)
+        self.abort(f"{what} failed: {reason}")
+        return ChannelError(
+            f"gloo channel rank {self.spec.rank} of {self.spec.size} ({self.spec.address}): {what} failed: {reason} "
+            f"(deadline {self.spec.timeout_s} s); open a new channel"
+        )
+
+    def abort(self, reason: str) -> None:
+        """Break the channel from any thread.
+
+        Gloo has no abort of its own, but an operation that passes its deadline closes every pair of its context, which
+        frees all waiting threads here and at the peers. So one is posted to each peer with a deadline of a millisecond:
+        the first whose pair still stands breaks them all.
+        """
+        with self._lock:
+            if self._reason is not None or self._group is None:
+                return
+            self._reason = reason
+            for peer in range(self.spec.size):
+                if peer != self.spec.rank:
+                    self._break_pair(self._group, peer)
+
+    def _break_pair(self, group: ProcessGroup, peer: int) -> None:
+        import torch
+
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            logger.debug("channel rank %d, pair with %d: %s", self.spec.rank, peer, error)
+
+    def close(self) -> None:
+        """Close connections, threads and the store."""
+        with self._lock:
+            self._group = None
+            self._store = None
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _join(spec: ChannelSpec, store: Store) -> ProcessGroup:
+    from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+    try:
+        group = ProcessGroupGloo(PrefixStore("gloo", store), spec.rank, spec.size, spec.timeout)
+    except RuntimeError as error:  # torch's DistError is one
+        raise cannot_join(spec, error) from error
+    return cast("ProcessGroup", group)  # a Backend, with the same calls

@@ -1,0 +1,197 @@
+"""Which source holds each part of what the destinations want, and the proof that nothing is missing or written twice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dagrl.errors import RefitPlanError
+from dagrl.refit.slices import Box, WeightSlice, intersect, volume
+
+
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """Everyone who holds one box; `ranks` are theirs, each once, and `slices` what each of them holds it as."""
+
+    ranks: tuple[int, ...]
+    slices: Mapping[int, WeightSlice]
+
+
+SourceIndex = Mapping[str, Mapping[Box, Replicas]]
+"""Parameter name -> box -> who holds it."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A part of one destination slice that one source can send as a whole."""
+
+    box: Box
+    replicas: Replicas
+    target: WeightSlice
+    target_local: Box
+    nbytes: int
+
+
+def place(held: WeightSlice, box: Box) -> Box:
+    """Where `box`, a part of `held.box`, lies in the local tensor that holds `held`."""
+    lead = len(held.local) - len(box)
+    inner = zip(held.local[lead:], held.box, box, strict=True)
+    return held.local[:lead] + tuple((at + lo - start, at + hi - start) for (at, _), (start, _), (lo, hi) in inner)
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """`box` without `hole` (a part of it), as disjoint boxes."""
+    rest: list[Box] = []
+    core = list(box)
+    for dim, ((start, stop), (low, high)) in enumerate(zip(box, hole, strict=True)):
+        for edge in ((start, low), (high, stop)):
+            if edge[0] < edge[1]:
+                rest.append((*core[:dim], edge, *core[dim + 1 :]))
+        core[dim] = (low, high)
+    return rest
+
+
+def split(box: Box, elements: int) -> Iterator[Box]:
+    """`box` in parts of at most `elements`, cut along its outer dimensions first so that parts stay contiguous."""
+    if volume(box) <= elements:
+        yield box
+        return
+    dim = next(index for index, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    row = volume(box) // (stop - start)
+    step = max(1, elements // row)
+    for low in range(start, stop, step):
+        yield from split((*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :]), elements)
+
+
+def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> list[tuple[Sequence[WeightSlice], tuple[int, ...]]]:
+    """Each list once, with the indices that have it; replicas that pass the same list object are planned once."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for index, slices in enumerate(ranks):
+        members[id(slices)].append(index)
+    return [(ranks[indices[0]], tuple(indices)) for indices in members.values()]
+
+
+def index_sources(sources: Sequence[Sequence[WeightSlice]]) -> SourceIndex:
+    """Who holds what."""
+    holders: dict[str, dict[Box, dict[int, WeightSlice]]] = defaultdict(lambda: defaultdict(dict))
+    for slices, ranks in distinct_lists(sources):
+        for held in slices:
+            for rank in ranks:
+                holders[held.name][held.box].setdefault(rank, held)
+    return {name: {box: Replicas(tuple(sorted(by)), by) for box, by in boxes.items()} for name, boxes in holders.items()}
+
+
+def check_parameters(
+    sources: SourceIndex, destinations: Sequence[Sequence[WeightSlice]], aliases: Mapping[str, str]
+) -> None:
+    """Both sides have the same parameters, of the same rank and extents.
+
+    Raises RefitPlanError naming what only one side has, or the parameter whose shapes differ.
+    """
+    wanted: dict[str, list[Box]] = defaultdict(list)
+    for slices, _ in distinct_lists(destinations):
+        for held in slices:
+            wanted[source_name(held.name, sources, aliases)].append(held.box)
+    _check_names(set(sources), set(wanted))
+    for name, boxes in wanted.items():
+        has, wants = _extents(sources[name]), _extents(boxes)
+        if has != wants:
+            raise RefitPlanError(
+                f"parameter {name!r} is {has} in the sources but {wants} in the destinations; both sides must be described "
+                "from one model configuration"
+            )
+
+
+def source_name(name: str, sources: SourceIndex, aliases: Mapping[str, str]) -> str:
+    """The name under which the sources hold the destination's parameter `name`."""
+    return name if name in sources else aliases.get(name, name)
+
+
+def _check_names(held: set[str], wanted: set[str]) -> None:
+    for missing, having, lacking in ((wanted - held, "destinations", "sources"), (held - wanted, "sources", "destinations")):
+        if missing:
+            names = sorted(missing)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise RefitPlanError(
+                f"the {having} have parameters that the {lacking} lack: {', '.join(map(repr, names[:5]))}{more}; "
+                "describe both sides from one model configuration (a tied head is named by an alias)"
+            )
+
+
+def _extents(boxes: Iterable[Box]) -> tuple[tuple[int, int], ...]:
+    """The smallest box around `boxes`; of dimensions where they differ in number, none."""
+    around: list[tuple[int, int]] | None = None
+    for box in boxes:
+        if around is None:
+            around = list(box)
+        elif len(around) != len(box):
+            return ()
+        else:
+            around = [(min(a, c), max(b, d)) for (a, b), (c, d) in zip(around, box, strict=True)]
+    return tuple(around or ())
+
+
+def cover(held: WeightSlice, sources: SourceIndex, name: str, itemsize: int, limit: int) -> list[Piece]:
+    """The pieces that make up destination slice `held`, each of at most `limit` bytes.
+
+    Raises RefitPlanError naming the parameter and the box that no source holds.
+    """
+    pieces: list[Piece] = []
+    remaining = [held.box]
+    for box, replicas in sources[name].items():
+        rest: list[Box] = []
+        for part in remaining:
+            both = intersect(part, box)
+            if both is None:
+                rest.append(part)
+                continue
+            rest.extend(subtract(part, both))
+            for piece in split(both, max(1, limit // itemsize)):
+                pieces.append(Piece(piece, replicas, held, place(held, piece), volume(piece) * itemsize))
+        remaining = rest
+        if not remaining:
+            return pieces
+    raise RefitPlanError(
+        f"parameter {name!r}: no source holds {remaining[0]}, a part of {held.box} that the destination tensor "
+        f"{held.tensor!r} wants; the sources hold {sorted(sources[name])[:8]}"
+    )
+
+
+def prove_covered(slices: Sequence[WeightSlice], pieces: Sequence[Piece]) -> None:
+    """Every element of every slice is written by exactly one piece, and no two slices share an element.
+
+    Looks at the finished pieces alone, not at how they were made. Raises RefitPlanError naming the parameter and box.
+    """
+    by_tensor: dict[str, list[tuple[Box, WeightSlice]]] = defaultdict(list)
+    for held in slices:
+        by_tensor[held.tensor].append((held.local, held))
+    for tensor, boxes in by_tensor.items():
+        _prove_disjoint(tensor, boxes)
+    written: dict[int, list[tuple[Box, WeightSlice]]] = defaultdict(list)
+    for piece in pieces:
+        written[id(piece.target)].append((piece.target_local, piece.target))
+    for held in slices:
+        boxes = written[id(held)]
+        _prove_disjoint(held.tensor, boxes)
+        elements = sum(volume(box) for box, _ in boxes)
+        inside = all(intersect(box, held.local) == box for box, _ in boxes)
+        if elements != volume(held.local) or not inside:
+            raise RefitPlanError(
+                f"parameter {held.name!r}: {elements} of the {volume(held.local)} elements of {held.box} in the destination "
+                f"tensor {held.tensor!r} would be written; every element must be written exactly once"
+            )
+
+
+def _prove_disjoint(tensor: str, boxes: list[tuple[Box, WeightSlice]]) -> None:
+    boxes = sorted(boxes, key=lambda entry: entry[0])
+    for index, (box, held) in enumerate(boxes):
+        for other, other_held in boxes[index + 1 :]:
+            if other and other[0][0] >= box[0][1]:
+                break
+            if (both := intersect(box, other)) is not None:
+                raise RefitPlanError(
+                    f"{both} of the destination tensor {tensor!r} would be written twice: by parameter {held.name!r} "
+                    f"{held.box} and by {other_held.name!r} {other_held.box}"
+                )
