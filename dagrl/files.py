@@ -26,11 +26,12 @@ def sync_directory(directory: Path) -> None:
 
 
 def move_aside(path: Path) -> Path | None:
-    """Rename what lies at `path` to the first free of `name.1`, `name.2`, ...; None when nothing was there."""
+    """Rename what lies at `path` to the first free of `run.1`, `run.2` (`trace.1.json`); None when nothing was there."""
     if not path.exists():
         return None
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while (aside := path.with_name(f"{stem}.{number}{suffix}")).exists():
         number += 1
     path.rename(aside)
     return aside

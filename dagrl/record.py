@@ -1,0 +1,246 @@
+"""The record of a run: its directory, its configuration, its metrics.
+
+    runs/<name>/
+      config.yaml      the resolved configuration
+      metrics.jsonl    one line a step, written at once
+      tensorboard/     the same metrics as TensorBoard events
+      trace.json       what every worker did when (see `dagrl.trace`)
+      metrics.png      reward, loss, KL and time per phase (see `dagrl.plot`)
+      checkpoints/     to go on from (see `dagrl.checkpoint`)
+      final_model/     the last policy as Hugging Face safetensors
+      init_model/      the model that `policy.random_init` made, if it did
+
+Use:
+
+    paths = prepare_run_directory(config)
+    with RunRecord(config, resumed_step=0) as record:
+        record.log(step, "grpo", {"loss": 0.1, "reward": 0.4, "timing/generate": 0.8})
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import yaml
+
+from dagrl.config import Config, LoggerConfig
+from dagrl.errors import ConfigError, MissingDependencyError
+from dagrl.files import move_aside, write_whole
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where a run writes what."""
+
+    directory: Path
+    checkpoints: Path
+
+    @classmethod
+    def of(cls, config: Config) -> RunPaths:
+        """The paths of the run that `config` describes; nothing is created."""
+        directory = Path(config.output_dir) / config.name
+        checkpoints = config.checkpointing.checkpoint_dir
+        return cls(directory, Path(checkpoints) if checkpoints else directory / "checkpoints")
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.directory / "tensorboard"
+
+    @property
+    def trace(self) -> Path:
+        return self.directory / "trace.json"
+
+    @property
+    def plot(self) -> Path:
+        return self.directory / "metrics.png"
+
+    @property
+    def final_model(self) -> Path:
+        return self.directory / "final_model"
+
+    @property
+    def init_model(self) -> Path:
+        return self.directory / "init_model"
+
+    def written(self) -> dict[str, Path]:
+        """What exists by now, by a name for people."""
+        named = {
+            "configuration": self.config,
+            "metrics": self.metrics,
+            "plot": self.plot,
+            "TensorBoard": self.tensorboard,
+            "trace": self.trace,
+            "checkpoints": self.checkpoints,
+            "final model": self.final_model,
+        }
+        return {name: path for name, path in named.items() if path.exists()}
+
+
+def prepare_run_directory(config: Config) -> RunPaths:
+    """Make the run's directory and save the resolved configuration in it.
+
+    What an earlier run of the name left is kept as `<name>.1`, unless this one resumes it. Raises ConfigError when the name
+    cannot be a directory's, or the directory holds something that is not a run.
+    """
+    paths = RunPaths.of(config)
+    if Path(config.name).name != config.name:
+        raise ConfigError(f"name is {config.name!r}; expected a plain directory name, without slashes")
+    if paths.directory.exists() and not paths.config.exists() and any(paths.directory.iterdir()):
+        raise ConfigError(f"{paths.directory} holds something that is not a run; choose another name or output_dir")
+    if paths.config.exists() and not config.checkpointing.resume:
+        logger.info("the earlier run of this name is now at %s", move_aside(paths.directory))
+    paths.directory.mkdir(parents=True, exist_ok=True)
+    _save_config(config, paths.config)
+    return paths
+
+
+def require_extras(config: LoggerConfig) -> None:
+    """Raise MissingDependencyError if the configuration asks for a package that is not installed."""
+    wanted = {
+        "tensorboard": ("logger.tensorboard_enabled", config.tensorboard_enabled),
+        "wandb": ("logger.wandb_enabled", config.wandb_enabled),
+        "matplotlib": ("logger.plot_enabled", config.plot_enabled),
+    }
+    for package, (key, enabled) in wanted.items():
+        if enabled and importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"{key} is true, but the package {package} is not installed. "
+                f"Install it with: pip install 'dagrl[tracking]', or set {key}=false"
+            )
+
+
+class RunRecord:
+    """Writes a run's metrics to `metrics.jsonl` and the trackers that the configuration asks for.
+
+    After a resume from `resumed_step`, later lines of `metrics.jsonl` are dropped: their steps will be run again.
+    """
+
+    def __init__(self, config: Config, *, resumed_step: int = 0) -> None:
+        require_extras(config.logger)
+        self.paths = RunPaths.of(config)
+        _truncate(self.paths.metrics, resumed_step)
+        self._file = self.paths.metrics.open("a", encoding="utf-8")
+        self._trackers: list[Tracker] = []
+        if config.logger.tensorboard_enabled:
+            self._trackers.append(TensorBoardTracker(self.paths.tensorboard, resumed_step))
+        if config.logger.wandb_enabled:
+            self._trackers.append(WandbTracker(config, self.paths.directory))
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def log(self, step: int, stage: str, metrics: Metrics) -> None:
+        """Record one step.
+
+        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names as in `dagrl.metrics`. A number
+        that is not finite becomes null in `metrics.jsonl`, which is strict JSON.
+        """
+        clean = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        line = {"step": step, "stage": stage, "time": round(time.time(), 3), **clean}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.log(step, stage, metrics)
+
+    def close(self) -> None:
+        """Close all files; call once, at the end."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float | str | None]]:
+    """The lines of a `metrics.jsonl`; a last line that a crash tore is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last line end was never finished
+
+
+class Tracker(Protocol):
+    """Something beside `metrics.jsonl` that shows metrics."""
+
+    def log(self, step: int, stage: str, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """TensorBoard events; a metric `loss` of stage `grpo` is `grpo/loss`."""
+
+    def __init__(self, directory: Path, resumed_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides what the interrupted run logged after the step that this one resumes from
+        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def log(self, step: int, stage: str, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"{stage}/{name}", value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; a resumed run continues the run whose id lies in its directory."""
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        import wandb
+
+        identifier = directory / "wandb_id"
+        if not identifier.exists():
+            write_whole(identifier, uuid.uuid4().hex)
+        self._run = wandb.init(
+            project="dagrl",
+            name=config.name,
+            id=identifier.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=str(directory),
+            config=config.model_dump(mode="json"),
+        )
+
+    def log(self, step: int, stage: str, metrics: Metrics) -> None:
+        self._run.log({f"{stage}/{name}": value for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _save_config(config: Config, path: Path) -> None:
+    content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    if path.exists() and path.read_text(encoding="utf-8") != content:
+        move_aside(path)
+    write_whole(path, content)
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Keep the lines of `path` up to `step`."""
+    if not path.exists():
+        return
+    kept = [line for line in read_metrics(path) if isinstance(line["step"], int | float) and line["step"] <= step]
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))

@@ -1,0 +1,156 @@
+"""The run directory: what is written, what a resume drops, what an earlier run keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dagrl.config import Config
+from dagrl.errors import ConfigError, MissingDependencyError
+from dagrl.record import RunPaths, RunRecord, prepare_run_directory, read_metrics
+
+
+def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: bool) -> Config:
+    return Config.model_validate(
+        {
+            "name": name,
+            "algorithm": "grpo",
+            "output_dir": str(tmp_path / "runs"),
+            "policy": {"random_init": {"hf_config": {"hidden_size": 8, "rope": {"theta": 1e4}}}},
+            "data": {"task": "dagrl.tasks:arithmetic"},
+            "checkpointing": {"resume": resume},
+            "logger": {"tensorboard_enabled": False, "plot_enabled": False, **logger},
+        }
+    )
+
+
+def log_steps(run: Config, first: int, last: int, resumed_step: int = 0) -> RunPaths:
+    paths = prepare_run_directory(run)
+    with RunRecord(run, resumed_step=resumed_step) as record:
+        for step in range(first, last + 1):
+            record.log(step, "grpo", {"loss": 1 / step, "reward": 0.1 * step})
+    return paths
+
+
+def test_one_line_a_step_written_at_once(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    paths = prepare_run_directory(run)
+    with RunRecord(run) as record:
+        record.log(1, "sft", {"loss": 2.0, "validation/loss": 1.5})
+        record.log(2, "grpo", {"loss": float("nan"), "reward": float("inf")})
+        lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]  # before the file is closed
+    assert [{key: value for key, value in line.items() if key != "time"} for line in lines] == [
+        {"step": 1, "stage": "sft", "loss": 2.0, "validation/loss": 1.5},
+        {"step": 2, "stage": "grpo", "loss": None, "reward": None},
+    ]
+    assert lines[1]["time"] >= lines[0]["time"] > 1e9
+
+
+def test_the_saved_configuration_loads_to_the_same(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    paths = prepare_run_directory(run)
+    assert Config.model_validate(yaml.safe_load(paths.config.read_text())) == run
+
+
+def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path), 1, 5)
+    with paths.metrics.open("a") as file:
+        file.write('{"step": 6, "sta')  # torn by a crash
+    log_steps(config(tmp_path, resume=True), 4, 6, resumed_step=3)
+    assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in paths.directory.parent.iterdir()] == ["tiny"]
+
+
+def test_a_new_run_of_the_name_keeps_the_earlier_one(tmp_path: Path) -> None:
+    log_steps(config(tmp_path), 1, 3)
+    paths = log_steps(config(tmp_path), 1, 2)
+    assert len(read_metrics(paths.metrics)) == 2
+    assert len(read_metrics(paths.directory.with_name("tiny.1") / "metrics.jsonl")) == 3
+
+
+def test_a_resume_with_another_configuration_keeps_both(tmp_path: Path) -> None:
+    prepare_run_directory(config(tmp_path))
+    paths = prepare_run_directory(config(tmp_path, resume=True))
+    resumes = [yaml.safe_load(path.read_text())["checkpointing"]["resume"] for path in sorted(paths.directory.iterdir())]
+    assert resumes == [False, True]  # config.1.yaml, config.yaml
+
+
+def test_a_directory_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "runs" / "tiny" / "thesis.tex"
+    precious.parent.mkdir(parents=True)
+    precious.touch()
+    with pytest.raises(ConfigError, match="is not a run"):
+        prepare_run_directory(config(tmp_path))
+    assert precious.exists()
+
+
+def test_a_name_is_one_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without slashes"):
+        prepare_run_directory(config(tmp_path, name="../elsewhere"))
+
+
+def test_tensorboard_events(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path, tensorboard_enabled=True), 1, 5)
+    log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 4, 4, resumed_step=3)
+    events = EventAccumulator(str(paths.tensorboard))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"grpo/loss", "grpo/reward"}
+    assert [event.step for event in events.Scalars("grpo/reward")] == [1, 2, 3, 4]
+    assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+
+
+def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class FakeRun:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            logged.append((step, metrics))
+
+        def finish(self) -> None:
+            logged.append((-1, {}))
+
+    def init(**options: Any) -> FakeRun:
+        started.append(options)
+        return FakeRun()
+
+    fake = ModuleType("wandb")
+    fake.__dict__.update(init=init, __spec__=object())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log_steps(config(tmp_path, wandb_enabled=True), 1, 1)
+    log_steps(config(tmp_path, wandb_enabled=True, resume=True), 2, 2, resumed_step=1)
+    assert logged == [
+        (1, {"grpo/loss": 1.0, "grpo/reward": 0.1}),
+        (-1, {}),
+        (2, {"grpo/loss": 0.5, "grpo/reward": 0.2}),
+        (-1, {}),
+    ]
+    assert started[0]["id"] == started[1]["id"]
+    assert started[0]["name"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("package", "key"), [("tensorboard", "tensorboard_enabled"), ("wandb", "wandb_enabled"), ("matplotlib", "plot_enabled")]
+)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, key: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError, match=rf"logger\.{key} .*{package} .*dagrl\[tracking\]"):
+        RunRecord(config(tmp_path, **{key: True}))
+
+
+def test_paths_written_are_those_that_exist(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path), 1, 1)
+    assert set(paths.written()) == {"configuration", "metrics"}
+    elsewhere = config(tmp_path).model_copy(
+        update={"checkpointing": config(tmp_path).checkpointing.model_copy(update={"checkpoint_dir": "/elsewhere"})}
+    )
+    assert RunPaths.of(elsewhere).checkpoints == Path("/elsewhere")
