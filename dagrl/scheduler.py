@@ -147,6 +147,11 @@ class Scheduler:
         self._broken = ""
         self.compile()
 
+    def replace_group(self, group: WorkerGroup) -> None:
+        """Use a new group in place of one that lost workers; call `recover` to compile on it."""
+        self.groups[group.role.name] = group
+        self._tickets[group.role.name] = [0] * group.layout.world_size
+
     def close(self) -> None:
         """Tear every graph down, within the teardown deadline."""
         self._teardown()

@@ -40,7 +40,7 @@ class Executable(Protocol):
         """Start a replay; returns what `fetch` takes."""
 
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
-        """A packet for each output of the graph. Raises TimeoutError when it is not there yet, ActorDiedError when a worker died."""
+        """A packet for each output of the graph. Raises TimeoutError when late, ActorDiedError when a worker died."""
 
     def teardown(self, timeout_s: float) -> None:
         """Stop the graph's loops within `timeout_s`; workers that do not stop by then are killed."""

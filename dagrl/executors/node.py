@@ -1,7 +1,7 @@
 """The worker's side of a replay: runs one node of a graph on a worker, in ticket order.
 
 These functions run inside actors through Ray's generic `__ray_call__`, so a worker may be of any class: nothing is
-asked of it but the methods that phases name. What a worker's process must remember between nodes is a `NodeState`, installed once.
+asked of it but the methods that phases name. What a worker's process must remember between nodes is a `NodeState`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from dagrl.worker import ReplayContext, replay_context
 
 TRACE_CAPACITY = 65_536
 """Node runs remembered on a worker until the driver drains them; older ones are dropped."""
+
+
+class ResultTooLargeError(RunError):
+    """A result does not fit its channel."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,10 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
         started = time.perf_counter()
         if not failures:
             value = _call(worker, state, call, packets)
-    except BaseException as error:
+            _check_size(call, value)
+    except ResultTooLargeError as error:  # the work is done and no peer waits: nothing to abort
+        value, failures = None, (_failure(state, call, packets[0], error),)
+    except BaseException as error:  # whatever it is, the driver must hear of it, and no peer may wait for this worker
         failures = (_failure(state, call, packets[0], error),)
         _abort(worker)
     finally:
@@ -170,13 +177,16 @@ def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Pac
     finally:
         state.activity = None
     state.runs.append(NodeRun(header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
+    return value
+
+
+def _check_size(call: NodeCall, value: object) -> None:
     needed = payload_bytes(value) + ENVELOPE_BYTES
     if needed > call.result_limit:
-        raise RunError(
+        raise ResultTooLargeError(
             f"the result of {call.label} needs {needed} bytes, but its channel has room for {call.result_limit}; "
             f"raise executor_cfg.result_bytes to at least {needed}"
         )
-    return value
 
 
 def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> object:

@@ -1,0 +1,72 @@
+"""A worker that dies or hangs: one error that names it, nothing waits, survivors replay again after a recompile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dagrl.errors import PhaseError, RunError
+from dagrl.layout import ParallelLayout
+from dagrl.phase import Shard, phase
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.worker_group import WorkerGroup
+from tests.integration.fake_workers import FakeWorker
+
+
+@phase
+def misbehave(train: Shard, how):
+    return train.map("misbehave", how)
+
+
+@phase
+def other_ranks(other: Shard, value):
+    return other.map("rank", value)
+
+
+@pytest.fixture(params=["compiled", "eager"])
+def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Scheduler]:
+    groups = [WorkerGroup.create(role, FakeWorker, ParallelLayout(dp=1, tp=2), None) for role in ("train", "other")]
+    options = SchedulerOptions(executor=request.param, fallback="error", replay_s=2.0, teardown_s=4.0)
+    with Scheduler(groups, options) as scheduler:
+        scheduler.add(misbehave, warmup_value={"rank": -1})
+        scheduler.add(other_ranks, warmup_value=None)
+        scheduler.compile()
+        scheduler.warmup()
+        yield scheduler
+        started = time.monotonic()
+    assert time.monotonic() - started < 10.0  # teardown returns within its deadline, whatever is dead or hung
+    for group in [*groups, *scheduler.groups.values()]:
+        group.shutdown(2.0)
+
+
+def test_a_killed_worker_is_named(scheduler: Scheduler) -> None:
+    with pytest.raises(PhaseError) as caught:
+        scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
+    failure = caught.value.failures[0]
+    assert (failure.role, failure.rank, failure.kind, failure.phase) == ("train", 1, "died", "misbehave")
+    assert failure.pid == scheduler.groups["train"].places[1].pid
+    with pytest.raises(RunError, match="recover"):
+        scheduler.replay(misbehave, {"rank": -1})
+
+
+def test_a_hung_worker_is_named_with_its_stack_and_killed(scheduler: Scheduler) -> None:
+    started = time.monotonic()
+    with pytest.raises(PhaseError, match="replay_s") as caught:
+        scheduler.replay(misbehave, {"rank": 0, "kind": "hang"}).result()
+    assert time.monotonic() - started < 10.0
+    failure = caught.value.failures[0]
+    assert (failure.rank, failure.kind) == (0, "hung")
+    assert "time.sleep(3600)" in failure.traceback
+
+
+def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
+    with pytest.raises(PhaseError):
+        scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
+    lost = scheduler.groups["train"]
+    scheduler.replace_group(WorkerGroup.create("train", FakeWorker, lost.layout, None))
+    lost.shutdown(2.0)
+    scheduler.recover()
+    assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
+    assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
