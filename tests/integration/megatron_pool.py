@@ -1,0 +1,133 @@
+"""Four long-lived processes that Megatron workers of any layout run in, so that imports are paid once a test run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dagrl.config import Config
+from dagrl.layout import ParallelLayout
+from dagrl.worker import ReplayContext, WorkerContext, _current
+
+SIZE = 4
+
+
+class WorkerError(Exception):
+    """What a worker raised: `kind` is the name of the exception's class."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass
+class Group:
+    """Workers of one layout, one in each of the pool's first processes."""
+
+    connections: Sequence[Connection]
+    layout: ParallelLayout
+
+    def start(self, rank: int, method: str, *args: Any, warmup: bool = False, **kwargs: Any) -> None:
+        """Begin a call on one worker."""
+        self.connections[rank].send((method, args, kwargs, warmup))
+
+    def finish(self, rank: int, timeout_s: float = 120.0) -> Any:
+        """The result of the call begun on one worker; raises WorkerError."""
+        if not self.connections[rank].poll(timeout_s):
+            raise TimeoutError(f"worker {rank} did not answer within {timeout_s} s")
+        error, value = self.connections[rank].recv()
+        if error is not None:
+            raise WorkerError(*error)
+        return value
+
+    def call(
+        self, method: str, *args: Any, warmup: bool = False, per_rank: Sequence[tuple[Any, ...]] | None = None
+    ) -> list[Any]:
+        """Call a method on all workers at once; their results in rank order."""
+        ranks = range(len(self.connections))
+        for rank in ranks:
+            self.start(rank, method, *(per_rank[rank] if per_rank else args), warmup=warmup)
+        results, errors = [], []
+        for rank in ranks:
+            try:
+                results.append(self.finish(rank))
+            except WorkerError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
+
+class MegatronPool:
+    """Spawned processes; `group` makes workers in them and ends them again."""
+
+    def __init__(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("spawn")
+        self.connections: list[Connection] = []
+        self.processes = []
+        for _ in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    @contextmanager
+    def group(self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0) -> Iterator[Group]:
+        """Workers that are set up; shut down at the end."""
+        group = Group(self.connections[: layout.world_size], layout)
+        address = f"127.0.0.1:{_free_port()}"
+        contexts = [WorkerContext("train", rank, layout, config.seed, timeout_s) for rank in range(layout.world_size)]
+        group.call("new", per_rank=[(context, config, address) for context in contexts])
+        try:
+            yield group
+        finally:
+            group.call("shutdown")
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    from tests.integration.megatron_worker import TestedWorker
+
+    worker: Any = None
+    while (message := connection.recv()) is not None:
+        method, args, kwargs, warmup = message
+        token = _current.set(ReplayContext("test", 0, warmup))
+        try:
+            if method == "new":
+                context, config, address = args
+                worker, value = TestedWorker(context, config), None
+                worker.setup(address)
+            elif method == "abort_later":
+                value = worker.abort_later(*args)
+            else:
+                value = getattr(worker, method)(*args, **kwargs)
+            connection.send((None, value))
+        except Exception as error:
+            connection.send(((type(error).__name__, f"{error}\n{traceback.format_exc()}"), None))
+        finally:
+            _current.reset(token)

@@ -1,0 +1,56 @@
+"""MegatronWorker as tests use it: it also tells its gradients and state. Lives in the processes of `megatron_pool`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from dagrl.refit.slices import Box
+from workers.megatron import MegatronWorker
+
+
+class TestedWorker(MegatronWorker):
+    """Adds what tests look at; values go through pipes, so tensors become numpy arrays."""
+
+    __test__ = False
+
+    def gradients(self) -> list[tuple[str, Box, Any]]:
+        """HF name, box and values of every gradient that this rank holds, as the last step left them."""
+        return self._boxes({name: parameter.main_grad for name, parameter in self._ready().model.parameters().items()})
+
+    def weights(self) -> list[tuple[str, Box, Any]]:
+        """HF name, box and values of every weight that this rank holds."""
+        return self._boxes(self.weight_tensors())
+
+    def state(self) -> dict[str, Any]:
+        """All that a step may change, copied."""
+        import torch
+
+        from workers.megatron.checkpoint import collect
+
+        trainer = self._ready()
+        payload = collect(trainer, None)
+        values = {f"model.{name}": tensor for name, tensor in payload["model"].items()}
+        for number, inner in enumerate(trainer.inner_optimizers()):
+            for index, (parameter, state) in enumerate(inner.state.items()):
+                values[f"master.{number}.{index}"] = parameter.data
+                values |= {f"{key}.{number}.{index}": value for key, value in state.items()}
+        values |= {f"random.{name}": value for name, value in payload["random"]["megatron"].items()}
+        values["random.cpu"] = payload["random"]["cpu"]
+        numbers = {"steps": payload["scheduler"]["num_steps"], "skipped": payload["skipped_steps"]}
+        return {
+            **numbers,
+            **{name: value.float().numpy().copy() for name, value in values.items() if torch.is_tensor(value)},
+        }
+
+    def abort_later(self, seconds: float) -> None:
+        """`abort()` from another thread, as the runtime calls it."""
+        threading.Timer(seconds, self.abort).start()
+
+    def _boxes(self, tensors: dict[str, Any]) -> list[tuple[str, Box, Any]]:
+        from workers.megatron.hf import local_view
+
+        return [
+            (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().numpy().copy())
+            for piece in self.weight_slices()
+        ]

@@ -1,0 +1,172 @@
+"""What a Hugging Face `config.json` says of a decoder, and whether a parallel layout fits it. Pure; needs no torch.
+
+The driver calls `check_layout` before any worker starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dagrl.config import Json
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.layout import ParallelLayout
+
+VOCABULARY_MULTIPLE = 128  # as Megatron's make_vocab_size_divisible_by
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a Llama, Qwen2, Qwen3 or Qwen3-MoE decoder. `moe_layers[i]` says whether layer i has experts."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    tied: bool
+    norm_eps: float
+    rope: Mapping[str, Json]  # `rope_theta`, `rope_type` and the parameters of a scaled rope
+    max_positions: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    normalize_expert_weights: bool = True
+    moe_layers: tuple[bool, ...] = ()
+
+    @property
+    def qk_norm(self) -> bool:
+        """Queries and keys are normalised per head."""
+        return self.model_type in ("qwen3", "qwen3_moe")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Query, key and value projections have a bias."""
+        return self.model_type == "qwen2"
+
+
+def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
+    """The architecture of a `config.json`; ConfigError names what is missing or not supported."""
+    _check_supported(hf_config)
+    heads, hidden = _integer(hf_config, "num_attention_heads"), _integer(hf_config, "hidden_size")
+    dense = Architecture(
+        model_type=str(hf_config["model_type"]),
+        layers=_integer(hf_config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_integer(hf_config, "num_key_value_heads", heads),
+        head_dim=_integer(hf_config, "head_dim", hidden // heads),
+        ffn=_integer(hf_config, "intermediate_size"),
+        vocabulary=_integer(hf_config, "vocab_size"),
+        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        norm_eps=_number(hf_config, "rms_norm_eps", 1e-6),
+        rope=_rope(hf_config),
+        max_positions=_integer(hf_config, "max_position_embeddings", 32768),
+    )
+    return _with_experts(dense, hf_config) if dense.model_type == "qwen3_moe" else dense
+
+
+def padded_vocabulary(vocabulary: int, tp: int) -> int:
+    """Rows of Megatron's embedding: the next multiple of `VOCABULARY_MULTIPLE * tp`; the rows past the vocabulary are 0."""
+    multiple = VOCABULARY_MULTIPLE * tp
+    return -(-vocabulary // multiple) * multiple
+
+
+def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
+    """Raise LayoutError, listing everything to change, when the model cannot be cut as `layout` says."""
+    model = read_architecture(hf_config)
+    problems = [text for fits, text in _requirements(model, layout) if not fits]
+    if problems:
+        raise LayoutError(
+            f"layout {layout.describe()} does not fit the model:\n" + "\n".join(f"- {text}" for text in problems)
+        )
+
+
+def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[bool, str]]:
+    tp, etp, stages = layout.tp, layout.expert_tp, layout.pp * layout.vpp
+    kv_fits = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+    rows = [
+        (
+            model.heads % tp == 0,
+            f"{model.heads} attention heads are not divisible by tp {tp}; choose tp among their divisors",
+        ),
+        (kv_fits, f"{model.kv_heads} key-value heads and tp {tp}: one must divide the other; choose another tp"),
+        (model.ffn % tp == 0, f"intermediate_size {model.ffn} is not divisible by tp {tp}; choose another tp"),
+        (model.hidden % tp == 0, f"hidden_size {model.hidden} is not divisible by tp {tp}; choose another tp"),
+        (
+            model.layers % stages == 0,
+            f"{model.layers} layers are not divisible by pp {layout.pp} x vpp {layout.vpp}; "
+            "choose pipeline_model_parallel_size and virtual_pipeline_model_parallel_size whose product divides them",
+        ),
+    ]
+    if not model.experts:
+        dense = layout.ep == 1 and layout.etp in (None, 1, tp)
+        return [
+            *rows,
+            (dense, f"the model has no experts, but ep is {layout.ep} and etp {etp}; set ep to 1 and leave etp out"),
+        ]
+    return [
+        *rows,
+        (model.experts % layout.ep == 0, f"{model.experts} experts are not divisible by ep {layout.ep}; choose another ep"),
+        (
+            model.expert_ffn % etp == 0,
+            f"moe_intermediate_size {model.expert_ffn} is not divisible by etp {etp}; choose another etp",
+        ),
+    ]
+
+
+def _check_supported(hf_config: Mapping[str, Json]) -> None:
+    kind = hf_config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ConfigError(f"model_type is {kind!r}; the Megatron worker knows {', '.join(MODEL_TYPES)}")
+    if hf_config.get("attention_bias"):
+        raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
+    if hf_config.get("use_sliding_window"):
+        raise ConfigError("use_sliding_window is true; the Megatron worker supports full attention only")
+    if hf_config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"hidden_act is {hf_config['hidden_act']!r}; the Megatron worker supports silu only")
+
+
+def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+    found: dict[str, Json] = {"rope_theta": hf_config.get("rope_theta", 10000.0), "rope_type": "default"}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = hf_config.get(key)
+        found |= value if isinstance(value, dict) else {}
+    if found["rope_type"] not in ("default", "linear", "llama3"):
+        raise ConfigError(f"rope_type is {found['rope_type']!r}; the Megatron worker knows default, linear and llama3")
+    if hf_config.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError("partial_rotary_factor is not 1; the Megatron worker rotates whole heads only")
+    return found
+
+
+def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
+    """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer has experts, save `mlp_only_layers`."""
+    step = _integer(hf_config, "decoder_sparse_step", 1)
+    without = hf_config.get("mlp_only_layers") or []
+    assert isinstance(without, list)
+    return replace(
+        dense,
+        experts=_integer(hf_config, "num_experts"),
+        experts_per_token=_integer(hf_config, "num_experts_per_tok"),
+        expert_ffn=_integer(hf_config, "moe_intermediate_size"),
+        normalize_expert_weights=bool(hf_config.get("norm_topk_prob", False)),
+        moe_layers=tuple(layer not in without and (layer + 1) % step == 0 for layer in range(dense.layers)),
+    )
+
+
+def _number(hf_config: Mapping[str, Json], key: str, default: float | None = None) -> float:
+    value = hf_config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"the model's config.json has {key} = {value!r}; expected a number")
+    return float(value)
+
+
+def _integer(hf_config: Mapping[str, Json], key: str, default: int | None = None) -> int:
+    return int(_number(hf_config, key, default))

@@ -1,0 +1,177 @@
+"""Megatron-Core without a GPU, over Gloo. The one module that knows; it does nothing where CUDA is available.
+
+Megatron-Core (0.16.1) names CUDA in four ways that a CPU lacks, each mended here and nowhere else:
+
+1. its modules call `torch.cuda.current_device()`, `synchronize()` and streams, and write `device="cuda"`: they are given a
+   view of `torch` that reads "cuda" as "cpu" (`torch` itself is not touched);
+2. its random-number tracker forks the CUDA generator: one that forks the CPU generator takes its place;
+3. it calls `tensor.cuda()`, for tied embeddings over pipeline stages and optimizer state;
+4. its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor": true while `cuda_type_names()` is open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+_MODULES = (
+    "models.gpt.gpt_model",
+    "models.gpt.gpt_layer_specs",
+    "pipeline_parallel.schedules",
+    "distributed",
+    "optimizer",
+    "optimizer_param_scheduler",
+    "tensor_parallel",
+    "transformer.moe.moe_layer",
+    "transformer.moe.token_dispatcher",
+    "transformer.moe.experts",
+)
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
+
+
+def adapt() -> None:
+    """Make Megatron-Core usable in this process; to be called after `import torch` and before a model is built."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in _MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    view = _torch_view()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = view  # type: ignore[attr-defined]
+    _replace_rng_tracker()
+    _pass_split_sizes_as_numbers()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """`tensor.type()` says "torch.cuda.FloatTensor" for CPU tensors, which Megatron's optimizers insist on."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield
+        return
+    original = torch.Tensor.type
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original  # type: ignore[method-assign]
+
+
+class _View(ModuleType):
+    """A module that forwards to another one what it does not define itself."""
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(module.__name__)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def wait_stream(self, *args: object) -> None:
+        pass
+
+    def wait_event(self, *args: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, *args: object) -> _Stream:
+        return self
+
+
+def _torch_view() -> ModuleType:
+    import torch
+
+    stream = _Stream()
+    view, cuda = _View(torch), _View(torch.cuda)
+    replaced = {
+        "current_device": lambda: torch.device("cpu"),
+        "synchronize": lambda *args, **kwargs: None,
+        "current_stream": lambda *args, **kwargs: stream,
+        "default_stream": lambda *args, **kwargs: stream,
+        "stream": lambda *args, **kwargs: contextlib.nullcontext(),
+        "Stream": _Stream,
+    }
+    for name, value in replaced.items():
+        setattr(cuda, name, value)
+    for name in _FACTORIES:
+        setattr(view, name, _on_cpu(getattr(torch, name)))
+    view.cuda = cuda  # type: ignore[attr-defined]
+    return view
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        if device is not None and torch.device(device).type == "cuda":
+            device = "cpu"
+        return factory(*args, device=device, **kwargs)
+
+    return make
+
+
+def _replace_rng_tracker() -> None:
+    import torch
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):  # type: ignore[misc]
+        def add(self, name: str, seed: int) -> None:
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            kept = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(kept)
+
+    megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _pass_split_sizes_as_numbers() -> None:
+    """The all-to-all of the token dispatcher takes its split sizes from a copy to the host, which a CPU tensor skips."""
+    import torch
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    original = moe_utils.maybe_move_tensor_to_cpu
+    if getattr(original, "adapted", False):
+        return
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    move.adapted = True  # type: ignore[attr-defined]
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move

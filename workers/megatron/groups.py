@@ -1,0 +1,54 @@
+"""Process groups of a train worker: the default group, Megatron's model parallel groups, and their end."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from dagrl.worker import WorkerContext
+
+
+def start_groups(context: WorkerContext, address: str, seed: int) -> None:
+    """Meet the others at `address` (host:port of rank 0) and make Megatron's groups, all with the context's deadline."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    layout, timeout = context.layout, timedelta(seconds=context.collective_timeout_s)
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{address}",
+        rank=context.rank,
+        world_size=layout.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=torch.cuda.is_available())
+
+
+def abort_groups() -> None:
+    """Break every group of this process, from any thread: what waits in a collective here or at a peer raises."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def end_groups() -> None:
+    """Destroy Megatron's groups and the default one, if they stand."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,240 @@
+"""Hugging Face checkpoints: read this rank's weights from one, or write the whole model as one.
+
+Both follow the weight layout (`workers.megatron.weights`): boxes of HF parameters and where they lie in local tensors.
+Reading takes only those boxes from the safetensors files. Writing sends each box once, from the first rank that holds it,
+to rank 0, parameter after parameter, and never holds more than one file's worth.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dagrl.config import Json
+from dagrl.errors import CheckpointError
+from dagrl.refit.slices import Box, WeightSlice, volume
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE_BYTES = 4 << 30
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+def read_hf_config(directory: str | Path) -> dict[str, Json]:
+    """The content of `config.json`; CheckpointError when there is none."""
+    path = Path(directory) / "config.json"
+    try:
+        content: dict[str, Json] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; policy.model_name must be a Hugging Face directory") from error
+    return content
+
+
+def load_hf(directory: str | Path, slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` from the safetensors files in `directory`; what no slice covers (vocabulary padding) becomes 0.
+
+    Raises CheckpointError for a parameter that is missing or of another shape.
+    """
+    _check_covered_here(slices, tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    files = _files(Path(directory))
+    by_file: dict[Path, list[WeightSlice]] = {}
+    for piece in slices:
+        by_file.setdefault(_file_of(piece.name, files, directory), []).append(piece)
+    for path, pieces in by_file.items():
+        _load_file(path, pieces, tensors)
+
+
+def export_hf(
+    source: str | Path,
+    directory: str | Path,
+    slices: Sequence[Sequence[WeightSlice]],
+    tensors: Mapping[str, Tensor],
+    rank: int,
+) -> None:
+    """Write the model of all ranks to `directory`, with the configuration and tokenizer of `source`.
+
+    `slices` are those of every rank, in rank order. All ranks call this together; rank 0 receives and writes.
+    """
+    writer = _Writer(Path(directory)) if rank == 0 else None
+    for name, pieces in _owners(slices).items():
+        whole = _gather(pieces, tensors, rank)
+        if writer is not None:
+            assert whole is not None
+            writer.add(name, whole)
+    if writer is not None:
+        writer.finish(Path(source))
+
+
+def local_view(tensor: Tensor, piece: WeightSlice) -> Tensor:
+    """The strided view of `tensor` that holds `piece.box`, of the box's shape."""
+    view = tensor[tuple(slice(start, stop) for start, stop in piece.local)]
+    return view.view(view.shape[len(piece.local) - len(piece.box) :]) if len(piece.local) > len(piece.box) else view
+
+
+def _check_covered_here(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> None:
+    """Every element of every tensor has a place in the checkpoint, save the padding of the vocabulary."""
+    covered = dict.fromkeys(tensors, 0)
+    for piece in slices:
+        if piece.tensor not in covered:
+            raise CheckpointError(f"the weight layout names {piece.tensor!r}, which the model does not have")
+        covered[piece.tensor] += volume(piece.box)
+    for name, tensor in tensors.items():
+        if covered[name] != tensor.numel() and not name.endswith(_VOCABULARY_TENSORS):
+            raise CheckpointError(f"the weight layout covers {covered[name]} of the {tensor.numel()} elements of {name!r}")
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """File of each parameter."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (directory / _INDEX).exists():
+            index = json.loads((directory / _INDEX).read_text())["weight_map"]
+            return {name: directory / file for name, file in index.items()}
+        with safe_open(directory / _SINGLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), directory / _SINGLE)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read the weights in {directory}: {error}; expected {_SINGLE}, or {_INDEX} and its files"
+        ) from error
+
+
+def _file_of(name: str, files: Mapping[str, Path], directory: str | Path) -> Path:
+    if name not in files:
+        raise CheckpointError(
+            f"{directory} has no parameter {name!r}, which config.json asks for; the checkpoint is not this model's"
+        )
+    return files[name]
+
+
+def _load_file(path: Path, pieces: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            for piece in pieces:
+                part = file.get_slice(piece.name)
+                _check_inside(path, piece, part.get_shape())
+                local_view(tensors[piece.tensor], piece).copy_(part[tuple(slice(start, stop) for start, stop in piece.box)])
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
+
+
+def _check_inside(path: Path, piece: WeightSlice, shape: Sequence[int]) -> None:
+    if len(shape) != len(piece.box) or any(stop > size for (_, stop), size in zip(piece.box, shape, strict=True)):
+        raise CheckpointError(
+            f"{path}: parameter {piece.name!r} has shape {list(shape)}, which does not hold {piece.box}; "
+            "config.json and the weights are of different models"
+        )
+
+
+def _owners(slices: Sequence[Sequence[WeightSlice]]) -> dict[str, dict[Box, tuple[int, WeightSlice]]]:
+    """For each parameter, its boxes, none overlapping, each with the first rank that holds it."""
+    found: dict[str, dict[Box, tuple[int, WeightSlice]]] = {}
+    for rank, pieces in enumerate(slices):
+        for piece in pieces:
+            found.setdefault(piece.name, {}).setdefault(piece.box, (rank, piece))
+    return {name: found[name] for name in sorted(found)}
+
+
+def _gather(pieces: Mapping[Box, tuple[int, WeightSlice]], tensors: Mapping[str, Tensor], rank: int) -> Tensor | None:
+    """The whole parameter on the host of rank 0; None on the others."""
+    import torch
+    import torch.distributed as dist
+
+    shape = [max(box[axis][1] for box in pieces) for axis in range(len(next(iter(pieces))))]
+    _check_covered(next(iter(pieces.values()))[1].name, shape, list(pieces))
+    sample = next(iter(tensors.values()))
+    whole = torch.empty(shape, dtype=sample.dtype) if rank == 0 else None
+    for box, (owner, piece) in pieces.items():
+        if owner == rank:
+            part = local_view(tensors[piece.tensor], piece).contiguous()
+        elif rank == 0:
+            part = torch.empty([stop - start for start, stop in box], dtype=sample.dtype, device=sample.device)
+        else:
+            continue
+        if owner != 0:
+            dist.recv(part, owner) if rank == 0 else dist.send(part, 0)
+        if whole is not None:
+            whole[tuple(slice(start, stop) for start, stop in box)] = part.cpu()
+    return whole
+
+
+def _check_covered(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    elements = volume(tuple((0, size) for size in shape))
+    if sum(volume(box) for box in boxes) != elements:
+        raise CheckpointError(f"the weight layout covers {name!r} {list(shape)} with boxes that overlap or leave gaps")
+
+
+@dataclass
+class _Writer:
+    """Safetensors files of at most `FILE_BYTES`, named as transformers names them."""
+
+    directory: Path
+    pending: dict[str, Tensor] = field(default_factory=dict)
+    files: list[list[str]] = field(default_factory=list)
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self.pending and sum(_bytes(kept) for kept in self.pending.values()) + _bytes(tensor) > FILE_BYTES:
+            self._flush()
+        self.pending[name] = tensor
+
+    def finish(self, source: Path) -> None:
+        dtype = str(next(iter(self.pending.values())).dtype).removeprefix("torch.")
+        self._flush()
+        names = {self._temporary(i): self._final(i, len(self.files)) for i in range(len(self.files))}
+        for temporary, final in names.items():
+            (self.directory / temporary).replace(self.directory / final)
+        if len(self.files) > 1:
+            weight_map = {name: self._final(i, len(self.files)) for i, file in enumerate(self.files) for name in file}
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
+            (self.directory / _INDEX).write_text(json.dumps(index, indent=2))
+        _copy_companions(source, self.directory, dtype)
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self.pending, self.directory / self._temporary(len(self.files)), metadata={"format": "pt"})
+        self.bytes += sum(_bytes(tensor) for tensor in self.pending.values())
+        self.files.append(list(self.pending))
+        self.pending = {}
+
+    @staticmethod
+    def _temporary(number: int) -> str:
+        return f"writing-{number:05d}.safetensors"
+
+    @staticmethod
+    def _final(number: int, count: int) -> str:
+        return _SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_companions(source: Path, directory: Path, dtype: str) -> None:
+    """Configuration (with the dtype that was written), tokenizer and the like."""
+    if source.resolve() != directory.resolve():
+        for path in _companions(source):
+            shutil.copy2(path, directory / path.name)
+    config: dict[str, Any] = read_hf_config(source)
+    config.pop("torch_dtype", None)
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+
+
+def _companions(source: Path) -> Iterator[Path]:
+    return (path for path in sorted(source.iterdir()) if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES))

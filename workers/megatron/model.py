@@ -1,0 +1,202 @@
+"""Builds this rank's part of a Megatron-Core GPTModel from a Hugging Face configuration, without Transformer Engine.
+
+Imported only where Megatron is. Weights are left unset: `workers.megatron.hf` fills them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from dagrl.config import PolicyConfig
+from dagrl.layout import ParallelLayout
+from workers.megatron.architecture import Architecture, padded_vocabulary
+from workers.megatron.attention import CausalAttention, RMSNorm
+from workers.megatron.logprobs import VocabularyPart
+
+
+@dataclass(frozen=True)
+class Model:
+    """The chunks of this rank (one, or one for each virtual pipeline stage), first stage first."""
+
+    architecture: Architecture
+    config: TransformerConfig
+    chunks: tuple[GPTModel, ...]
+
+    @property
+    def vocabulary_part(self) -> VocabularyPart:
+        """The part of the vocabulary that this rank's logits are for."""
+        size, rank = self.config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+        columns = padded_vocabulary(self.architecture.vocabulary, size) // size
+        held = min(max(self.architecture.vocabulary - rank * columns, 0), columns)
+        return VocabularyPart(rank * columns, held, parallel_state.get_tensor_model_parallel_group() if size > 1 else None)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters by name: Megatron's, after `vp{stage}.` where there are virtual stages."""
+        several = len(self.chunks) > 1
+        return {
+            (f"vp{stage}.{name}" if several else name): parameter
+            for stage, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors of `parameters()`."""
+        return {name: parameter.data for name, parameter in self.parameters().items()}
+
+
+def build_model(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout, device: torch.device) -> Model:
+    """This rank's part of the model on `device`; Megatron's model parallel groups must be initialised."""
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 names it without defining it when Transformer Engine is absent
+        moe_utils.te_general_gemm = None
+    config = transformer_config(architecture, policy, layout)
+    chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
+    return Model(architecture, config, chunks)
+
+
+def transformer_config(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout) -> TransformerConfig:
+    """Megatron's configuration of the model: every fusion that needs a compiled extension off, gradients summed."""
+    dtype = getattr(torch, policy.precision)
+    return TransformerConfig(
+        **_sizes(architecture),
+        **_parallelism(architecture, policy, layout),
+        **(_experts(architecture) if architecture.experts else {}),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Weights come from a checkpoint. `perform_initialization` stays on: it is also what marks the tensor-parallel
+        # parameters, without which the gradient norm counts them on one worker only.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        # A loss is a sum over the global batch; without this Megatron divides by microbatches and data-parallel workers.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _leave(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _sizes(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "num_layers": architecture.layers,
+        "hidden_size": architecture.hidden,
+        "ffn_hidden_size": architecture.ffn,
+        "num_attention_heads": architecture.heads,
+        "num_query_groups": architecture.kv_heads,
+        "kv_channels": architecture.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": architecture.norm_eps,
+        "qk_layernorm": architecture.qk_norm,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        # Megatron refuses to train experts over tensor-parallel workers without sequence parallelism.
+        "sequence_parallel": layout.tp > 1 and (policy.megatron_cfg.sequence_parallel or architecture.experts > 0),
+        # With two stages, an interleaved schedule has two transfers between the same two workers at once; batched, each
+        # is taken for the other, silently (megatron/training/arguments.py asks for more than two stages then).
+        "batch_p2p_comm": layout.vpp == 1,
+        "overlap_p2p_comm": layout.vpp > 1,
+    }
+
+
+def _experts(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "num_moe_experts": architecture.experts,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_ffn_hidden_size": architecture.expert_ffn,
+        "moe_layer_freq": [int(experts) for experts in architecture.moe_layers],
+        "moe_grouped_gemm": False,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_permute_fusion": False,
+        "moe_router_dtype": "fp32",
+        # The softmax over the chosen experts alone equals the softmax over all, normalised over the chosen.
+        "moe_router_pre_softmax": not architecture.normalize_expert_weights,
+    }
+
+
+def _build_chunk(architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, stage: int) -> GPTModel:
+    virtual = stage if layout.vpp > 1 else None
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_specs(config, virtual),
+        vocab_size=padded_vocabulary(architecture.vocabulary, layout.tp),
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+        parallel_output=True,
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope["rope_theta"],
+        vp_stage=virtual,
+    )
+    model.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture)
+    return model
+
+
+def _layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
+    """Megatron's local layer specifications with our attention and norms."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = CausalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return block
+
+
+def _inverse_frequencies(architecture: Architecture) -> Tensor:
+    """Rotary frequencies [head_dim / 2], scaled as transformers scales them (`modeling_rope_utils.py`)."""
+    rope: dict[str, Any] = dict(architecture.rope)
+    steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
+    frequencies = 1.0 / torch.pow(float(rope["rope_theta"]), steps)
+    if rope["rope_type"] == "linear":
+        return frequencies / float(rope["factor"])
+    if rope["rope_type"] == "llama3":
+        return _llama3_frequencies(frequencies, {name: float(rope[name]) for name in _LLAMA3_ROPE})
+    return frequencies
+
+
+_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _llama3_frequencies(frequencies: Tensor, rope: dict[str, float]) -> Tensor:
+    """Long wavelengths divided by `factor`, short ones kept, those between blended (Llama 3.1's scaling)."""
+    factor, low, high, original = (rope[name] for name in _LLAMA3_ROPE)
+    wavelengths = 2 * torch.pi / frequencies
+    blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * frequencies / factor + blend * frequencies

@@ -1,0 +1,180 @@
+"""Megatron's data-parallel wrapper, optimizer and learning-rate schedule around a model, and one optimizer step.
+
+Imported only where Megatron is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from dagrl.config import Config, MegatronConfig
+from dagrl.config import OptimizerConfig as OptimizerSettings
+from workers.megatron.cpu import cuda_type_names
+from workers.megatron.model import Model
+from workers.megatron.step import sum_gradients
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trainer:
+    """A model wrapped for training. `skipped_steps` counts steps left out because a gradient was not finite."""
+
+    model: Model
+    chunks: list[Any]  # DistributedDataParallel, one for each of the model's chunks
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    settings: Config
+    skipped_steps: int = 0
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self, lr: float | None, apply: bool) -> dict[str, float]:
+        """Clip the accumulated gradients and step; `grad_norm` (before clipping) and `lr`.
+
+        With `apply` off everything but the update itself is done. A step whose gradient norm is not finite on any worker is
+        skipped on all, and counted.
+        """
+        rate = lr if lr is not None else self.learning_rate
+        with cuda_type_names(), torch.no_grad():
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            finite = _all_agree(math.isfinite(norm), self._device)
+            if finite:
+                self._clip(norm)
+            if finite and apply:
+                self._update(rate)
+        if not finite and apply:
+            self.skipped_steps += 1
+            logger.warning("gradient norm is %s: step skipped, weights unchanged (%d so far)", norm, self.skipped_steps)
+        return {"grad_norm": norm, "lr": rate, "skipped_steps": float(self.skipped_steps)}
+
+    @property
+    def learning_rate(self) -> float:
+        """What the schedule gives for the next step."""
+        rate: float = self.scheduler.get_lr({})
+        return rate
+
+    def reset_optimizer(self) -> None:
+        """Moments zero, master weights read from the model again, and the schedule at its beginning."""
+        for _, state in self._states():
+            for value in state.values():
+                value.zero_()
+        with cuda_type_names():
+            self.optimizer.reload_model_params()
+        self.scheduler = _make_scheduler(self.optimizer, self.settings)
+
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers inside Megatron's: dense parameters, then experts."""
+        return [part.optimizer for part in _parts(self.optimizer) if part.optimizer is not None]
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(self.model.chunks[0].parameters()).device
+        return device
+
+    def _states(self) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+        for inner in self.inner_optimizers():
+            yield from inner.state.items()
+
+    def _clip(self, norm: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        limit = self.settings.policy.megatron_cfg.optimizer.clip_grad
+        for part in _parts(self.optimizer):
+            if limit > 0 and part.get_parameters():
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=limit, total_norm=norm)
+
+    def _update(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+        self.optimizer.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+
+
+def make_trainer(model: Model, settings: Config) -> Trainer:
+    """Wrap `model`, whose weights are loaded, for training. All optimizer state is made here, so that no step is slower."""
+    megatron = settings.policy.megatron_cfg
+    sharded = megatron.optimizer.use_distributed_optimizer
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+    chunks = [DistributedDataParallel(model.config, ddp, chunk) for chunk in model.chunks]
+    model.config.finalize_model_grads_func = sum_gradients
+    with cuda_type_names():
+        optimizer = get_megatron_optimizer(_optimizer_config(settings), chunks, use_gloo_process_groups=False)
+    trainer = Trainer(model, chunks, optimizer, _make_scheduler(optimizer, settings), settings)
+    for inner in trainer.inner_optimizers():
+        _create_state(inner)
+    return trainer
+
+
+def _optimizer_config(settings: Config) -> OptimizerConfig:
+    wanted: OptimizerSettings = settings.policy.megatron_cfg.optimizer
+    bf16 = settings.policy.precision == "bfloat16"
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=wanted.lr,
+        min_lr=wanted.min_lr,
+        weight_decay=wanted.weight_decay,
+        adam_beta1=wanted.adam_beta1,
+        adam_beta2=wanted.adam_beta2,
+        adam_eps=wanted.adam_eps,
+        clip_grad=wanted.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=wanted.use_distributed_optimizer,
+    )
+
+
+def _make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
+    megatron: MegatronConfig = settings.policy.megatron_cfg
+    schedule, decay = megatron.scheduler, megatron.optimizer.weight_decay
+    run = settings.grpo.max_num_steps if settings.algorithm == "grpo" else settings.sft.max_num_steps
+    steps = max(schedule.lr_decay_iters or run, schedule.lr_warmup_iters + 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=megatron.optimizer.lr,
+        min_lr=min(megatron.optimizer.min_lr, megatron.optimizer.lr),
+        lr_warmup_steps=schedule.lr_warmup_iters,
+        lr_decay_steps=steps,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=decay,
+        end_wd=decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers: it chains one for dense parameters and one for experts."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _create_state(inner: torch.optim.Optimizer) -> None:
+    """What Adam would make in its first step."""
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def _all_agree(condition: bool, device: torch.device) -> bool:
+    """Whether the condition holds on every worker; a collective over all of them."""
+    flag = torch.tensor(float(condition), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item() == 1.0)

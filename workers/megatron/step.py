@@ -1,0 +1,100 @@
+"""Runs microbatches through Megatron's schedules: losses with gradients, losses alone, or log-probabilities.
+
+Everything a microbatch yields is a part of a sum over the global batch (see `dagrl.losses`): gradients are added over
+microbatches, context-parallel and data-parallel workers, and nothing is averaged. Imported only where Megatron is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from dagrl.config import LossConfig
+from dagrl.losses import LOSSES, Denominators
+from dagrl.metrics import StepMetrics
+from workers.megatron.logprobs import VocabularyPart, token_logprobs
+from workers.megatron.microbatches import Microbatch, Microbatches
+
+LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class LossStep:
+    """What turns a microbatch's logits into its part of the loss."""
+
+    name: str
+    config: LossConfig
+    denominators: Denominators
+    part: VocabularyPart
+    temperature: float
+
+    def __call__(self, microbatch: Microbatch, logits: Tensor) -> LossResult:
+        """The loss, a count of 0 (Megatron must not divide by one), and the metrics; `logits` [b, s, columns]."""
+        logprobs, _ = token_logprobs(logits, microbatch.labels, self.part, self.temperature)
+        output = LOSSES[self.name](logprobs, microbatch.data, self.config, self.denominators)
+        metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
+        return output.loss, torch.zeros((), dtype=torch.int, device=logits.device), metrics
+
+
+def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's `finalize_model_grads` without its division by the number of tokens."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def run_losses(chunks: list[Any], batch: Microbatches, loss: LossStep, backward: bool) -> StepMetrics:
+    """Losses of all microbatches, their gradients accumulated and reduced if `backward`; metrics on the last stage only."""
+    parts = _run(chunks, batch, loss, forward_only=not backward)
+    names = ("sums", "maxima")
+    merged = {kind: _merge([part[kind] for part in parts], torch.sum if kind == "sums" else torch.amax) for kind in names}
+    return StepMetrics(sums=merged["sums"], maxima=merged["maxima"])
+
+
+def run_logprobs(chunks: list[Any], batch: Microbatches, part: VocabularyPart, temperature: float) -> list[Tensor]:
+    """Log-probabilities and entropy [rows, width], token aligned, on the last stage; an empty list on the others."""
+
+    def score(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        nothing = torch.zeros((), device=logits.device)
+        return nothing, nothing.int(), token_logprobs(logits, microbatch.labels, part, temperature)
+
+    with torch.no_grad():
+        parts = _run(chunks, batch, score, forward_only=True)
+        return [batch.assemble(columns) for columns in zip(*parts, strict=True)]
+
+
+def _run(
+    chunks: list[Any], batch: Microbatches, score: Callable[[Microbatch, Tensor], Any], forward_only: bool
+) -> list[Any]:
+    """Megatron's schedule over all microbatches; what `score` reported for each, on the last stage."""
+
+    def forward(microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        microbatch = next(microbatches)
+        logits = chunk(microbatch.tokens, microbatch.positions, None)
+        return logits, partial(score, microbatch)
+
+    iterators = [iter(batch.items) for _ in chunks]
+    several = len(chunks) > 1
+    results: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=len(batch.items),
+        seq_length=batch.padded_width,
+        micro_batch_size=batch.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return results
+
+
+def _merge(parts: list[dict[str, Tensor]], join: Callable[..., Tensor]) -> dict[str, float]:
+    """One number for each name, read from the device at once."""
+    if not parts or not parts[0]:
+        return {}
+    table = join(torch.stack([torch.stack([value.float() for value in part.values()]) for part in parts]), dim=0)
+    return dict(zip(parts[0], table.tolist(), strict=True))

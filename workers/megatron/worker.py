@@ -1,0 +1,299 @@
+"""MegatronWorker: one rank of a train group, on Megatron-Core, with or without a GPU.
+
+Its methods are what the phases `train_step`, `logprobs` and `refit` name. Heavy imports happen in `setup`, so that the
+driver can import the class to trace phases.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dagrl.config import Config, Json
+from dagrl.errors import ConfigError, RunError
+from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.refit.slices import WeightSlice
+from dagrl.shapes import Batch
+from dagrl.worker import WorkerContext, in_warmup
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from dagrl.channels.base import Channel, ChannelSpec
+    from dagrl.refit.plan import RankPlan
+    from dagrl.refit.run import RefitReport, RefitSender
+    from workers.megatron.microbatches import Microbatches
+    from workers.megatron.optimizer import Trainer
+    from workers.megatron.step import LossStep
+
+
+class MegatronWorker:
+    """Holds one rank's part of the policy; `context.layout` says which. `config.policy.model_name` is a HF directory."""
+
+    def __init__(self, context: WorkerContext, config: Config) -> None:
+        self.context = context
+        self.config = config
+        self._trainer: Trainer | None = None
+        self._reference: dict[str, Tensor] | None = None
+        self._sender: RefitSender | None = None
+        self._channel: Channel | None = None
+
+    @staticmethod
+    def environment(config: Config) -> dict[str, str]:
+        """Variables that must stand before torch is imported."""
+        threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads}
+
+    def setup(self, address: str) -> None:
+        """Join the group at `address`, build this rank's part of the model and load its weights."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns at import of every optional extension that is absent
+            from workers.megatron import cpu, groups
+
+            cpu.adapt()
+            from workers.megatron.model import build_model
+            from workers.megatron.optimizer import make_trainer
+        from workers.megatron.architecture import check_layout, read_architecture
+        from workers.megatron.hf import load_hf
+
+        check_layout(self._hf_config, self.context.layout)
+        groups.start_groups(self.context, address, self.config.seed)
+        architecture = read_architecture(self._hf_config)
+        model = build_model(architecture, self.config.policy, self.context.layout, _device())
+        load_hf(self._source, self.weight_slices(), model.tensors())
+        self._trainer = make_trainer(model, self.config)
+
+    def abort(self) -> None:
+        """Break this worker's collectives and channel, so that peers that wait for it raise."""
+        from workers.megatron.groups import abort_groups
+
+        if self._channel is not None:
+            self._channel.abort(f"train worker {self.context.rank} was aborted")
+        abort_groups()
+
+    def shutdown(self) -> None:
+        """Leave the groups and drop the model."""
+        from workers.megatron.groups import end_groups
+
+        if self._channel is not None:
+            self._channel.close()
+        self._trainer = self._sender = self._channel = self._reference = None
+        end_groups()
+
+    def train_step(self, batch: Batch, loss: str) -> StepMetrics:
+        """One optimizer step on the shard's rows (`tokens`, `lengths`, `loss_mask`, and for GRPO the log-probabilities).
+
+        `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of the whole global batch; `lr`, if there, is
+        used instead of the schedule's. A warm-up replay does all but the update.
+        """
+        from workers.megatron.step import run_losses
+
+        trainer, rate = self._ready(), batch.scalars.get("lr")
+        with self._device_of_thread():
+            trainer.zero_gradients()
+            metrics = run_losses(
+                trainer.chunks, self._cut(batch, self._micro_batch_size), self._loss_step(batch, loss), True
+            )
+            shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
+        return StepMetrics(metrics.sums, metrics.maxima, shared) if self._reports else StepMetrics()
+
+    def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
+        """The losses of `train_step` without a step."""
+        import torch
+
+        from workers.megatron.step import run_losses
+
+        trainer = self._ready()
+        with self._device_of_thread(), torch.no_grad():
+            metrics = run_losses(
+                trainer.chunks, self._cut(batch, self._micro_batch_size), self._loss_step(batch, loss), False
+            )
+        return metrics if self._reports else StepMetrics()
+
+    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
+        """One `StepMetrics` from those of several workers."""
+        return merge_step_metrics(parts)
+
+    def logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Batch | None:
+        """`logprobs` and `entropy` [rows, tokens] float32 of the batch's own tokens; 0 at entry 0 and in the padding.
+
+        Given by one worker of the shard (last stage, tp 0, cp 0); None on the others. Both are of the distribution that
+        generation samples from: logits divided by its temperature.
+        """
+        import numpy as np
+
+        from workers.megatron.step import run_logprobs
+
+        trainer = self._ready()
+        with self._device_of_thread(), self._weights_of(model):
+            cut = self._cut(batch, self.config.policy.logprob_batch_size)
+            columns = run_logprobs(trainer.chunks, cut, trainer.model.vocabulary_part, self._temperature)
+        if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
+            return None
+        inside = np.arange(batch.tokens)[None, :] < batch["lengths"].astype(np.int64)[:, None]
+        logprobs, entropy = (np.where(inside, column.cpu().numpy(), np.float32(0)) for column in columns)
+        return Batch({"lengths": batch["lengths"], "logprobs": logprobs, "entropy": entropy}, batch.scalars)
+
+    def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
+        """The one part that is not None."""
+        found = [part for part in parts if part is not None]
+        assert len(found) <= 1, f"{len(found)} workers of one shard gave rows"
+        return found[0] if found else None
+
+    def snapshot_reference(self) -> None:
+        """Keep a copy of the current weights, on the host, as the reference policy."""
+        self._reference = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weight_tensors().items()}
+
+    def weight_slices(self) -> list[WeightSlice]:
+        """Which boxes of the HF parameters lie where in `weight_tensors()`."""
+        return self._slices_of(self.context.rank)
+
+    def weight_tensors(self) -> dict[str, Tensor]:
+        """Live local tensors by name."""
+        return self._ready().model.tensors()
+
+    def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
+        """Open the channel to the generation workers and make ready to send by `plan`."""
+        from dagrl.channels.base import open_channel
+        from dagrl.refit.run import RefitSender
+
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = open_channel(channel)
+        self._sender = RefitSender(plan, self.weight_tensors(), self._channel)
+
+    def send_weights(self, version: int) -> RefitReport:
+        """Send the current weights as policy version `version`."""
+        if self._sender is None:
+            raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
+        with self._device_of_thread():
+            return self._sender.send(version)
+
+    def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
+        """Write all that the next step depends on, and the driver's `state`, to `directory`; all workers together."""
+        from workers.megatron import checkpoint
+
+        payload = checkpoint.collect(self._ready(), self._reference)
+        checkpoint.save_checkpoint(directory, state, payload, self._identity, self.context.rank)
+
+    def load_checkpoint(self, directory: str) -> dict[str, Json]:
+        """Take up a checkpoint of the same model and layout; the driver's state. CheckpointError when it cannot be."""
+        from workers.megatron import checkpoint
+
+        payload, state = checkpoint.load_checkpoint(directory, self._identity, self.context.rank)
+        checkpoint.restore(self._ready(), payload)
+        self._reference = payload["reference"]
+        return state
+
+    def export_hf(self, directory: str) -> None:
+        """Write the policy as a Hugging Face directory that transformers loads; all workers together."""
+        from workers.megatron.hf import export_hf
+
+        slices = [self._slices_of(rank) for rank in range(self.context.layout.world_size)]
+        export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank)
+
+    def reset_optimizer(self) -> None:
+        """Forget moments and schedule, as if training began with the current weights."""
+        self._ready().reset_optimizer()
+
+    @property
+    def _source(self) -> Path:
+        if self.config.policy.model_name is None:
+            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
+        return Path(self.config.policy.model_name)
+
+    @property
+    def _hf_config(self) -> dict[str, Json]:
+        from workers.megatron.hf import read_hf_config
+
+        return read_hf_config(self._source)
+
+    @property
+    def _identity(self) -> dict[str, Json]:
+        from workers.megatron.checkpoint import identity_of
+
+        return identity_of(self.context.layout, self.config.policy.precision, self._hf_config)
+
+    @property
+    def _micro_batch_size(self) -> int:
+        return self.config.policy.train_micro_batch_size
+
+    @property
+    def _temperature(self) -> float:
+        generation = self.config.policy.generation
+        return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this worker's metrics count: losses are known to the last stage, and equal on its tp workers."""
+        where = self.context.coordinates
+        return where.pp == self.context.layout.pp - 1 and where.tp == 0
+
+    def _ready(self) -> Trainer:
+        if self._trainer is None:
+            raise RunError("the worker is not set up; call setup(address) on all workers of the group first")
+        return self._trainer
+
+    def _slices_of(self, rank: int) -> list[WeightSlice]:
+        from workers.megatron.weights import megatron_weight_slices
+
+        return megatron_weight_slices(self._hf_config, self.context.layout, rank)
+
+    def _cut(self, batch: Batch, size: int) -> Microbatches:
+        from megatron.core import parallel_state
+
+        from workers.megatron.microbatches import cut_batch
+
+        group = parallel_state.get_context_parallel_group()
+        return cut_batch(batch, size, self.context.layout, self.context.coordinates.cp, group, _device())
+
+    def _loss_step(self, batch: Batch, loss: str) -> LossStep:
+        from dagrl.losses import LOSSES, Denominators
+        from workers.megatron.step import LossStep
+
+        if loss not in LOSSES:
+            raise ConfigError(f"loss {loss!r} is unknown; choose one of {sorted(LOSSES)}")
+        denominators = Denominators(
+            float(batch.scalars["global_valid_tokens"]), float(batch.scalars["global_valid_sequences"])
+        )
+        temperature = 1.0 if loss == "sft" else self._temperature  # SFT learns the distribution itself
+        return LossStep(loss, self.config.loss_fn, denominators, self._ready().model.vocabulary_part, temperature)
+
+    @contextmanager
+    def _device_of_thread(self) -> Iterator[None]:
+        """A phase may run on any thread, and CUDA's current device is the thread's own."""
+        device = _device()
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(device)
+        yield
+
+    @contextmanager
+    def _weights_of(self, model: Literal["policy", "reference"]) -> Iterator[None]:
+        """Let the parameters point at the reference's weights; the policy's own storage is not touched."""
+        if model == "policy":
+            yield
+            return
+        if self._reference is None:
+            raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")
+        parameters = self._ready().model.parameters()
+        kept = {name: parameter.data for name, parameter in parameters.items()}
+        try:
+            for name, parameter in parameters.items():
+                parameter.data = self._reference[name].to(parameter.device)
+            yield
+        finally:
+            for name, parameter in parameters.items():
+                parameter.data = kept[name]
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
