@@ -1,0 +1,242 @@
+"""What a run shows on the terminal: what is being set up, a progress bar, and at the end where the time went.
+
+    with Progress(config.logger) as progress:
+        progress.stage("Starting train workers")           # ends the stage before it, with its time
+        progress.stage("Warming up")
+        for step in range(1, total + 1):
+            ...
+            progress.step(step, total, {"reward": 0.4, "loss": 0.01, "timing/generate": 0.8}, stage="grpo")
+        progress.summary(clock.totals, paths.written())
+
+Where the output is not a terminal, the same comes as plain log lines, one a stage and one a step. While it is open, the log
+records of dagrl go through it, so that they do not tear the bar.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from dagrl.config import LoggerConfig
+from dagrl.metrics import TIMING, VALIDATION
+
+logger = logging.getLogger(__name__)
+
+LOGGERS = ("dagrl", "graphs", "workers")
+SHOWN = ("reward", "loss", "kl")
+SUMMARY_WIDTH = 100  # of the closing tables in a log file
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A stage that has no steps, such as starting the workers."""
+
+    name: str
+    started: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """A stage with steps; `validation` keeps the last validation metrics, which most steps do not have."""
+
+    name: str
+    started: float
+    first: int
+    step: int
+    total: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    validation: Mapping[str, float] = field(default_factory=dict)
+
+    def seconds_left(self, now: float) -> float | None:
+        """By the mean time of the steps so far; None before the second report."""
+        done = self.step - self.first
+        return (self.total - self.step) * (now - self.started) / done if done > 0 else None
+
+
+class Progress:
+    """Shows one run. All methods are for the driver's thread; nothing is shown outside of `with`."""
+
+    def __init__(self, config: LoggerConfig, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._level = config.log_level
+        self._live: Live | None = None
+        self._handler: logging.Handler = logging.NullHandler()
+        self._levels: dict[str, int] = {}
+        self._current: Setup | Training | None = None
+        self._status = ""
+        self._opened = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self._opened = time.monotonic()
+        self._attach_logging()
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=8, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._finish(failed=error is not None)
+        self._stop_live()
+        self._detach_logging()
+
+    def stage(self, name: str) -> None:
+        """Begin a stage without steps; the one before it is finished."""
+        self._finish()
+        self._current = Setup(name, time.monotonic())
+        if not self._live:
+            logger.info("%s ...", name)
+
+    def step(self, step: int, total: int, metrics: Mapping[str, float], stage: str = "train") -> None:
+        """Report that `step` of `total` is done; `step` 0 opens the bar before the first is. Names as in `dagrl.metrics`."""
+        before = self._current
+        if not isinstance(before, Training) or before.name != stage:
+            self._finish()
+            # without a report of step 0 the first step's time is unknown, and is left out of the estimate
+            before = Training(stage, time.monotonic(), step, step, total)
+        validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
+        self._current = Training(
+            stage, before.started, before.first, step, total, dict(metrics), {**before.validation, **validation}
+        )
+        self._status = ""
+        if not self._live and step:
+            logger.info("%s step %d/%d  %s  %s", stage, step, total, _headline(self._current), _phases(metrics))
+
+    def status(self, text: str) -> None:
+        """Show what is going on between two steps, such as a validation or a save; on a terminal only."""
+        self._status = text
+
+    def summary(self, phase_seconds: Mapping[str, float], paths: Mapping[str, Path]) -> None:
+        """Finish, and show where the time went and what was written. Call once, at the end."""
+        self._finish()
+        self._stop_live()
+        tables = (_time_table(phase_seconds, time.monotonic() - self._opened), _path_table(paths))
+        if self._console.is_terminal:
+            self._console.print(*tables, sep="\n")
+            return
+        text = io.StringIO()
+        Console(file=text, width=SUMMARY_WIDTH).print(*tables, sep="\n")
+        for line in text.getvalue().rstrip().splitlines():
+            logger.info("%s", line.rstrip())
+
+    def _finish(self, failed: bool = False) -> None:
+        """Turn the current stage into a line that stays."""
+        current, self._current, self._status = self._current, None, ""
+        if current is None:
+            return
+        line = f"{_title(current)}  {_seconds(time.monotonic() - current.started)}"
+        if isinstance(current, Training):
+            line += f"  {current.step}/{current.total} steps  {_headline(current)}"
+        mark = "[red]✗[/red]" if failed else "[green]✓[/green]"
+        if self._live:
+            self._console.print(f"{mark} {line}", highlight=False)
+        else:
+            logger.info("%s: %s", "stopped" if failed else "done", line)
+
+    def _render(self) -> RenderableType:
+        """The lines that change, drawn by the refresh thread; the state they show is replaced, never changed."""
+        current = self._current
+        now = time.monotonic()
+        if current is None:
+            return Text("")
+        if isinstance(current, Setup):
+            return Spinner("dots", Text(f"{current.name}  {_seconds(now - current.started)}"), style="cyan")
+        left = current.seconds_left(now)
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            Text(_title(current), style="bold"),
+            ProgressBar(current.total, current.step, width=32),
+            f"{current.step}/{current.total}",
+            Text(f"{_seconds(left)} left" if left is not None else "", style="dim"),
+            Text(self._status, style="cyan"),
+        )
+        details = (Text(_headline(current)), Text(_phases(current.metrics), style="dim"))
+        return Group(bar, *(Padding(line, (0, 0, 0, 2)) for line in details))
+
+    def _stop_live(self) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _attach_logging(self) -> None:
+        if self._console.is_terminal:
+            self._handler = RichHandler(console=self._console, show_path=False, log_time_format="%H:%M:%S")
+        else:
+            self._handler = logging.StreamHandler(self._console.file)
+            self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        for name in LOGGERS:
+            self._levels[name] = logging.getLogger(name).level
+            logging.getLogger(name).setLevel(self._level)
+            logging.getLogger(name).addHandler(self._handler)
+
+    def _detach_logging(self) -> None:
+        for name, level in self._levels.items():
+            logging.getLogger(name).removeHandler(self._handler)
+            logging.getLogger(name).setLevel(level)
+
+
+def _title(stage: Setup | Training) -> str:
+    return stage.name.upper() if isinstance(stage, Training) else stage.name
+
+
+def _headline(training: Training) -> str:
+    """Reward, loss, KL, speed, and the last validation, as one line."""
+    metrics = training.metrics
+    parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
+    if "tokens_per_second" in metrics:
+        parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+    held_out = [(name.removeprefix(VALIDATION), value) for name, value in training.validation.items()]
+    parts += [f"held-out {name} {value:.4g}" for name, value in held_out if name in SHOWN]
+    return "  ".join(parts)
+
+
+def _phases(metrics: Mapping[str, float]) -> str:
+    """Time per phase of a step, the costliest first."""
+    phases = [(name.removeprefix(TIMING), value) for name, value in metrics.items() if name.startswith(TIMING)]
+    ordered = sorted((item for item in phases if item[0] != "total"), key=lambda item: -item[1])
+    return "  ".join(f"{name} {value:.2f} s" for name, value in ordered)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _time_table(phase_seconds: Mapping[str, float], wall: float) -> Table:
+    """Phases by cost, what none of them accounts for, and the whole."""
+    table = Table(title="Where the time went", title_justify="left", title_style="bold")
+    table.add_column("phase")
+    for heading in ("seconds", "share"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    rows = sorted(phase_seconds.items(), key=lambda item: -item[1])
+    if (other := wall - sum(phase_seconds.values())) > 0:
+        rows.append(("other", other))
+    for name, seconds in rows:
+        share = seconds / wall if wall > 0 else 0.0
+        table.add_row(name, f"{seconds:.1f}", f"{share:.0%}", ProgressBar(1.0, min(share, 1.0), width=24))
+    table.add_section()
+    table.add_row("whole run", f"{wall:.1f}", "", "")
+    return table
+
+
+def _path_table(paths: Mapping[str, Path]) -> Table:
+    table = Table(title="Written", title_justify="left", title_style="bold", show_header=False, box=None)
+    for name, path in paths.items():
+        table.add_row(name, Text(str(path), overflow="fold"))
+    return table
