@@ -55,6 +55,7 @@ class Training:
 
     name: str
     started: float
+    reported: float
     first: int
     step: int
     total: int
@@ -62,9 +63,12 @@ class Training:
     validation: Mapping[str, float] = field(default_factory=dict)
 
     def seconds_left(self, now: float) -> float | None:
-        """By the mean time of the steps so far; None before the second report."""
+        """By the mean time of the steps so far, counting down within a step; None before the second report."""
         done = self.step - self.first
-        return (self.total - self.step) * (now - self.started) / done if done > 0 else None
+        if done <= 0:
+            return None
+        at_report = (self.total - self.step) * (self.reported - self.started) / done
+        return max(at_report - (now - self.reported), 0.0)
 
 
 class Progress:
@@ -102,14 +106,14 @@ class Progress:
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], stage: str = "train") -> None:
         """Report that `step` of `total` is done; `step` 0 opens the bar before the first is. Names as in `dagrl.metrics`."""
-        before = self._current
+        before, now = self._current, time.monotonic()
         if not isinstance(before, Training) or before.name != stage:
             self._finish()
             # without a report of step 0 the first step's time is unknown, and is left out of the estimate
-            before = Training(stage, time.monotonic(), step, step, total)
+            before = Training(stage, now, now, step, step, total)
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
         self._current = Training(
-            stage, before.started, before.first, step, total, dict(metrics), {**before.validation, **validation}
+            stage, before.started, now, before.first, step, total, dict(metrics), {**before.validation, **validation}
         )
         self._status = ""
         if not self._live and step:

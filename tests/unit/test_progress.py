@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -115,7 +114,9 @@ def test_the_log_level_holds_and_is_put_back() -> None:
 
 
 def test_the_time_left_is_the_mean_step_times_what_is_left() -> None:
-    now = time.monotonic()
-    assert Training("grpo", now - 30.0, first=0, step=10, total=50).seconds_left(now) == pytest.approx(120.0)
-    assert Training("grpo", now - 30.0, first=20, step=30, total=50).seconds_left(now) == pytest.approx(60.0)
-    assert Training("grpo", now, first=1, step=1, total=50).seconds_left(now) is None
+    now = 1000.0
+    started = now - 30.0
+    assert Training("grpo", started, now, first=0, step=10, total=50).seconds_left(now) == pytest.approx(120.0)
+    assert Training("grpo", started, now, first=20, step=30, total=50).seconds_left(now + 5) == pytest.approx(55.0)
+    assert Training("grpo", started, now, first=0, step=50, total=50).seconds_left(now + 5) == 0.0
+    assert Training("grpo", now, now, first=1, step=1, total=50).seconds_left(now) is None
