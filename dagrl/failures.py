@@ -73,7 +73,13 @@ def _hang(replay: Replay, groups: Mapping[str, WorkerGroup]) -> PhaseError:
         ]
         group.kill(list(busy))
     failures.sort(key=lambda failure: "torch/distributed" in failure.traceback)  # waiting for a peer, rather than the cause
-    return _phase_error(failures, "The deadline is timeouts.replay_s; raise it if the phase is only slow.", keep_order=True)
+    advice = "The deadline is timeouts.replay_s (timeouts.warmup_s in a warm-up); raise it if the phase is only slow."
+    if not failures:
+        advice = (
+            f"phase {replay.phase!r}, replay {replay.number}: no result by its deadline, though no worker is running it; "
+            f"the first replay of a graph includes its workers' imports, so warm up first. {advice}"
+        )
+    return _phase_error(failures, advice, keep_order=True)
 
 
 def _phase_error(failures: list[WorkerFailure], advice: str, keep_order: bool = False) -> PhaseError:

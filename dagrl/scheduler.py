@@ -140,7 +140,10 @@ class Scheduler:
         return {name: entry.graph for name, entry in self._entries.items()}
 
     def recover(self) -> None:
-        """After a failure: tear the graphs down and compile them again on the same actors, which must all be alive."""
+        """After a failure: tear the graphs down and compile them again on the groups' actors, which must all be alive.
+
+        Warm up again before the next replay.
+        """
         self._teardown()
         for role, group in self.groups.items():
             group.reset_tickets(self._tickets[role])

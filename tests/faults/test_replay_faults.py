@@ -68,5 +68,6 @@ def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
     scheduler.replace_group(WorkerGroup.create("train", FakeWorker, lost.layout, None))
     lost.shutdown(2.0)
     scheduler.recover()
+    scheduler.warmup()
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
     assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
