@@ -7,6 +7,7 @@ layout, are the tensors that a weight update writes (see `update.py`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,8 +17,20 @@ LOAD_FORMAT = "dagrl"
 _ATTRIBUTE = "dagrl_loaded_parameters"
 
 
+@dataclass(frozen=True)
+class LoadedParameter:
+    """A parameter as the checkpoint filled it, and a sample of its content, by which a later change is seen."""
+
+    tensor: torch.Tensor
+    sample: torch.Tensor
+
+    def unchanged(self) -> bool:
+        """Whether the content is still what was loaded."""
+        return _sample(self.tensor).equal(self.sample)
+
+
 def register_loader() -> None:
-    """Register the load format with vLLM, once a process (`vllm.model_executor.model_loader.register_model_loader`)."""
+    """Register the load format with vLLM (`vllm.model_executor.model_loader.register_model_loader`); again is harmless."""
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -25,16 +38,24 @@ def register_loader() -> None:
     class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
         def __init__(self, load_config: LoadConfig) -> None:
             load_config.load_format = "auto"
+            load_config.use_tqdm_on_load = False
             super().__init__(load_config)
 
         def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
             super().load_weights(model, model_config)
-            object.__setattr__(model, _ATTRIBUTE, dict(model.named_parameters(remove_duplicate=False)))
+            named = model.named_parameters(remove_duplicate=False)
+            loaded = {name: LoadedParameter(tensor.data, _sample(tensor.data)) for name, tensor in named}
+            object.__setattr__(model, _ATTRIBUTE, loaded)
 
     register_model_loader(LOAD_FORMAT)(KeepingLoader)
 
 
-def take_loaded_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def take_loaded_parameters(model: torch.nn.Module) -> dict[str, LoadedParameter]:
     """The parameters as the checkpoint filled them, by vLLM's names; the model lets go of them."""
-    loaded: dict[str, torch.Tensor] = model.__dict__.pop(_ATTRIBUTE)
+    loaded: dict[str, LoadedParameter] = model.__dict__.pop(_ATTRIBUTE)
     return loaded
+
+
+def _sample(tensor: torch.Tensor, elements: int = 1024) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // elements)].clone()

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.generation import Generated, merge_generated
+from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
 from workers.vllm.engine import QuantumEngine, Request
 from workers.vllm.environment import require_generation, vllm_environment
 from workers.vllm.launch import meet, read_hf_config, start_engine
+from workers.vllm.loader import take_loaded_parameters
+from workers.vllm.update import Destinations, find_destinations
+from workers.vllm.weights import vllm_weight_slices
+
+if TYPE_CHECKING:
+    import torch
+
+    from dagrl.channels import Channel, ChannelSpec
+    from dagrl.refit.plan import RankPlan
+    from dagrl.refit.run import RefitReceiver, RefitReport
 
 
 class VllmWorker:
@@ -23,6 +35,9 @@ class VllmWorker:
         self.config = config
         self.generation = require_generation(config)
         self._engine: QuantumEngine | None = None
+        self._torn: str | None = None
+        self._channel: Channel | None = None
+        self._receiver: RefitReceiver | None = None
         self.version = 0
 
     @staticmethod
@@ -34,10 +49,13 @@ class VllmWorker:
         """Start the engine together with the other ranks of the shard; `address` is the group's rendezvous."""
         self._hf_config = read_hf_config(self.config)
         self._llm = start_engine(self.config, self.context, meet(self.context, address))
+        self._slices = vllm_weight_slices(self._hf_config, self.context.layout.tp, self.context.coordinates.tp)
+        self._destinations = self._find_destinations()
         self._engine = QuantumEngine(self._llm, self.generation, _eos_token_ids(self._hf_config))
 
     def shutdown(self) -> None:
-        """End the engine and leave its process group."""
+        """End the engine, leave its process group and the refit channel."""
+        self._close_channel()
         if self._engine is not None:
             self._engine = None
             self._llm.engine_core.shutdown()
@@ -62,6 +80,59 @@ class VllmWorker:
         """Drop requests (None: all); returns how many were there."""
         return self._require_engine().abort(request_ids)
 
+    def weight_slices(self) -> list[WeightSlice]:
+        """What this rank holds of the Hugging Face parameters, and where; after setup()."""
+        return self._slices
+
+    def weight_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that a refit writes, by the local names in `weight_slices()`."""
+        return dict(self._destinations.tensors)
+
+    def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
+        """Join the channel of a refit; collective over all its ranks. Replaces the channel of an earlier plan."""
+        from dagrl.channels import open_channel
+        from dagrl.refit.run import RefitReceiver
+
+        self._close_channel()
+        self._channel = open_channel(channel)
+        self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel)
+
+    def receive_weights(self, version: int) -> RefitReport:
+        """Receive `version` of the weights. From the first byte to success generate() refuses: no token from torn weights.
+
+        Running requests go on from their KV cache. In a warm-up the version and the requests stay as they are.
+        """
+        if self._receiver is None:
+            raise RunError("no refit is prepared on this worker; call prepare_refit(plan, channel) on all workers first")
+        with self.writing_weights(version):
+            return self._receiver.receive(version)
+
+    @contextmanager
+    def writing_weights(self, version: int) -> Iterator[None]:
+        """Write `weight_tensors()` inside of this: hooks run and `version` is taken up when the block ends well."""
+        engine = self._require_engine()
+        self._torn = f"an update of the weights to version {version} has begun and has not ended well"
+        yield
+        for hook in self._destinations.hooks:
+            hook.run()
+        if in_warmup():
+            engine.reset_prefix_cache()
+        else:
+            engine.change_version(version)
+            self.version = version
+        self._torn = None
+
+    def merge_reports(self, parts: Sequence[RefitReport]) -> RefitReport:
+        """One report from those of many workers."""
+        from dagrl.refit.run import merge_reports
+
+        return merge_reports(parts)
+
+    def abort(self) -> None:
+        """Break the refit channel, so that peers that wait in it are freed."""
+        if self._channel is not None:
+            self._channel.abort("the generation worker was aborted")
+
     def _warm_up(self, engine: QuantumEngine, batch: Batch, steps: int) -> Generated:
         """Run the batch's shape and leave nothing of it; ids are ours, as those of a warm-up batch need not be unique."""
         longest = engine.max_model_len - 1
@@ -74,13 +145,29 @@ class VllmWorker:
         engine.reset_prefix_cache()
         return generated
 
+    def _find_destinations(self) -> Destinations:
+        model: torch.nn.Module = self._llm.collective_rpc(_worker_model)[0]
+        return find_destinations(model, take_loaded_parameters(model), self._slices, self._llm.vllm_config)
+
     def _require_engine(self) -> QuantumEngine:
         if self._engine is None:
             raise RunError("the vLLM engine is not running; call setup(address) on all workers of the group first")
         return self._engine
 
     def _ready_engine(self) -> QuantumEngine:
+        if self._torn is not None:
+            raise RunError(f"the weights may be torn: {self._torn}. Replay a whole refit before generating")
         return self._require_engine()
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._receiver = None
+
+
+def _worker_model(worker: Any) -> Any:
+    """Runs inside vLLM's worker."""
+    return worker.get_model()
 
 
 def _requests(batch: Batch) -> list[Request]:

@@ -1,0 +1,64 @@
+"""Weight updates of a vLLM worker: its layout against what vLLM loads, its results against Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dagrl.errors import RunError
+from tests.integration import vllm_calls
+from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
+from tests.integration.vllm_ranks import Engine, Ranks, requests
+from workers.vllm.weights import vllm_weight_slices
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+MODELS = {
+    "untied": ("qwen3", {}),
+    "tied": ("qwen3", {"tied": True}),
+    "qwen2 tied": ("qwen2", {"tied": True, "head_dim": 32, "hidden_size": 128}),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "moe": ("qwen3_moe", {}),
+}
+
+
+@pytest.fixture(scope="module", params=[(1, "untied"), (2, "untied"), (1, "tied"), (2, "tied"), (2, "qwen2 tied"), (2, "llama"), (1, "moe"), (2, "moe")], ids=str)
+def started(request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, list[Path]]]:
+    """An engine with the first of three checkpoints of one shape loaded."""
+    tp, name = request.param
+    model_type, sizes = MODELS[name]
+    root = tmp_path_factory.mktemp("models")
+    checkpoints = [make_checkpoint(root / str(seed), model_type, seed=seed, **sizes) for seed in range(3)]
+    with vllm_ranks.engine(make_config(checkpoints[0]), tp) as engine:
+        yield engine, checkpoints
+
+
+def check_against_hf(engine: Engine, checkpoint: Path, seed: int) -> None:
+    rows = engine.run(requests([1, 2], PROMPTS, new=16, seed=seed))
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        expected = chosen(hf_logprobs(checkpoint, prompt, row.tokens), row.tokens)
+        assert (torch.tensor(row.logprobs).double() - expected).abs().max() < 1e-5
+
+
+def test_slices_are_what_vllm_loads_and_updates_are_right(started: tuple[Engine, list[Path]]) -> None:
+    """In one test, because the order matters: loaded, updated in place, updated again."""
+    engine, checkpoints = started
+    state = state_of(checkpoints[0])
+    for worker_tensors, slices in zip(engine.on_all(vllm_calls.tensors), engine.on_all(vllm_calls_slices), strict=True):
+        for piece in slices:
+            held = worker_tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
+            assert held.reshape(-1).equal(state[piece.name][tuple(slice(*extent) for extent in piece.box)].reshape(-1)), piece
+            held.zero_()
+        assert not any(tensor.any() for tensor in worker_tensors.values()), "an element is not described, and not padding"
+    check_against_hf(engine, checkpoints[0], seed=10)
+    addresses = engine.on_all(vllm_calls.memory_addresses)
+    for version in (1, 2):
+        engine.on_all(vllm_calls.write_weights, checkpoints[version], version)
+        check_against_hf(engine, checkpoints[version], seed=10 + version)
+    assert engine.on_all(vllm_calls.memory_addresses) == addresses
+
+
+def vllm_calls_slices(worker):
+    return worker.weight_slices()

@@ -1,0 +1,57 @@
+"""What tests run inside a vLLM process, on its worker; importable there by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.vllm_models import state_of
+
+
+def tensors(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
+
+
+def write_weights(worker: Any, checkpoint: Path, version: int) -> None:
+    """Write a checkpoint's values straight into the destination tensors, as a refit does."""
+    state = state_of(checkpoint)
+    with worker.writing_weights(version):
+        write_slices(worker, state)
+
+
+def write_slices(worker: Any, state: dict[str, torch.Tensor]) -> None:
+    live = worker.weight_tensors()
+    for piece in worker.weight_slices():
+        source = state[piece.name][tuple(slice(*extent) for extent in piece.box)]
+        target = live[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
+        target.copy_(source.reshape(target.shape))
+
+
+def tear_weights(worker: Any, checkpoint: Path) -> None:
+    """An update that breaks off half-way."""
+    state = state_of(checkpoint)
+    try:
+        with worker.writing_weights(99):
+            write_slices(worker, {name: tensor for name, tensor in sorted(state.items())})
+            raise ConnectionError("the sender is gone")
+    except ConnectionError:
+        pass
+
+
+def warm_up(worker: Any, batch: Any) -> Any:
+    from dagrl.worker import ReplayContext, replaying
+
+    with replaying(ReplayContext("generate", 0, warmup=True)):
+        return worker.generate(batch)
+
+
+def shared_memory(worker: Any) -> list[str]:
+    """This process's segments in /dev/shm that vLLM's communicator may have made."""
+    return sorted(name for name in os.listdir("/dev/shm") if "cpushm" in name or f"psm_{os.getpid()}" in name)
+
+
+def memory_addresses(worker: Any) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in worker.weight_tensors().items()}

@@ -1,0 +1,84 @@
+"""Tiny random checkpoints, and Hugging Face's log-probabilities on them: the truth for the vLLM worker's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dagrl.config import Config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,  # not a multiple of vLLM's padding
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE_SIZES: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "decoder_sparse_step": 1,
+}
+
+
+def make_checkpoint(directory: Path, model_type: str = "qwen3", *, tied: bool = False, seed: int = 0, **sizes: Any) -> Path:
+    """A checkpoint whose distributions are far from uniform, saved by transformers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    moe = MOE_SIZES if model_type == "qwen3_moe" else {}
+    config = AutoConfig.for_model(model_type, **{**SIZES, **moe, "tie_word_embeddings": tied, **sizes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + noise * 0.2 if "norm" in name else noise * 0.15)
+    model.save_pretrained(directory)
+    return directory
+
+
+def state_of(directory: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors by their names on disk."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+def hf_logprobs(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probabilities `[len(tokens), vocabulary]` of each new token's position, by transformers, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+    return torch.log_softmax(logits[len(prompt) - 1 : -1].double(), -1)
+
+
+def make_config(model: Path, generation: Mapping[str, Any] | None = None) -> Config:
+    return Config.model_validate(
+        {
+            "name": "test",
+            "algorithm": "grpo",
+            "data": {"path": "unused"},
+            "policy": {
+                "model_name": str(model),
+                "max_total_sequence_length": 48,
+                "generation": {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20}, **(generation or {})},
+            },
+        }
+    )
+
+
+def chosen(logprobs: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    return logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]

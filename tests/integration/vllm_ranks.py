@@ -1,0 +1,146 @@
+"""Processes that each hold a `VllmWorker`, driven from the test process over pipes; no Ray.
+
+One pair of processes serves all tests, engine after engine, because importing vLLM takes longer than starting an engine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from dagrl.config import Config
+from dagrl.generation import FinishedRequest, Generated, merge_generated
+from dagrl.layout import ParallelLayout
+from dagrl.shapes import Batch
+from dagrl.worker import WorkerContext
+
+
+class Ranks:
+    """Two processes; `start` gives them an engine of tensor parallel size 1 or 2."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(2)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [spawn.Process(target=_serve, args=(theirs, environment), daemon=True) for _, theirs in pipes]
+        for process in self._processes:
+            process.start()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+    @contextmanager
+    def engine(self, config: Config, tp: int) -> Iterator[Engine]:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        layout = ParallelLayout(tp=tp)
+        pipes = self._pipes[:tp]
+        _all(pipes, [(_start, (WorkerContext("generation", rank, layout), config, address)) for rank in range(tp)])
+        try:
+            yield Engine(pipes)
+        finally:
+            _all(pipes, [(_shutdown, ())] * tp)
+
+
+class Engine:
+    """The ranks of one engine, called all at once."""
+
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        self._pipes = pipes
+
+    @property
+    def tp(self) -> int:
+        return len(self._pipes)
+
+    def on_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(worker, *args)` on every rank; `function` must be importable."""
+        return _all(self._pipes, [(function, args)] * self.tp)
+
+    def on_each(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return _all(self._pipes, [(function, args) for args in arguments])
+
+    def generate(self, batch: Batch) -> Generated:
+        return merge_generated(self.on_all(call, "generate", batch))
+
+    def run(self, batch: Batch) -> list[FinishedRequest]:
+        """Generate until nothing is left."""
+        results = [self.generate(batch)]
+        while results[-1].unfinished:
+            results.append(self.generate(requests([], [])))
+        rows = [result.request(row) for result in results for row in range(len(result))]
+        return sorted(rows, key=lambda row: row.request_id)
+
+
+def requests(
+    ids: Sequence[int], prompts: Sequence[Sequence[int]], *, new: int = 12, steps: int = 4, greedy: bool = False, seed: int = 0
+) -> Batch:
+    """A batch for `generate`; the seed of a request is `seed` plus its id."""
+    rows, width = len(ids), max((len(prompt) for prompt in prompts), default=1)
+    tokens = np.zeros((rows, width), np.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    fields = {
+        "tokens": tokens,
+        "lengths": np.array([len(prompt) for prompt in prompts], np.int64),
+        "request_ids": np.array(ids, np.int64),
+        "seeds": np.array(ids, np.int64) + seed,
+        "max_new_tokens": np.full(rows, new, np.int64),
+        "greedy": np.full(rows, int(greedy), np.int64),
+    }
+    return Batch(fields, {"engine_steps": steps})
+
+
+def call(worker: Any, method: str, *args: Any) -> Any:
+    return getattr(worker, method)(*args)
+
+
+def _all(pipes: Sequence[Connection], calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    for pipe, message in zip(pipes, calls, strict=True):
+        pipe.send(message)
+    answers = []
+    for pipe in pipes:
+        assert pipe.poll(120), "a vLLM process did not answer within 120 s"
+        answers.append(pipe.recv())
+    for error, trace, _ in answers:
+        if error is not None:
+            error.add_note(trace)
+            raise error
+    return [value for _, _, value in answers]
+
+
+_worker: Any = None
+
+
+def _start(_: Any, context: WorkerContext, config: Config, address: str) -> None:
+    global _worker
+    from workers.vllm import VllmWorker
+
+    _worker = VllmWorker(context, config)
+    _worker.setup(address)
+
+
+def _shutdown(worker: Any) -> None:
+    worker.shutdown()
+
+
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    while (message := pipe.recv()) is not None:
+        function, args = message
+        try:
+            pipe.send((None, "", function(_worker, *args)))
+        except Exception as error:
+            pipe.send((error, traceback.format_exc(), None))
