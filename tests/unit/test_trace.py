@@ -50,11 +50,12 @@ def test_rows_and_times(tmp_path: Path) -> None:
 def test_the_file_is_whole_after_every_flush(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = TraceWriter(path)
-    for count in range(5):  # never closed, as after a crash
+    for count in range(5):  # read while open, as after a crash
         trace.flush()
         assert len(events(path)) == count
         trace.write([TraceEvent(f"event {count}", "test", 0, 1)])
     assert len(events(path)) == 4
+    trace.close()
 
 
 def test_events_do_not_pile_up_in_memory(tmp_path: Path) -> None:
@@ -70,6 +71,7 @@ def test_old_events_are_written_out_after_a_while(tmp_path: Path) -> None:
     trace = TraceWriter(tmp_path / "trace.json", flush_s=0.0)
     trace.write([TraceEvent("event", "test", 0, 1)])
     assert len(events(trace.path)) == 1
+    trace.close()
 
 
 def test_recording_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
