@@ -1,0 +1,207 @@
+"""Examples from JSONL files or a task: reading, splitting, and a shuffled order that can be resumed.
+
+A line of a file is `{"prompt": ..., "response": ...}` (other names: `data.prompt_key`, `data.response_key`) or
+`{"messages": [{"role": ..., "content": ...}, ...]}`. Errors name the file and the line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from dagrl.config import DataConfig, Json
+from dagrl.errors import CheckpointError, ConfigError, DataError
+from dagrl.imports import load_callable
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and the response to learn (SFT) or to compare with (GRPO); `source` says where it came from.
+
+    A conversation has `messages`, which end with an assistant turn; `prompt` is then empty and `response` is that turn.
+    """
+
+    prompt: str
+    response: str
+    messages: tuple[Message, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """`demonstrations` are for SFT, `train` for GRPO prompts, `validation` is held out from both."""
+
+    demonstrations: tuple[Example, ...]
+    train: tuple[Example, ...]
+    validation: tuple[Example, ...]
+
+
+def load_splits(config: DataConfig) -> Splits:
+    """The examples that `data.path` or `data.task` names. Raises DataError or ConfigError before anything is started."""
+    if (config.path is None) == (config.task is None):
+        found = "neither" if config.path is None else "both"
+        raise ConfigError(f"data.path and data.task: found {found}; set one, a JSONL file or a task's import path")
+    splits = _load_task(config) if config.task is not None else _load_files(config)
+    if not splits.demonstrations or not splits.train:
+        raise DataError(f"data.task {config.task!r} made no examples to train on; check data.task_args")
+    return splits
+
+
+def read_jsonl(path: str | Path, config: DataConfig) -> list[Example]:
+    """The examples of a file. Raises DataError with file and line for a line that cannot be used, or for an empty file."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"the data file {str(path)!r} cannot be read: {error.strerror} (from {Path.cwd()})") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise DataError(f"the data file {str(path)!r} is empty; expected one JSON object on each line")
+    return [_example(line, f"{path}, line {number}", config) for number, line in enumerate(lines, start=1)]
+
+
+def _load_files(config: DataConfig) -> Splits:
+    examples = read_jsonl(cast(str, config.path), config)
+    if config.val_path is not None:
+        validation = read_jsonl(config.val_path, config)
+    else:
+        examples, validation = _hold_out(examples, config)
+    return Splits(tuple(examples), tuple(examples), tuple(validation))
+
+
+def _hold_out(examples: list[Example], config: DataConfig) -> tuple[list[Example], list[Example]]:
+    """A seeded `val_fraction` of the examples, at least one unless the fraction is 0, is taken out for validation."""
+    count = max(1, round(len(examples) * config.val_fraction)) if config.val_fraction else 0
+    if count >= len(examples):
+        raise DataError(
+            f"{config.path} has {len(examples)} example(s), and data.val_fraction {config.val_fraction} holds out {count}; "
+            "give more examples, a data.val_path, or data.val_fraction=0"
+        )
+    order = np.random.default_rng(config.seed).permutation(len(examples)).tolist()
+    held_out = sorted(order[:count])
+    kept = sorted(order[count:])
+    return [examples[index] for index in kept], [examples[index] for index in held_out]
+
+
+def _load_task(config: DataConfig) -> Splits:
+    task = cast("Callable[..., object]", load_callable(cast(str, config.task), "data.task"))
+    try:
+        inspect.signature(task).bind(**config.task_args)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(task).parameters)
+        raise ConfigError(f"data.task_args: {error}; {config.task} takes {accepted}") from error
+    try:
+        splits = task(**config.task_args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"data.task {config.task} with {config.task_args}: {error}") from error
+    if not isinstance(splits, Splits):
+        raise ConfigError(f"data.task {config.task} returned {type(splits).__name__}; expected: dagrl.data.Splits")
+    return splits
+
+
+def _example(line: bytes, source: str, config: DataConfig) -> Example:
+    try:
+        content = json.loads(line)
+    except ValueError as error:  # not JSON, or not UTF-8
+        shown = line[:60].decode(errors="replace")
+        raise DataError(f"{source}: not JSON ({error}); found {shown!r}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{source}: found a JSON {type(content).__name__}; expected an object")
+    if config.messages_key in content:
+        return _conversation(content[config.messages_key], source, config.messages_key)
+    prompt = _text(content, config.prompt_key, "data.prompt_key", source)
+    return Example(prompt, _text(content, config.response_key, "data.response_key", source), source=source)
+
+
+def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:
+    if key not in content:
+        found = ", ".join(map(repr, content)) or "nothing"
+        raise DataError(f"{source}: no key {key!r}; found {found}. Set {option} to the name that the file uses")
+    text = content[key]
+    if not isinstance(text, str):
+        raise DataError(f"{source}: {key!r} is {text!r:.60}; expected text")
+    if not text.strip():
+        raise DataError(f"{source}: {key!r} is empty; expected text")
+    return text
+
+
+def _conversation(turns: Json, source: str, key: str) -> Example:
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{source}: {key!r} is {turns!r:.60}; expected a list of messages with 'role' and 'content'")
+    messages = tuple(_message(turn, f"{source}: message {number} of {key!r}") for number, turn in enumerate(turns, start=1))
+    if messages[-1].role != "assistant" or len(messages) < 2:
+        roles = ", ".join(message.role for message in messages)
+        raise DataError(
+            f"{source}: {key!r} has the roles {roles}; expected a conversation that ends with an assistant's turn"
+        )
+    return Example("", messages[-1].content, messages, source)
+
+
+def _message(turn: Json, source: str) -> Message:
+    if not isinstance(turn, dict):
+        raise DataError(f"{source} is {turn!r:.60}; expected an object with 'role' and 'content'")
+    role, content = turn.get("role"), turn.get("content")
+    if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
+        raise DataError(f"{source} is {turn!r:.80}; expected texts 'role' and 'content' that are not empty")
+    return Message(role, content)
+
+
+class Sampler:
+    """An endless order over `count` examples, shuffled anew each epoch, whose position can be saved and restored."""
+
+    def __init__(self, count: int, seed: int = 0, shuffle: bool = True) -> None:
+        if count < 1:
+            raise DataError("there are no examples to draw from")
+        self._count = count
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = 0
+        self._position = 0
+        self._order = self._permutation()
+
+    def take(self, number: int) -> list[int]:
+        """Positions of the next `number` examples; goes on into the next epoch where one ends."""
+        taken: list[int] = []
+        while len(taken) < number:
+            if self._position == self._count:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._permutation()
+            more = self._order[self._position : self._position + number - len(taken)]
+            self._position += len(more)
+            taken += more
+        return taken
+
+    def state(self) -> dict[str, Json]:
+        """What `restore` needs to go on from here."""
+        return {"count": self._count, "seed": self._seed, "epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Go on where `state` was taken. Raises CheckpointError when it is of other data or another seed."""
+        expected = {"count": self._count, "seed": self._seed}
+        found = {name: state.get(name) for name in expected}
+        if found != expected:
+            raise CheckpointError(
+                f"the data position was saved with {found}, this run has {expected}; use the same data and seed"
+            )
+        self._epoch, self._position = cast(int, state["epoch"]), cast(int, state["position"])
+        self._order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._count))
+        order: Sequence[int] = np.random.default_rng((self._seed, self._epoch)).permutation(self._count).tolist()
+        return list(order)

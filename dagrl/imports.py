@@ -1,0 +1,95 @@
+"""Import paths of the configuration, `module:attribute`, and the optional packages that a run needs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+from dagrl.errors import ConfigError, MissingDependencyError
+
+EXTRAS = {
+    "megatron": ("megatron",),
+    "vllm": ("vllm", "cpu"),
+    "tensorboard": ("tracking",),
+    "matplotlib": ("tracking",),
+    "wandb": ("tracking",),
+    "cupy": ("cu13", "cu12"),
+}
+"""Top-level module of an optional package -> the extras of dagrl that bring it, the usual one first."""
+
+
+def load_attribute(path: str, key: str) -> object:
+    """The object at `module:attribute`; the working directory is searched too, so that a user's own file is found.
+
+    Raises ConfigError, naming the configuration's `key`, when it is not there, and MissingDependencyError when the module
+    needs an optional package that is not installed.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(f"{key}: {path!r} is not an import path; write it as 'package.module:attribute'")
+    module = _load_module(module_name, path, key)
+    if not hasattr(module, attribute):
+        near = difflib.get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=3)
+        raise ConfigError(
+            f"{key}: module {module_name!r} ({module.__file__}) has no {attribute!r}"
+            + did_you_mean(near)
+            + f" (in {path!r})"
+        )
+    return getattr(module, attribute)
+
+
+def load_class(path: str, key: str) -> type:
+    """The class at an import path; ConfigError when something else is there."""
+    found = load_attribute(path, key)
+    if not isinstance(found, type):
+        raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a class is expected")
+    return found
+
+
+def load_callable(path: str, key: str) -> Callable[..., Any]:
+    """The callable at an import path; ConfigError when something else is there."""
+    found = load_attribute(path, key)
+    if not callable(found):
+        raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a callable is expected")
+    return cast("Callable[..., Any]", found)
+
+
+def require_package(module: str, key: str, otherwise: str = "") -> None:
+    """Raise MissingDependencyError, saying which extra to install, when the top-level `module` cannot be found."""
+    if importlib.util.find_spec(module) is None:
+        raise MissingDependencyError(
+            f"{key} needs the package {module!r}, which is not installed; {_install(module)}{otherwise}"
+        )
+
+
+def did_you_mean(near: list[str]) -> str:
+    """`; did you mean 'a' or 'b'?`, or nothing when there are no near misses."""
+    return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+
+
+def _load_module(name: str, path: str, key: str) -> Any:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if missing == name or name.startswith(f"{missing}."):
+            raise ConfigError(
+                f"{key}: there is no module {missing!r} (in {path!r}); check the name and PYTHONPATH"
+            ) from error
+        raise MissingDependencyError(
+            f"{key}: importing {name!r} needs {missing!r}, which is not installed; {_install(missing.partition('.')[0])}"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{key}: importing {name!r} raised {type(error).__name__}: {error}") from error
+
+
+def _install(module: str) -> str:
+    ways = [f"pip install 'dagrl[{extra}]'" for extra in EXTRAS.get(module, ())]
+    return f"install it with {' or '.join(ways)}" if ways else f"install {module}"

@@ -1,0 +1,128 @@
+"""Makes what a run without a checkpoint starts from: a character tokenizer, and a Hugging Face model from a seed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dagrl.config import Json, PolicyConfig, RandomInit
+from dagrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""Tokens 0 to 3 of a character tokenizer; the characters follow in the order given."""
+
+
+def character_tokenizer(characters: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a character, which adds no special tokens. Raises ConfigError for none or repeats."""
+    repeated = sorted({character for character in characters if characters.count(character) > 1})
+    if not characters or repeated:
+        found = f"{', '.join(map(repr, repeated))} more than once" if repeated else "none"
+        raise ConfigError(f"policy.random_init.tokenizer_characters: found {found}; expected: different characters")
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  # a token of text
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    names = {f"{token.strip('<>')}_token": token for token in SPECIAL_TOKENS}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
+    fast.chat_template = chat_template
+    return fast
+
+
+def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer that the configuration names: a directory's, or one made of `tokenizer_characters`.
+
+    Raises ConfigError when there is none, or when it has no end-of-sequence token.
+    """
+    init = policy.random_init
+    if policy.tokenizer.name is None and init is not None:
+        if init.tokenizer_characters is None:
+            raise ConfigError(
+                "a model from policy.random_init needs random_init.tokenizer_characters or policy.tokenizer.name"
+            )
+        return character_tokenizer(init.tokenizer_characters, policy.tokenizer.chat_template)
+    directory = _existing_directory(policy.tokenizer.name or policy.model_name, "policy.tokenizer.name")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"there is no tokenizer that transformers can load in {directory}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
+    if policy.tokenizer.chat_template is not None:
+        tokenizer.chat_template = policy.tokenizer.chat_template
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def model_description(policy: PolicyConfig, vocabulary: int) -> dict[str, Json]:
+    """The content of the model's `config.json`; for a model from a seed, with `vocab_size` set from the tokenizer."""
+    if (policy.model_name is None) == (policy.random_init is None):
+        found = "neither" if policy.model_name is None else "both"
+        raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
+    if policy.random_init is not None:
+        return {**policy.random_init.hf_config, "vocab_size": vocabulary}
+    path = _existing_directory(policy.model_name, "policy.model_name") / "config.json"
+    try:
+        return cast("dict[str, Json]", json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.model_name: {path} cannot be read as a Hugging Face config.json: {error}") from error
+
+
+def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
+    """The directory to load the model from: `policy.model_name`, or `directory` filled by `write_random_model`."""
+    if policy.random_init is None:
+        return _existing_directory(policy.model_name, "policy.model_name")
+    write_random_model(policy.random_init, tokenizer, directory)
+    return directory
+
+
+def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write a float32 checkpoint with seeded weights, its configuration and the tokenizer; the same bytes every time.
+
+    The directory appears whole or not at all. Raises ConfigError when transformers does not know the architecture.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    description = dict(init.hf_config)
+    kind = description.pop("model_type", None)
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    tokens |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
+    try:
+        hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(init.seed)
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {error}"
+        ) from error
+    part = directory.with_name(directory.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    shutil.rmtree(directory, ignore_errors=True)
+    part.rename(directory)
+    logger.info("made a model of %d parameters from seed %d in %s", model.num_parameters(), init.seed, directory)
+
+
+def _existing_directory(name: str | None, key: str) -> Path:
+    path = Path(name or "")
+    if name is None or not path.is_dir():
+        raise ConfigError(
+            f"{key}: there is no directory {name!r} (looked from {Path.cwd()}); give a Hugging Face checkpoint"
+        )
+    return path

@@ -1,0 +1,162 @@
+"""Turns examples into tokens: prompts to generate from, and sequences whose responses carry the loss.
+
+Prompts and responses are tokenized apart, so that a prompt has the same tokens in training and in generation. A plain
+response ends with the end-of-sequence token; in a conversation the chat template says where an assistant's turn ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.data import Example, Message
+from dagrl.errors import ConfigError, DataError
+from dagrl.shapes import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+Row = TypeVar("Row", "Prompt", "Demonstration")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to generate from, and the reference that a reward compares the completion with."""
+
+    text: str
+    tokens: npt.NDArray[np.int64]  # [prompt]
+    reference: str
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A whole sequence; `loss_mask` is 1 on the tokens of the responses and 0 elsewhere, token aligned."""
+
+    tokens: npt.NDArray[np.int64]  # [sequence]
+    loss_mask: npt.NDArray[np.float32]  # [sequence]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
+    """One prompt an example. Conversations lose their last turn, and the template opens the assistant's."""
+    plain = [example for example in examples if not example.messages]
+    chats = [example for example in examples if example.messages]
+    openings = [_render(example.messages[:-1], tokenizer, example, opened=True) for example in chats]
+    of_plain = iter(_tokens(tokenizer, [example.prompt for example in plain], plain, special=True))
+    of_chats = iter(zip(openings, _tokens(tokenizer, openings, chats, special=False), strict=True))
+    prompts = []
+    for example in examples:
+        text, ids = next(of_chats) if example.messages else (example.prompt, next(of_plain))
+        prompts.append(Prompt(text, np.array(ids, np.int64), example.response, example.source))
+    return prompts
+
+
+def encode_demonstrations(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Demonstration]:
+    """One sequence an example, with its loss mask."""
+    plain = [example for example in examples if not example.messages]
+    prompts = iter(_tokens(tokenizer, [example.prompt for example in plain], plain, special=True))
+    responses = iter(_tokens(tokenizer, [example.response for example in plain], plain, special=False))
+    eos = [tokenizer.eos_token_id]
+    return [
+        _encode_conversation(example, tokenizer)
+        if example.messages
+        else _demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source)
+        for example in examples
+    ]
+
+
+def collate(rows: Sequence[Demonstration]) -> Batch:
+    """A batch of whole sequences: `tokens` and `loss_mask` [n, longest], `lengths` [n]."""
+    lengths = np.array([len(row) for row in rows], np.int64)
+    tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+    loss_mask = np.zeros(tokens.shape, np.float32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row.tokens
+        loss_mask[index, : len(row)] = row.loss_mask
+    return Batch({"tokens": tokens, "lengths": lengths, "loss_mask": loss_mask})
+
+
+def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str) -> list[Row]:
+    """The rows of at most `room` tokens; longer ones are an error or left out. `limit` says where the room comes from.
+
+    Raises DataError naming the longest row, or when no row is left.
+    """
+    fitting = [row for row in rows if len(row) <= room]
+    dropped = len(rows) - len(fitting)
+    if dropped and (too_long == "error" or not fitting):
+        longest = max(rows, key=len)
+        raise DataError(
+            f"{longest.source}: {len(longest)} tokens, but there is room for {room} ({limit}); {dropped} of {len(rows)} "
+            "sequences are too long. Raise policy.max_total_sequence_length, shorten the data, or set data.too_long=drop"
+        )
+    if dropped:
+        logger.warning("left out %d of %d sequences with more than %d tokens", dropped, len(rows), room)
+    return fitting
+
+
+def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
+    """Loss on what each assistant's turn adds to the rendered conversation before it."""
+    pieces: list[tuple[str, bool]] = []
+    done = ""
+    for count, message in enumerate(example.messages, start=1):
+        if message.role != "assistant":
+            continue
+        for text, learned in (
+            (_render(example.messages[: count - 1], tokenizer, example, opened=True), False),
+            (_render(example.messages[:count], tokenizer, example, opened=False), True),
+        ):
+            if not text.startswith(done):
+                raise DataError(
+                    f"{example.source}: the chat template renders earlier turns differently once later ones follow, so the "
+                    "loss mask cannot be told; use a template that only appends (policy.tokenizer.chat_template)"
+                )
+            pieces.append((text[len(done) :], learned))
+            done = text
+    encoded = _tokens(tokenizer, [text for text, _ in pieces], [example] * len(pieces), special=False)
+    return _demonstration([(ids, learned) for ids, (_, learned) in zip(encoded, pieces, strict=True)], example.source)
+
+
+def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, example: Example, *, opened: bool) -> str:
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
+        )
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opened))
+    except Exception as error:  # Jinja's own errors, and what templates raise by themselves
+        raise DataError(f"{example.source}: the chat template refuses the conversation: {error}") from error
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], examples: Sequence[Example], *, special: bool
+) -> list[list[int]]:
+    """Token numbers of each text; `special`: with what the tokenizer puts in front, which a chat template writes itself."""
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)["input_ids"]
+    for ids, example in zip(encoded, examples, strict=True):
+        if not ids:
+            raise DataError(f"{example.source}: the tokenizer makes no token of a text; remove the example")
+    return encoded
+
+
+def _demonstration(pieces: Sequence[tuple[list[int], bool]], source: str) -> Demonstration:
+    tokens = np.concatenate([np.array(ids, np.int64) for ids, _ in pieces])
+    loss_mask = np.concatenate([np.full(len(ids), learned, np.float32) for ids, learned in pieces])
+    loss_mask[0] = 0.0  # the first token has nothing before it to be predicted from
+    return Demonstration(tokens, loss_mask, source)
