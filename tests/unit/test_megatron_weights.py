@@ -1,0 +1,101 @@
+"""Megatron's weight layout against torch slicing, and against real Megatron-Core modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.layout import ParallelLayout
+from tests.unit.weight_reference import (
+    equal,
+    hf_weights,
+    megatron_layouts,
+    megatron_tensors,
+    model_config,
+    model_configs,
+    read,
+    zeros_like,
+)
+from workers.megatron.weights import megatron_weight_slices
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_slices_rebuild_what_megatron_holds(data: st.DataObject) -> None:
+    config = data.draw(model_configs())
+    layout = data.draw(st.sampled_from(megatron_layouts(config, limit=16)))
+    weights = hf_weights(config)
+    for rank in range(layout.world_size):
+        expected = megatron_tensors(weights, config, layout, rank)
+        built = zeros_like(expected)
+        for held in megatron_weight_slices(config, layout, rank):
+            box = tuple(slice(a, b) for a, b in held.box)
+            read(built, held).copy_(weights[held.name][box])
+        assert equal(built, expected)  # padding rows, which no slice names, are 0 in both
+
+
+def test_every_parameter_is_held_somewhere() -> None:
+    config = model_config("qwen3_moe")
+    layout = ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1, vpp=2)
+    names = {held.name for rank in range(layout.world_size) for held in megatron_weight_slices(config, layout, rank)}
+    assert names == set(hf_weights(config))
+
+
+def test_tied_embeddings_are_on_the_first_and_last_stage_under_one_name() -> None:
+    config = model_config(tie_word_embeddings=True)
+    slices = [megatron_weight_slices(config, ParallelLayout(pp=2), rank) for rank in range(2)]
+    found = [[held.tensor for held in part if held.name == "model.embed_tokens.weight"] for part in slices]
+    assert found == [["embedding.word_embeddings.weight"], ["output_layer.weight"]]
+    alone = megatron_weight_slices(config, ParallelLayout(), 0)
+    assert not [held for held in alone if held.tensor == "output_layer.weight"]
+
+
+def test_a_rank_of_padding_alone_has_no_embedding() -> None:
+    config = model_config(vocab_size=100)
+    names = [{held.name for held in megatron_weight_slices(config, ParallelLayout(tp=2), rank)} for rank in range(2)]
+    assert "model.embed_tokens.weight" in names[0] and "model.embed_tokens.weight" not in names[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "word"),
+    [
+        ({"num_key_value_heads": 3, "num_attention_heads": 6}, ParallelLayout(tp=2), "key-value heads"),
+        ({"num_attention_heads": 6}, ParallelLayout(tp=4), "attention heads"),
+        ({}, ParallelLayout(pp=3), "layers"),
+        ({"intermediate_size": 18}, ParallelLayout(tp=4), "intermediate_size"),
+        ({"model_type": "qwen3_moe", **model_config("qwen3_moe")}, ParallelLayout(dp=3, ep=3), "experts"),
+        ({"num_key_value_heads": 1, "head_dim": 3}, ParallelLayout(tp=4), "rows of query, key and value"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_a_layout_error(changes: dict[str, object], layout: ParallelLayout, word: str) -> None:
+    with pytest.raises(LayoutError, match=word):
+        megatron_weight_slices(model_config(**changes), layout, 0)  # type: ignore[arg-type]
+
+
+def test_an_unknown_family_is_named() -> None:
+    with pytest.raises(ConfigError, match="mamba"):
+        megatron_weight_slices(model_config("mamba"), ParallelLayout(), 0)
+
+
+REAL_LAYOUTS = [
+    ("qwen3", ParallelLayout(tp=2, pp=2)),
+    ("qwen3", ParallelLayout(tp=4, dp=2)),  # fewer key-value heads than ranks
+    ("qwen2", ParallelLayout(tp=2)),
+    ("llama", ParallelLayout(pp=2, vpp=2)),
+    ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, etp=1)),
+    ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2)),
+]
+
+
+def test_names_and_shapes_are_those_of_megatron_core() -> None:
+    """All ranks of several layouts, built one after the other in one process over torch's fake process group."""
+    pytest.importorskip("megatron.core")
+    done = subprocess.run([sys.executable, "-m", "tests.unit.megatron_shapes"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert torch.tensor(len(REAL_LAYOUTS)).item() == done.stdout.count("agrees")

@@ -1,0 +1,257 @@
+"""Refit plans: any layout into any other, bit for bit; balance, rounds, buckets; and every mismatch named."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.errors import RefitPlanError
+from dagrl.layout import ParallelLayout
+from dagrl.refit import TIED_HEAD, RefitPlan, WeightSlice, plan_refit
+from dagrl.refit.cover import prove_covered, split, subtract
+from dagrl.refit.slices import Box, intersect, volume
+from tests.unit.memory_channel import run_refit
+from tests.unit.weight_reference import (
+    Config,
+    equal,
+    hf_weights,
+    megatron_layouts,
+    megatron_tensors,
+    model_config,
+    model_configs,
+    vllm_sizes,
+    vllm_tensors,
+    zeros_like,
+)
+from workers.megatron.weights import megatron_weight_slices
+from workers.vllm.weights import vllm_weight_slices
+
+
+def megatron_slices(config: Config, layout: ParallelLayout) -> list[list[WeightSlice]]:
+    return [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]  # type: ignore[arg-type]
+
+
+def check_megatron_to_vllm(config: Config, layout: ParallelLayout, tp: int, replicas: int, bucket_bytes: int) -> RefitPlan:
+    generation = [vllm_weight_slices(config, tp, rank) for _ in range(replicas) for rank in range(tp)]
+    plan = plan_refit(megatron_slices(config, layout), generation, dtype="float32", bucket_bytes=bucket_bytes)
+    weights = hf_weights(config)
+    sources = [megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
+    expected = [vllm_tensors(weights, config, tp, rank) for _ in range(replicas) for rank in range(tp)]
+    built = [zeros_like(tensors) for tensors in expected]
+    run_refit(plan, [*sources, *built])
+    assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
+    check_rounds(plan)
+    return plan
+
+
+def check_rounds(plan: RefitPlan) -> None:
+    """In a round, nobody hears from two and nobody serves two; rounds come in order."""
+    senders = Counter((bucket.round, bucket.source) for bucket in plan.buckets)
+    receivers = Counter((bucket.round, bucket.destination) for bucket in plan.buckets)
+    assert set(senders.values()) | set(receivers.values()) <= {1}
+    rounds = [bucket.round for bucket in plan.buckets]
+    assert rounds == sorted(rounds)
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
+    config = data.draw(model_configs())
+    layout = data.draw(st.sampled_from(megatron_layouts(config)))
+    tp = data.draw(st.sampled_from(vllm_sizes(config)))
+    plan = check_megatron_to_vllm(
+        config, layout, tp, data.draw(st.integers(1, 2)), data.draw(st.sampled_from([64, 1000, 1 << 20]))
+    )
+    assert pickle.loads(pickle.dumps(plan.for_rank(0))) == plan.for_rank(0)  # noqa: S301
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_megatron_layout_into_any_other(data: st.DataObject) -> None:
+    config = data.draw(model_configs())
+    first, second = (data.draw(st.sampled_from(megatron_layouts(config))) for _ in range(2))
+    plan = plan_refit(megatron_slices(config, first), megatron_slices(config, second), dtype="float32", bucket_bytes=500)
+    weights = hf_weights(config)
+    sources = [megatron_tensors(weights, config, first, rank) for rank in range(first.world_size)]
+    expected = [megatron_tensors(weights, config, second, rank) for rank in range(second.world_size)]
+    built = [zeros_like(tensors) for tensors in expected]
+    run_refit(plan, [*sources, *built])
+    assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout", "tp"),
+    [
+        ("qwen3", ParallelLayout(dp=2), 1),
+        ("qwen3", ParallelLayout(tp=2, pp=2), 4),  # replicated key-value heads
+        ("qwen2", ParallelLayout(tp=4), 2),  # a rank that holds a part of a query group
+        ("llama", ParallelLayout(pp=2, vpp=2), 2),
+        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2),
+        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2), 4),
+        ("qwen3_moe", ParallelLayout(cp=2, pp=2, ep=2, etp=1, dp=1), 1),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_layouts_of_every_family(model_type: str, layout: ParallelLayout, tp: int, tied: bool) -> None:
+    check_megatron_to_vllm(model_config(model_type, tie_word_embeddings=tied), layout, tp, 1, 256)
+
+
+def test_a_tied_head_is_fed_from_the_embedding() -> None:
+    config = model_config(tie_word_embeddings=True)
+    sources = megatron_slices(config, ParallelLayout(pp=2))
+    wanted = vllm_weight_slices(dict(config, tie_word_embeddings=False), 1, 0)
+    with pytest.raises(RefitPlanError, match=r"destinations have .* sources lack: 'lm_head.weight'"):
+        plan_refit(sources, [wanted], dtype="float32")
+    plan = plan_refit(sources, [wanted], dtype="float32", aliases=TIED_HEAD)
+    weights = hf_weights(config)
+    built = zeros_like(vllm_tensors({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, config, 1, 0))
+    run_refit(plan, [*(megatron_tensors(weights, config, ParallelLayout(pp=2), rank) for rank in range(2)), built])
+    assert torch.equal(built["lm_head.weight"][:300], weights["model.embed_tokens.weight"])
+    assert torch.equal(built["model.embed_tokens.weight"], built["lm_head.weight"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_grids_of_sources_that_overlap(data: st.DataObject) -> None:
+    """Sources of several grids over one 3-d parameter, so that boxes of replicas differ and overlap."""
+    shape = data.draw(st.tuples(*[st.integers(1, 7)] * 3))
+
+    def grid() -> list[Box]:
+        cuts = [sorted({0, size, *data.draw(st.sets(st.integers(0, size), max_size=2))}) for size in shape]
+        edges = [list(pairwise(cut)) for cut in cuts]
+        return [(x, y, z) for x in edges[0] for y in edges[1] for z in edges[2]]
+
+    whole = torch.arange(1, volume(tuple((0, size) for size in shape)) + 1, dtype=torch.float32).view(shape)
+    boxes = [box for _ in range(data.draw(st.integers(1, 3))) for box in grid()]
+    wanted = grid()
+    plan = plan_refit([[held(box)] for box in boxes], [[held(box)] for box in wanted], dtype="float32", bucket_bytes=64)
+    sources = [{"t": whole[tuple(slice(a, b) for a, b in box)]} for box in boxes]
+    built = [{"t": torch.zeros([b - a for a, b in box])} for box in wanted]
+    run_refit(plan, [*sources, *built])
+    assert all(
+        torch.equal(ours["t"], whole[tuple(slice(a, b) for a, b in box)]) for ours, box in zip(built, wanted, strict=True)
+    )
+
+
+def held(box: Box, name: str = "p") -> WeightSlice:
+    return WeightSlice(name, box, "t", tuple((0, stop - start) for start, stop in box))
+
+
+def test_replicas_share_the_bytes() -> None:
+    config = model_config(hidden_size=64, vocab_size=4000)
+    plan = check_megatron_to_vllm(config, ParallelLayout(dp=4), 2, 2, 4096)
+    sent = plan.summary().sent
+    assert max(sent) <= 1.1 * sum(sent) / len(sent)
+
+
+def test_equal_layouts_pair_up_without_small_messages_across() -> None:
+    """Norms are on every source, but do not open pairs of their own."""
+    config = model_config(hidden_size=64, vocab_size=4096, num_key_value_heads=4)
+    plan = check_megatron_to_vllm(config, ParallelLayout(tp=4), 4, 1, 1 << 20)
+    assert sorted(plan.summary().pairs) == [(rank, rank + 4) for rank in range(4)]
+    assert plan.summary().rounds == 1
+
+
+def test_buckets_are_bounded_and_summary_adds_up() -> None:
+    config = model_config(hidden_size=64, vocab_size=1000)
+    plan = check_megatron_to_vllm(config, ParallelLayout(tp=2), 2, 1, 4096)
+    assert max(bucket.nbytes for bucket in plan.buckets) <= 4096
+    summary = plan.summary()
+    assert sum(summary.pairs.values()) == sum(summary.sent) == sum(summary.received)
+    elements = sum(volume(s.box) for rank in range(2) for s in vllm_weight_slices(config, 2, rank))
+    assert 4 * elements <= sum(summary.received) < 4 * elements * 1.01  # alignment within buckets
+    assert summary.staging_bytes <= 2 * 4096
+    assert str(summary).startswith(f"refit of {sum(summary.received) / 1e6:.3f} MB from 2 to 2 ranks")
+    assert len(str(summary).splitlines()) == 2 + len(summary.pairs)
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    config = model_config()
+    sources, wanted = megatron_slices(config, ParallelLayout(dp=2)), [vllm_weight_slices(config, 1, 0)]
+    plans = [plan_refit(sources, wanted, dtype="float32", bucket_bytes=bytes_) for bytes_ in (512, 512, 1024)]
+    assert plans[0] == plans[1]
+    assert plans[0].digest != plans[2].digest
+
+
+def test_a_missing_parameter_is_named_on_either_side() -> None:
+    config = model_config()
+    sources, wanted = megatron_slices(config, ParallelLayout()), vllm_weight_slices(config, 1, 0)
+    lacking = [s for s in wanted if "k_norm" not in s.name]
+    with pytest.raises(
+        RefitPlanError, match=r"the sources have .* destinations lack: 'model.layers.0.self_attn.k_norm.weight'"
+    ):
+        plan_refit(sources, [lacking], dtype="float32")
+    with pytest.raises(
+        RefitPlanError, match=r"the destinations have .* sources lack: 'model.layers.0.self_attn.k_norm.weight'"
+    ):
+        plan_refit([[s for s in sources[0] if "k_norm" not in s.name]], [wanted], dtype="float32")
+
+
+def test_a_gap_names_parameter_and_box() -> None:
+    sources = [[held(((0, 2), (0, 4)))], [held(((4, 6), (0, 4)))]]
+    with pytest.raises(RefitPlanError, match=r"'p': no source holds \(\(2, 4\), \(0, 4\)\)"):
+        plan_refit(sources, [[held(((0, 6), (0, 4)))]], dtype="float32")
+
+
+def test_different_shapes_are_named() -> None:
+    with pytest.raises(RefitPlanError, match=r"'p' is \(\(0, 6\),\) in the sources but \(\(0, 5\),\) in the destinations"):
+        plan_refit([[held(((0, 6),))]], [[held(((0, 5),))]], dtype="float32")
+
+
+def test_an_element_written_twice_is_named() -> None:
+    twice = [WeightSlice("p", ((0, 2),), "t", ((0, 2),)), WeightSlice("q", ((0, 2),), "t", ((1, 3),))]
+    sources = [[held(((0, 2),)), held(((0, 2),), "q")]]
+    with pytest.raises(
+        RefitPlanError, match=r"\(\(1, 2\),\) of the destination tensor 't' would be written twice: by parameter 'p'"
+    ):
+        plan_refit(sources, [twice], dtype="float32")
+
+
+def test_the_proof_sees_a_lost_and_a_doubled_piece() -> None:
+    from dagrl.refit.cover import cover, index_sources
+
+    wanted = held(((0, 6), (0, 4)))
+    index = index_sources([[held(((0, 3), (0, 4)))], [held(((3, 6), (0, 4)))]])
+    pieces = cover(wanted, index, "p", 4, 1 << 20)
+    prove_covered([wanted], pieces)
+    with pytest.raises(RefitPlanError, match="12 of the 24 elements"):
+        prove_covered([wanted], pieces[:1])
+    with pytest.raises(RefitPlanError, match="written twice"):
+        prove_covered([wanted], [*pieces, pieces[0]])
+    shifted = replace(pieces[1], target_local=((4, 7), (0, 4)))
+    with pytest.raises(RefitPlanError, match="every element must be written exactly once"):
+        prove_covered([wanted], [pieces[0], shifted])
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(RefitPlanError, match="complex64"):
+        plan_refit([[held(((0, 1),))]], [[held(((0, 1),))]], dtype="complex64")
+
+
+boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1])), min_size=3, max_size=3)
+
+
+@given(boxes, boxes)
+def test_subtract_leaves_a_partition(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+    box = tuple(first)
+    hole = intersect(box, tuple(second))
+    if hole is not None:
+        rest = subtract(box, hole)
+        assert sum(map(volume, rest)) + volume(hole) == volume(box)
+        parts = [*rest, hole]
+        assert all(intersect(a, b) is None for i, a in enumerate(parts) for b in parts[i + 1 :])
+
+
+@given(boxes, st.integers(1, 50))
+def test_split_is_a_partition_of_bounded_parts(first: list[tuple[int, int]], elements: int) -> None:
+    parts = list(split(tuple(first), elements))
+    assert sum(map(volume, parts)) == volume(tuple(first))
+    assert all(volume(part) <= elements for part in parts)
+    assert all(intersect(a, b) is None for i, a in enumerate(parts) for b in parts[i + 1 :])
