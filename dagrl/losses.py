@@ -30,17 +30,26 @@ import torch
 from torch import Tensor
 
 from dagrl.config import LossConfig
+from dagrl.errors import DataError
 
 
 @dataclass(frozen=True)
 class Denominators:
     """Counts over the global batch, all shards together.
 
-    `tokens` is the sum of `loss_mask`, `sequences` the number of rows with at least one token in it.
+    `tokens` is the sum of `loss_mask`, `sequences` the number of rows with at least one token in it. Raises DataError when
+    there are none: dividing by 0 would turn every weight into NaN.
     """
 
     tokens: float
     sequences: float
+
+    def __post_init__(self) -> None:
+        if not (self.tokens > 0 and self.sequences > 0):
+            raise DataError(
+                f"the global batch has {self.tokens:g} tokens in the loss, in {self.sequences:g} sequences; "
+                "expected at least one. Look at how loss_mask is made, and whether responses are cut off by policy.max_total_sequence_length"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dagrl.config import LossConfig
+from dagrl.errors import DataError
 from dagrl.losses import LOSSES, Denominators, LossOutput, kl_estimate
 
 Data = dict[str, Tensor]
@@ -207,6 +208,11 @@ def test_no_penalty_needs_no_reference() -> None:
     output = LOSSES["grpo"](logprobs, data, LossConfig(reference_policy_kl_penalty=0), denominators)
     assert "kl" not in output.sums
     assert torch.isfinite(output.loss)
+
+
+def test_a_batch_without_tokens_is_refused() -> None:
+    with pytest.raises(DataError, match="loss_mask"):
+        Denominators(tokens=0.0, sequences=0.0)
 
 
 def test_kl_estimates_average_to_the_kl_of_two_distributions() -> None:
