@@ -48,7 +48,8 @@ class Denominators:
         if not (self.tokens > 0 and self.sequences > 0):
             raise DataError(
                 f"the global batch has {self.tokens:g} tokens in the loss, in {self.sequences:g} sequences; "
-                "expected at least one. Look at how loss_mask is made, and whether responses are cut off by policy.max_total_sequence_length"
+                "expected at least one. Look at how loss_mask is made, and whether responses are cut off by "
+                "policy.max_total_sequence_length"
             )
 
 
