@@ -17,6 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from dagrl.errors import GraphError
 from dagrl.graph import ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
@@ -127,6 +128,9 @@ def join(*values: Value) -> Value:
     return tracer.tree(None, "", Value(tracer, tuple(node for value in values for node in value.nodes)), kind="collect")
 
 
+PhaseFunction = Callable[..., Value | tuple[Value, ...]]
+
+
 class Tracer:
     """Records the nodes of one phase while its function runs."""
 
@@ -207,7 +211,7 @@ class Phase:
     """A phase function, and the shape of the batches it takes (`inputs`; None: its input is not a batch)."""
 
     name: str
-    function: Callable[..., Value | tuple[Value, ...]]
+    function: PhaseFunction
     inputs: InputSpec | None = None
     roles: tuple[str, ...] = field(default=())
 
@@ -257,16 +261,24 @@ def replicas_per_graph(shards: Mapping[str, int]) -> dict[str, int]:
     return {role: count // graphs for role, count in shards.items()}
 
 
+@overload
+def phase(function: PhaseFunction) -> Phase: ...
+
+
+@overload
+def phase(*, inputs: InputSpec | None = None, name: str = "") -> Callable[[PhaseFunction], Phase]: ...
+
+
 def phase(
-    function: Callable[..., Value | tuple[Value, ...]] | None = None, *, inputs: InputSpec | None = None, name: str = ""
-) -> Phase | Callable[[Callable[..., Value | tuple[Value, ...]]], Phase]:
+    function: PhaseFunction | None = None, *, inputs: InputSpec | None = None, name: str = ""
+) -> Phase | Callable[[PhaseFunction], Phase]:
     """Make a `Phase` of a function: `@phase`, or `@phase(inputs={...})` for one that takes a `Batch`."""
     if function is None:
         return lambda decorated: _make_phase(decorated, inputs, name)
     return _make_phase(function, inputs, name)
 
 
-def _make_phase(function: Callable[..., Value | tuple[Value, ...]], inputs: InputSpec | None, name: str) -> Phase:
+def _make_phase(function: PhaseFunction, inputs: InputSpec | None, name: str) -> Phase:
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
     roles = tuple(key for key, parameter in parameters.items() if parameter.annotation in (Shard, "Shard"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,8 @@ class WorkerGroup:
             actor.__ray_call__.remote(install, role.name, rank, str(self.layout.coordinates(rank)))
             for rank, actor in enumerate(self.actors)
         ]
-        self._get(installs, call_timeout_s, "answering")
-        places = self._get([actor.__ray_call__.remote(where) for actor in self.actors], call_timeout_s, "answering")
-        self.places = tuple(Place(host, pid) for host, pid in places)
+        self.wait(installs, call_timeout_s, "start")
+        self.places = tuple(Place(host, pid) for host, pid in self.call_function(where))
 
     @classmethod
     def create(
@@ -127,8 +126,7 @@ class WorkerGroup:
         """Call `setup(address)` on every worker at once, where the worker has it. Also after `abort`, to join again."""
         if "setup" not in self.role.methods:
             return
-        address = self._get([self.actors[0].__ray_call__.remote(free_address)], self._call_timeout_s, "finding a port")[0]
-        self.call("setup", address)
+        self.call("setup", self.call_function(free_address)[0])
 
     def call(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
         """Plain actor calls of `method(*args)` on every worker; results in rank order."""
@@ -136,17 +134,21 @@ class WorkerGroup:
 
     def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, timeout_s: float | None = None) -> list[Any]:
         """Plain actor calls of `method`, with arguments of its own for each rank."""
-        refs = [getattr(actor, method).remote(*mine) for actor, mine in zip(self.actors, args, strict=True)]
-        return self._get(refs, timeout_s or self._call_timeout_s, method)
+        return call_together([(self, method, args)], timeout_s=timeout_s or self._call_timeout_s)[0]
+
+    def call_function(self, function: Callable[..., Any], *args: object, timeout_s: float | None = None) -> list[Any]:
+        """Plain actor calls of `function(worker, *args)` in every worker's process."""
+        refs = [actor.__ray_call__.remote(function, *args) for actor in self.actors]
+        return self.wait(refs, timeout_s or self._call_timeout_s, function.__name__)
 
     def drain_runs(self, timeout_s: float = 30.0) -> list[list[NodeRun]]:
         """What each worker ran since the last call, for the trace."""
-        return self._get([self._health(actor, drain_runs) for actor in self.actors], timeout_s, "reporting its runs")
+        return self.wait([self._health(actor, drain_runs) for actor in self.actors], timeout_s, "reporting its runs")
 
     def reset_tickets(self, tickets: Sequence[int]) -> None:
         """Start each worker's ticket order again at its ticket."""
         refs = [self._health(actor, reset_tickets, ticket) for actor, ticket in zip(self.actors, tickets, strict=True)]
-        self._get(refs, self._call_timeout_s, "resetting")
+        self.wait(refs, self._call_timeout_s, "resetting")
 
     def hang_reports(self, timeout_s: float) -> dict[int, tuple[str, str]]:
         """For each rank: what it is running (empty when idle), and the stack of the thread that runs it."""
@@ -182,24 +184,52 @@ class WorkerGroup:
         call = actor.__ray_call__
         return (call.options(concurrency_group=self._health_group) if self._health_group else call).remote(function, *args)
 
-    def _get(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        results = []
-        for rank, ref in enumerate(refs):
-            try:
-                results.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-            except ray.exceptions.GetTimeoutError as late:
-                raise DeadlineError(
-                    f"{self.role.name} worker {rank} was not done {doing!r} after {timeout_s:.0f} s; "
-                    "raise the deadline (timeouts.*) if it is only slow"
-                ) from late
-            except ray.exceptions.RayTaskError as failed:
-                if isinstance(failed.cause, UserError):
-                    raise failed.cause from None
-                raise RunError(f"{self.role.name} worker {rank} failed in {doing!r}:\n{failed}") from failed
-            except ray.exceptions.RayActorError as died:
-                raise RunError(f"{self.role.name} worker {rank} died in {doing!r}:\n{died}") from died
-        return results
+    def wait(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
+        """Results of one call a rank; the first error, with its rank, as soon as one fails; DeadlineError when late."""
+        return _gather([(self, doing, refs)], timeout_s)[0]
+
+
+def call_together(
+    calls: Sequence[tuple[WorkerGroup, str, Sequence[tuple[object, ...]]]], *, timeout_s: float
+) -> list[list[Any]]:
+    """Plain actor calls on several groups at once: `(group, method, one tuple of arguments a rank)`.
+
+    For methods that wait for each other across groups. Results are in the order of the calls, then of ranks.
+    """
+    started = [
+        (group, method, [getattr(actor, method).remote(*mine) for actor, mine in zip(group.actors, args, strict=True)])
+        for group, method, args in calls
+    ]
+    return _gather(started, timeout_s)
+
+
+def _gather(calls: Sequence[tuple[WorkerGroup, str, Sequence[Any]]], timeout_s: float) -> list[list[Any]]:
+    callers = {ref: (group, rank, doing) for group, doing, refs in calls for rank, ref in enumerate(refs)}
+    deadline = time.monotonic() + timeout_s
+    waiting = list(callers)
+    results: dict[Any, Any] = {}
+    while waiting:
+        ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            names = ", ".join(
+                f"{group.role.name} worker {rank} in {doing!r}" for group, rank, doing in map(callers.get, waiting)
+            )
+            raise DeadlineError(
+                f"not done after {timeout_s:.0f} s: {names}; raise the deadline (timeouts.*) if it is only slow"
+            )
+        results[ready[0]] = _result(ready[0], *callers[ready[0]])
+    return [[results[ref] for ref in refs] for _, _, refs in calls]
+
+
+def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as failed:
+        if isinstance(failed.cause, UserError):
+            raise failed.cause from None
+        raise RunError(f"{group.role.name} worker {rank} failed in {doing!r}:\n{failed}") from failed
+    except ray.exceptions.RayActorError as died:
+        raise RunError(f"{group.role.name} worker {rank} died in {doing!r}:\n{died}") from died
 
 
 def free_address(worker: object) -> str:
