@@ -35,11 +35,7 @@ def load_attribute(path: str, key: str) -> object:
     module = _load_module(module_name, path, key)
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, [name for name in vars(module) if not name.startswith("_")], n=3)
-        raise ConfigError(
-            f"{key}: module {module_name!r} ({module.__file__}) has no {attribute!r}"
-            + did_you_mean(near)
-            + f" (in {path!r})"
-        )
+        raise ConfigError(f"{key}: module {module_name!r} has no {attribute!r}{did_you_mean(near)} (in {path!r})")
     return getattr(module, attribute)
 
 
