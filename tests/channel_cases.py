@@ -1,0 +1,344 @@
+"""What every channel must do, whatever carries it: cases that run in one process for each rank.
+
+`run_case` starts the processes and gives back what each rank returned. A case gets the rank's `Place` and returns
+something picklable. Used by tests/integration/test_channel_gloo.py and tests/gpu/test_channel_nccl.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from dagrl.channels import Channel, ChannelSpec, open_channel
+from dagrl.errors import ChannelError, RefitPlanError
+from dagrl.layout import ParallelLayout
+from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
+from tests.unit.weight_reference import (
+    equal,
+    hf_weights,
+    megatron_tensors,
+    model_config,
+    vllm_tensors,
+    zeros_like,
+)
+from workers.megatron.weights import megatron_weight_slices
+from workers.vllm.weights import vllm_weight_slices
+
+Kind = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank: its channel's spec, and a port for a default process group of each side."""
+
+    spec: ChannelSpec
+    side_ports: tuple[int, int]
+
+    @property
+    def rank(self) -> int:
+        return self.spec.rank
+
+    @property
+    def size(self) -> int:
+        return self.spec.size
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.spec.kind == "gloo" else f"cuda:{self.rank}"
+
+    def open(self) -> Channel:
+        return open_channel(self.spec)
+
+
+Case = Callable[[Place], object]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0, limit_s: float = 60.0) -> list[object]:
+    """Run `case` on `size` ranks; a rank that died gives None, one that raised gives its error's text."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.channel_cases"])
+    ports, address = (free_port(), free_port()), f"127.0.0.1:{free_port()}"
+    running = []
+    for rank in range(size):
+        place = Place(ChannelSpec(kind, address, rank, size, channel_timeout_s), ports)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(case, place, theirs))
+        process.start()
+        theirs.close()
+        running.append((process, ours))
+    try:
+        return [_result(connection, time.monotonic() + limit_s) for _, connection in running]
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.join()
+
+
+def _result(connection: Connection, deadline: float) -> object:
+    if not wait([connection], max(0.0, deadline - time.monotonic())):
+        raise TimeoutError("a rank hangs")
+    try:
+        return connection.recv()
+    except EOFError:
+        return None  # killed
+
+
+def _run(case: Case, place: Place, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    if place.spec.kind == "nccl":
+        torch.cuda.set_device(place.rank)
+    try:
+        connection.send(case(place))
+    except Exception:
+        connection.send(traceback.format_exc())
+
+
+def join_own_world(place: Place) -> None:
+    """A default process group of the rank's own side, as train and generation workers have."""
+    half = place.size // 2
+    side, rank = divmod(place.rank, half)
+    address = f"tcp://127.0.0.1:{place.side_ports[side]}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=half)
+
+
+def own_world_works(place: Place) -> bool:
+    half = place.size // 2
+    total = torch.tensor([float(place.rank)])
+    dist.all_reduce(total)
+    return total.item() == sum(rank for rank in range(place.size) if rank // half == place.rank // half)
+
+
+def messages(place: Place) -> object:
+    """All pairs, several dtypes and sizes, in order, beside default process groups of each side."""
+    join_own_world(place)
+    channel = place.open()
+    assert own_world_works(place)
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+    for number, dtype in enumerate(dtypes):
+        for count in (1, 1000, 300_000):
+            peers = [rank for rank in range(place.size) if rank != place.rank]
+            mine = torch.full((count,), 10 * place.rank + number, dtype=dtype, device=place.device)
+            got = {peer: torch.zeros(count, dtype=dtype, device=place.device) for peer in peers}
+            pending = channel.exchange([(mine, peer) for peer in peers], [(got[peer], peer) for peer in peers])
+            for message in pending:
+                message.wait()
+            channel.synchronize()
+            assert all(bool((got[peer] == 10 * peer + number).all()) for peer in peers), (dtype, count)
+    assert own_world_works(place)
+    channel.close()
+    channel.close()
+    dist.destroy_process_group()
+    return "done"
+
+
+def order(place: Place) -> object:
+    """Messages of one pair arrive in the order sent, though the receives are posted first."""
+    channel = place.open()
+    values = [torch.full((4096,), float(index), device=place.device) for index in range(20)]
+    if place.rank == 0:
+        time.sleep(0.1)
+        pending = [channel.send(value, 1) for value in values]
+    else:
+        values = [torch.zeros_like(value) for value in values]
+        pending = [channel.receive(value, 0) for value in values]
+    for message in pending:
+        message.wait()
+    channel.synchronize()
+    channel.close()
+    return [int(value[0]) for value in values]
+
+
+CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
+
+
+def _refit_plan(size: int) -> tuple[RefitPlan, ParallelLayout]:
+    half = size // 2
+    layout = ParallelLayout(dp=half, ep=half)
+    sources = [megatron_weight_slices(CONFIG, layout, rank) for rank in range(half)]
+    return plan_refit(
+        sources, [vllm_weight_slices(CONFIG, half, rank) for rank in range(half)], dtype="float32", bucket_bytes=20_000
+    ), layout
+
+
+def refit(place: Place) -> object:
+    """Three versions, each with other weights, end up where an independent slicing puts them."""
+    half = place.size // 2
+    join_own_world(place)
+    plan, layout = _refit_plan(place.size)
+    channel = place.open()
+    weights = hf_weights(CONFIG)
+    is_source = place.rank < half
+    if is_source:
+        tensors = megatron_tensors(weights, CONFIG, layout, place.rank)
+    else:
+        expected = vllm_tensors(weights, CONFIG, half, place.rank - half)
+        tensors = zeros_like(expected)
+    tensors = {name: tensor.clone().to(place.device) for name, tensor in tensors.items()}
+    end = (RefitSender if is_source else RefitReceiver)(plan.for_rank(place.rank), tensors, channel)
+    bytes_ = []
+    for version in (1, 2, 3):
+        if isinstance(end, RefitSender):
+            report = end.send(version)
+            for tensor in tensors.values():
+                tensor += 1
+        else:
+            report = end.receive(version)
+            shift = version - 1
+            scaled = {name: tensor + shift * (tensor != 0) for name, tensor in expected.items()}
+            assert equal({name: tensor.cpu() for name, tensor in tensors.items()}, scaled), version
+        bytes_.append((report.version, report.bytes_sent, report.bytes_received))
+    assert own_world_works(place)
+    channel.close()
+    return bytes_
+
+
+def other_version(place: Place) -> object:
+    """A sender of another version is refused, and nothing is written."""
+    plan, layout = _refit_plan(2)
+    channel = place.open()
+    weights = hf_weights(CONFIG)
+    if place.rank == 0:
+        RefitSender(plan.for_rank(0), megatron_tensors(weights, CONFIG, layout, 0), channel).send(5)
+        return "sent"
+    tensors = zeros_like(vllm_tensors(weights, CONFIG, 1, 0))
+    try:
+        RefitReceiver(plan.for_rank(1), tensors, channel).receive(6)
+    except ChannelError as error:
+        return str(error), any(bool(tensor.any()) for tensor in tensors.values())
+
+
+def other_world(place: Place) -> object:
+    """A plan for another world than the channel's is refused before any byte moves."""
+    plan, _ = _refit_plan(4)
+    try:
+        RefitSender(plan.for_rank(place.rank), {}, place.open())
+    except RefitPlanError as error:
+        return str(error)
+
+
+def _error_of(act: Callable[[], object]) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        act()
+    except ChannelError as error:
+        return str(error), time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+def _receive(channel: Channel, peer: int, place: Place, count: int = 1 << 16) -> None:
+    channel.receive(torch.zeros(count, device=place.device), peer).wait()
+    channel.synchronize()
+
+
+def killed_peer(place: Place) -> object:
+    """The last rank is killed while rank 0 waits for it and the others wait for rank 0."""
+    channel = place.open()
+    if place.rank == place.size - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    awaited = place.size - 1 if place.rank == 0 else 0
+    first = _error_of(lambda: _receive(channel, awaited, place))
+    again = _error_of(lambda: _receive(channel, awaited, place))
+    channel.close()
+    return first, again
+
+
+def killed_in_a_refit(place: Place) -> object:
+    """A source is killed in the middle of a refit; its receivers, and sources that send to them, get errors."""
+    half = place.size // 2
+    plan, layout = _refit_plan(place.size)
+    channel = place.open()
+    weights = hf_weights(CONFIG)
+    if place.rank < half:
+        sender = RefitSender(plan.for_rank(place.rank), megatron_tensors(weights, CONFIG, layout, place.rank), channel)
+        sender.send(1)
+        if place.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _error_of(lambda: [sender.send(version) for version in range(2, 200)])
+    tensors = zeros_like(vllm_tensors(weights, CONFIG, half, place.rank - half))
+    receiver = RefitReceiver(plan.for_rank(place.rank), tensors, channel)
+    return _error_of(lambda: [receiver.receive(version) for version in range(1, 200)])
+
+
+def silent_peer(place: Place) -> object:
+    """Nobody sends: the deadline ends the wait."""
+    channel = place.open()
+    if place.rank == 0:
+        found = _error_of(lambda: _receive(channel, 1, place))
+        channel.close()
+        return found
+    time.sleep(place.spec.timeout_s + 1.5)
+    return "silent"
+
+
+def aborted(place: Place) -> object:
+    """`abort` from another thread of rank 0 frees rank 0 and every peer that waits for it, long before the deadline."""
+    channel = place.open()
+    if place.rank == 0:
+        threading.Timer(0.3, channel.abort, args=("the scheduler said so",)).start()
+    found = _error_of(lambda: _receive(channel, (place.rank + 1) % place.size if place.rank == 0 else 0, place))
+    channel.close()
+    return found
+
+
+def absent_rank(place: Place) -> object:
+    """The last rank never opens its end."""
+    if place.rank == place.size - 1:
+        return "absent"
+    return _error_of(place.open)
+
+
+def reopened(place: Place) -> object:
+    """Opened and closed again and again at one address, a channel leaves no thread and no descriptor."""
+    counts = []
+    for _ in range(6):
+        channel = place.open()
+        tensor = torch.zeros(1000, device=place.device)
+        (channel.send if place.rank == 0 else channel.receive)(tensor, 1 - place.rank).wait()
+        channel.synchronize()
+        if place.spec.kind == "gloo":
+            _meet(channel, place)
+        channel.close()
+        del channel
+        gc.collect()
+        time.sleep(0.3)
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return counts
+
+
+def _meet(channel: Channel, place: Place) -> None:
+    """Both sides are here, so that neither closes while the other still works."""
+    token = torch.zeros(1)
+    for sender in (0, 1):
+        (channel.send if place.rank == sender else channel.receive)(token, 1 - place.rank).wait()
+
+
+def refused(place: Place) -> object:
+    """Messages that cannot be carried."""
+    channel = place.open()
+    square = torch.zeros(4, 4, device=place.device)
+    elsewhere = torch.zeros(4, device="meta")
+    tries = [(square, place.rank), (square, 7), (square.t()[:, 1:], 1 - place.rank), (elsewhere, 1 - place.rank)]
+    found = [_error_of(lambda message=message: channel.send(*message))[0] for message in tries]  # type: ignore[misc]
+    channel.close()
+    closed = _error_of(lambda: channel.send(square, 1 - place.rank))[0]
+    return [*found, closed]

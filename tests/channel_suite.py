@@ -1,0 +1,78 @@
+"""The suite that every channel passes: a subclass names the backend and how many ranks the machine can have."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tests import channel_cases as cases
+from tests.channel_cases import Kind, run_case
+
+
+class ChannelSuite:
+    """`ranks` is an even number of at least 2."""
+
+    kind: ClassVar[Kind]
+    ranks: ClassVar[int]
+    notices_death: ClassVar[bool] = True  # at once; otherwise only by the deadline
+
+    def test_messages_between_all_ranks_beside_default_groups(self) -> None:
+        assert run_case(cases.messages, self.kind, self.ranks) == ["done"] * self.ranks
+
+    def test_messages_of_a_pair_keep_their_order(self) -> None:
+        assert run_case(cases.order, self.kind, 2) == [list(range(20))] * 2
+
+    def test_refit_puts_every_weight_in_its_place(self) -> None:
+        results = run_case(cases.refit, self.kind, self.ranks)
+        assert all(isinstance(result, list) for result in results), results
+        reports = [report for result in results if isinstance(result, list) for report in result]
+        assert sum(sent for _, sent, _ in reports) == sum(received for _, _, received in reports) > 0
+        assert sorted(version for version, _, _ in reports) == sorted([1, 2, 3] * self.ranks)
+
+    def test_a_killed_peer_is_named_within_the_deadline(self) -> None:
+        *alive, dead = run_case(cases.killed_peer, self.kind, self.ranks, channel_timeout_s=8)
+        assert dead is None
+        for rank, result in enumerate(alive):
+            assert isinstance(result, tuple), result
+            (error, seconds), (again, at_once) = result
+            assert f"rank {self.ranks - 1 if rank == 0 else 0}" in error or not self.notices_death, error
+            assert seconds < (4 if self.notices_death else 10)
+            assert again != "no error" and at_once < 1
+
+    def test_a_peer_killed_in_a_refit_frees_the_rest(self) -> None:
+        results = run_case(cases.killed_in_a_refit, self.kind, self.ranks, channel_timeout_s=8)
+        assert results[0] is None
+        for result in results[1:]:
+            assert isinstance(result, tuple), result
+            assert "channel rank" in result[0] and result[1] < 12, result
+
+    def test_a_silent_peer_ends_at_the_deadline(self) -> None:
+        result, _ = run_case(cases.silent_peer, self.kind, 2, channel_timeout_s=2)
+        assert isinstance(result, tuple), result
+        error, seconds = result
+        assert "2 s" in error and "channel rank 0 of 2" in error
+        assert 1.5 < seconds < 5
+
+    def test_abort_frees_this_rank_and_its_peers(self) -> None:
+        results = run_case(cases.aborted, self.kind, self.ranks, channel_timeout_s=30)
+        for rank, result in enumerate(results):
+            assert isinstance(result, tuple), result
+            assert result[0] != "no error" and result[1] < (5 if rank == 0 or self.notices_death else 35), result
+        assert "the scheduler said so" in str(results[0])
+
+    def test_an_absent_rank_is_an_error_of_those_who_came(self) -> None:
+        *came, _ = run_case(cases.absent_rank, self.kind, self.ranks, channel_timeout_s=2)
+        for result in came:
+            assert isinstance(result, tuple), result
+            assert "could not join within 2 s" in result[0] and result[1] < 8, result
+
+    def test_opened_and_closed_again_it_leaves_nothing(self) -> None:
+        for counts in run_case(cases.reopened, self.kind, 2):
+            assert isinstance(counts, list), counts
+            assert counts[1] == counts[-1], counts
+
+    def test_what_cannot_be_carried_is_said(self) -> None:
+        for result in run_case(cases.refused, self.kind, 2):
+            assert isinstance(result, list), result
+            itself, absent, strided, elsewhere, closed = result
+            assert "no peer" in itself and "no peer 7" in absent
+            assert "contiguous" in strided and "meta" in elsewhere and "closed" in closed

@@ -1,0 +1,44 @@
+"""The channel suite over Gloo, with two to four real processes; and what the refit asks of its channel."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from dagrl.channels import ChannelSpec, open_channel
+from dagrl.errors import ChannelError
+from tests import channel_cases as cases
+from tests.channel_cases import Kind, run_case
+from tests.channel_suite import ChannelSuite
+
+
+class TestGloo(ChannelSuite):
+    kind: ClassVar[Kind] = "gloo"
+    ranks: ClassVar[int] = 4
+
+
+def test_a_sender_of_another_version_is_refused_before_a_byte_is_written() -> None:
+    sent, refused = run_case(cases.other_version, "gloo", 2, channel_timeout_s=4)
+    assert refused == ("rank 0 sends version 5, but version 6 is being received", False)
+    assert sent == "sent" or "ChannelError" in str(sent)
+
+
+def test_a_plan_for_another_world_is_refused() -> None:
+    for rank, result in enumerate(run_case(cases.other_world, "gloo", 2)):
+        assert f"the plan is for rank {rank} of 4, the channel is rank {rank} of 2" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("address", "rank"), [("nowhere", 0), ("127.0.0.1:http", 0), ("127.0.0.1:1", 2), ("127.0.0.1:1", -1)]
+)
+def test_a_spec_that_cannot_be_is_refused(address: str, rank: int) -> None:
+    with pytest.raises(ChannelError):
+        ChannelSpec("gloo", address, rank, 2)
+
+
+def test_an_address_in_use_is_said() -> None:
+    first = open_channel(ChannelSpec("gloo", f"127.0.0.1:{(port := cases.free_port())}", 0, 1))
+    with pytest.raises(ChannelError, match="the address must be free on the host of rank 0"):
+        open_channel(ChannelSpec("gloo", f"127.0.0.1:{port}", 0, 1, timeout_s=2))
+    first.close()
