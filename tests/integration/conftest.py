@@ -1,20 +1,44 @@
-"""Processes that are shared by integration tests because they are slow to start."""
+"""Fixtures shared by integration tests; each costs nothing until a test asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.vllm_ranks import Ranks
+if TYPE_CHECKING:
+    from tests.integration.megatron_pool import MegatronPool
+    from tests.integration.vllm_ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def megatron_pool() -> Iterator[MegatronPool]:
+    """Four processes in which Megatron workers of any layout run."""
+    pytest.importorskip("megatron.core")
+    from tests.integration.megatron_pool import MegatronPool
+
+    pool = MegatronPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Hugging Face checkpoints of every architecture that the Megatron worker knows, by name."""
+    from tests.integration.megatron_reference import MODELS, make_model
+
+    directory = tmp_path_factory.mktemp("models")
+    return {name: make_model(name, directory) for name in MODELS}
 
 
 @pytest.fixture(scope="session")
 def vllm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Two processes for vLLM engines."""
+    """Two processes that hold vLLM engines, one engine after the other."""
     pytest.importorskip("vllm")
     from tests.integration.vllm_models import make_config
+    from tests.integration.vllm_ranks import Ranks
     from workers.vllm import VllmWorker
 
     ranks = Ranks(VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm"))))

@@ -125,6 +125,8 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError(f"model_type is {kind!r}; the Megatron worker knows {', '.join(MODEL_TYPES)}")
     if hf_config.get("attention_bias"):
         raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
+    if hf_config.get("mlp_bias"):
+        raise ConfigError("mlp_bias is true; the Megatron worker supports linear layers without bias only")
     if hf_config.get("use_sliding_window"):
         raise ConfigError("use_sliding_window is true; the Megatron worker supports full attention only")
     if hf_config.get("hidden_act", "silu") != "silu":
@@ -151,7 +153,7 @@ def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Archite
     assert isinstance(without, list)
     return replace(
         dense,
-        experts=_integer(hf_config, "num_experts"),
+        experts=_integer(hf_config, "num_local_experts" if "num_local_experts" in hf_config else "num_experts"),
         experts_per_token=_integer(hf_config, "num_experts_per_tok"),
         expert_ffn=_integer(hf_config, "moe_intermediate_size"),
         normalize_expert_weights=bool(hf_config.get("norm_topk_prob", False)),

@@ -1,0 +1,197 @@
+"""The independent truth for the Megatron worker: tiny Hugging Face models, trained by plain torch in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.shapes import Batch
+
+VOCABULARY = 200  # not a multiple of Megatron's padding: at tp 2 the second worker holds 72 tokens and 56 rows of padding
+WIDTH, ROWS, STEPS = 22, 8, 3  # the width is no multiple of 4: sequences are padded to be cut for context parallelism
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+    "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "small_vocabulary": {"model_type": "qwen3", "vocab_size": 30},  # at tp 2 the second worker holds padding alone
+    "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
+    "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
+}
+
+
+def make_model(name: str, directory: Path) -> Path:
+    """Write a tiny model with random norms and biases (what is 1 or 0 by default could be left out unnoticed)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    settings = {**SIZES, **MODELS[name]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "mlp.gate" in parameter_name:
+                parameter.mul_(20)  # routing without near ties
+            else:
+                parameter.mul_(3)
+    model.save_pretrained(directory / name)
+    return directory / name
+
+
+def make_config(model: Path, **policy: Any) -> Config:
+    """A run's configuration; `policy` adds to or replaces the section's keys."""
+    optimizer = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0, "adam_eps": 1e-6}
+    optimizer |= policy.pop("optimizer", {})
+    section = {"model_name": str(model), "train_micro_batch_size": 2, "logprob_batch_size": 3, **policy}
+    section.setdefault("megatron_cfg", {})["optimizer"] = optimizer
+    return Config.model_validate({"name": "test", "algorithm": "grpo", "seed": 3, "data": {}, "policy": section})
+
+
+def make_batch(vocabulary: int = VOCABULARY, grpo: bool = False) -> Batch:
+    """Rows of very different length, each with a prompt that is masked out; one row has no loss at all."""
+    generator = np.random.default_rng(11)
+    lengths = np.array([22, 5, 17, 3, 21, 9, 4, 13], dtype=np.int64)
+    prompts = np.array([2, 1, 12, 1, 1, 4, 4, 2])
+    positions = np.arange(WIDTH)[None, :]
+    inside = positions < lengths[:, None]
+    mask = (inside & (positions >= prompts[:, None])).astype(np.float32)
+    fields = {
+        "tokens": generator.integers(0, vocabulary, (ROWS, WIDTH)) * inside,
+        "lengths": lengths,
+        "loss_mask": mask,
+    }
+    if grpo:
+        fields |= {
+            name: generator.normal(mean, 0.3, (ROWS, WIDTH)).astype(np.float32) * mask
+            for name, mean in {"generation_logprobs": -5.3, "prev_logprobs": -5.3, "reference_logprobs": -5.2}.items()
+        }
+        fields["advantages"] = generator.normal(size=(ROWS, 1)).astype(np.float32) * mask
+    scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float((mask.sum(1) > 0).sum())}
+    return Batch(fields, scalars)
+
+
+def hf_logits(model: Any, batch: Batch) -> Tensor:
+    """[rows, width, vocabulary], row by row and without padding."""
+    rows = []
+    for tokens, length in zip(batch["tokens"], batch["lengths"], strict=True):
+        logits = model(torch.tensor(tokens[: int(length)])[None]).logits[0]
+        rows.append(torch.nn.functional.pad(logits, (0, 0, 0, WIDTH - int(length))))
+    return torch.stack(rows)
+
+
+def hf_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Token-aligned log-probabilities and entropies [rows, width], 0 at entry 0 and past the length."""
+    distribution = (hf_logits(model, batch)[:, :-1] / temperature).log_softmax(-1)
+    labels = torch.tensor(batch["tokens"])[:, 1:, None]
+    inside = torch.arange(1, WIDTH)[None] < torch.tensor(batch["lengths"])[:, None]
+    logprobs = distribution.gather(-1, labels)[..., 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    return tuple(torch.nn.functional.pad(torch.where(inside, value, 0.0), (1, 0)) for value in (logprobs, entropy))
+
+
+def sft_reference(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Mean negative log-likelihood over the tokens of the whole batch."""
+    mask = torch.tensor(batch["loss_mask"])
+    return -(logprobs * mask).sum() / mask.sum()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What training gave: one loss and gradient norm (before clipping) a step, and the first step's clipped gradients."""
+
+    logprobs: Any
+    entropy: Any
+    losses: list[float]
+    norms: list[float]
+    gradients: Mapping[str, Any]
+
+
+def train_reference(model_directory: Path, batch: Batch, config: Config, loss: Callable[[Tensor, Batch], Tensor]) -> Run:
+    """`STEPS` steps of AdamW on a Hugging Face model, in one process."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    wanted = config.policy.megatron_cfg.optimizer
+    decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    rest = [
+        parameter for parameter in model.parameters() if parameter.ndim == 1
+    ]  # as Megatron: no decay of norms and biases
+    groups = [{"params": decay, "weight_decay": wanted.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+    with torch.no_grad():
+        first = hf_logprobs(model, batch)
+    losses, norms, gradients = [], [], {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(hf_logprobs(model, batch, _temperature(config))[0], batch)
+        value.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_grad)))
+        losses.append(value.item())
+        gradients = gradients or _checkpoint_names({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+    return Run(first[0].numpy(), first[1].numpy(), losses, norms, gradients)
+
+
+def _temperature(config: Config) -> float:
+    return config.policy.generation.temperature if config.policy.generation else 1.0
+
+
+def _checkpoint_names(values: dict[str, Tensor]) -> dict[str, Any]:
+    """Transformers keeps the experts of a layer in one tensor, but writes them apart."""
+    found = {}
+    for name, value in values.items():
+        prefix, _, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj":
+            for expert, rows in enumerate(value):
+                gate, up = rows.chunk(2)
+                found[f"{prefix}.experts.{expert}.gate_proj.weight"] = gate.numpy()
+                found[f"{prefix}.experts.{expert}.up_proj.weight"] = up.numpy()
+        elif kind == "down_proj":
+            found |= {f"{prefix}.experts.{expert}.down_proj.weight": rows.numpy() for expert, rows in enumerate(value)}
+        else:
+            found[name] = value.numpy()
+    return found
+
+
+def assemble(parts: list[list[tuple[str, Any, Any]]]) -> dict[str, Any]:
+    """Whole tensors from the boxes of all ranks; replicas of a box must agree."""
+    boxes: dict[str, dict[Any, Any]] = {}
+    for name, box, values in (piece for rank in parts for piece in rank):
+        known = boxes.setdefault(name, {}).setdefault(box, values)
+        np.testing.assert_allclose(values, known, rtol=1e-5, atol=1e-7, err_msg=f"replicas of {name} {box}")
+    whole = {}
+    for name, held in boxes.items():
+        tensor = np.full(
+            [max(box[axis][1] for box in held) for axis in range(len(next(iter(held))))], np.nan, dtype=np.float32
+        )
+        for box, values in held.items():
+            tensor[tuple(slice(start, stop) for start, stop in box)] = values
+        whole[name] = tensor
+    return whole

@@ -1,0 +1,229 @@
+"""Training and log-probabilities are right at every layout: against Hugging Face and plain torch, and against one worker.
+
+Three of the ways in which Megatron gives wrong numbers without an error would fail here: gradients of the q/k norms that
+are not summed over tp (the gradients, and the second loss), a loss that is multiplied by cp (gradients at cp2), and an
+interleaved pipeline of two stages with batched transfers (the first loss at vpp2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.layout import ParallelLayout
+from dagrl.metrics import merge_step_metrics
+from dagrl.shapes import Batch, Bucket, split_rows
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import Group, MegatronPool
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model."""
+
+    name: str
+    model: str
+    layout: ParallelLayout
+    megatron: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+def case(model: str, name: str, sharded: bool = False, sequence_parallel: bool = False, **sizes: int) -> Case:
+    megatron = {"sequence_parallel": True} if sequence_parallel else {}
+    optimizer = {"use_distributed_optimizer": True} if sharded else {}
+    return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer)
+
+
+CASES = [
+    case("qwen3", "single"),
+    case("qwen3", "dp2", dp=2),
+    case("qwen3", "dp4", dp=4),
+    case("qwen3", "dp2-sharded", sharded=True, dp=2),
+    case("qwen3", "tp2", tp=2),
+    case("qwen3", "tp4", tp=4),  # two key-value heads: a worker holds a part of a query group
+    case("qwen3", "tp2-sp", sequence_parallel=True, tp=2),
+    case("qwen3", "pp2", pp=2),
+    case("qwen3", "cp2", cp=2),
+    case("qwen3", "tp2cp2-sp", sequence_parallel=True, tp=2, cp=2),
+    case("qwen3", "tp2pp2", tp=2, pp=2),
+    case("qwen3", "pp2vpp2", pp=2, vpp=2),
+    case("qwen3", "dp2cp2-sharded", sharded=True, dp=2, cp=2),
+    case("qwen3_tied", "single"),
+    case("qwen3_tied", "tp2pp2", tp=2, pp=2),
+    case("qwen3_tied", "dp2pp2vpp2", dp=2, pp=2, vpp=2),
+    case("qwen2", "single"),
+    case("qwen2", "tp2", tp=2),
+    case("llama", "single"),
+    case("llama", "cp2", cp=2),
+    case("small_vocabulary", "tp2", tp=2),
+    case("qwen3_moe", "single"),
+    case("qwen3_moe", "dp2ep2", dp=2, ep=2),
+    case("qwen3_moe", "tp2", tp=2),
+    case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),
+    case("qwen3_moe", "dp2ep2-sharded", sharded=True, dp=2, ep=2),
+    case("qwen3_moe_mixed", "single"),
+    case("qwen3_moe_mixed", "dp2pp2ep2", dp=2, pp=2, ep=2),
+]
+SINGLE = {item.model: item for item in CASES if item.layout.world_size == 1}
+
+
+def shard_batches(batch: Batch, layout: ParallelLayout) -> list[Batch]:
+    """The rows of each data-parallel shard, at a bucket with room to spare: two shards have padding rows."""
+    shards = split_rows(batch["lengths"], layout.dp)
+    return [batch.select(rows).pad(Bucket(len(shards[0]) + layout.dp - 1, reference.WIDTH)) for rows in shards]
+
+
+def train(group: Group, batch: Batch, loss: str = "sft", **options: Any) -> dict[str, float]:
+    """One step on all workers; metrics merged as a shard's tree and then the driver would."""
+    shards = shard_batches(batch, group.layout)
+    per_rank = [(shards[group.layout.coordinates(rank).dp], loss) for rank in range(group.layout.world_size)]
+    return merge_step_metrics(group.call("train_step", per_rank=per_rank, **options)).flat()
+
+
+def logprobs(group: Group, batch: Batch, *model: str) -> Batch:
+    """Rows of the whole batch in their order, each shard's from the one worker that gives them."""
+    shards, rows = shard_batches(batch, group.layout), split_rows(batch["lengths"], group.layout.dp)
+    per_rank = [(shards[group.layout.coordinates(rank).dp], *model) for rank in range(group.layout.world_size)]
+    parts = group.call("logprobs", per_rank=per_rank)
+    found = {name: np.zeros((batch.rows, batch.tokens), np.float32) for name in ("logprobs", "entropy")}
+    for shard, positions in enumerate(rows):
+        given = [part for rank, part in enumerate(parts) if group.layout.coordinates(rank).dp == shard and part is not None]
+        assert len(given) == 1
+        for name, array in found.items():
+            array[positions] = given[0][name][: len(positions)]
+    return batch.with_fields(**found)
+
+
+def run_case(pool: MegatronPool, item: Case, model: Path) -> reference.Run:
+    batch = reference.make_batch(vocabulary_of(item.model))
+    with pool.group(item.layout, configuration(item, model)) as group:
+        first = logprobs(group, batch)
+        train(group, batch, warmup=True)  # gradients, but no update
+        gradients = reference.assemble(group.call("gradients")) if not item.optimizer else {}
+        steps = [train(group, batch) for _ in range(reference.STEPS)]
+    losses, norms = [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
+    return reference.Run(first["logprobs"], first["entropy"], losses, norms, gradients)
+
+
+def configuration(item: Case, model: Path) -> Config:
+    return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer=item.optimizer)
+
+
+def vocabulary_of(model: str) -> int:
+    return int(reference.MODELS[model].get("vocab_size", reference.VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def runs(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> Callable[[Case], reference.Run]:
+    """What a case gave, run once."""
+    known: dict[str, reference.Run] = {}
+
+    def run(item: Case) -> reference.Run:
+        if item.name not in known:
+            known[item.name] = run_case(megatron_pool, item, tiny_models[item.model])
+        return known[item.name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_models: dict[str, Path]) -> Callable[[str], reference.Run]:
+    """What Hugging Face and plain torch gave for a model."""
+    known: dict[str, reference.Run] = {}
+
+    def run(model: str) -> reference.Run:
+        if model not in known:
+            directory, batch = tiny_models[model], reference.make_batch(vocabulary_of(model))
+            known[model] = reference.train_reference(
+                directory, batch, reference.make_config(directory), reference.sft_reference
+            )
+        return known[model]
+
+    return run
+
+
+Runs = Callable[[Case], reference.Run]
+Truth = Callable[[str], reference.Run]
+each_case = pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
+
+
+@each_case
+def test_logprobs_and_entropy_are_those_of_hugging_face(item: Case, runs: Runs, truth: Truth) -> None:
+    found, expected = runs(item), truth(item.model)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found.entropy, expected.entropy, atol=1e-5, rtol=0)
+
+
+@each_case
+def test_three_steps_lose_as_plain_torch(item: Case, runs: Runs, truth: Truth) -> None:
+    found, expected = runs(item), truth(item.model)
+    np.testing.assert_allclose(found.losses, expected.losses, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
+    assert expected.losses[-1] < expected.losses[0] - 0.01
+
+
+@each_case
+def test_three_steps_lose_as_one_worker(item: Case, runs: Runs) -> None:
+    if item.model not in SINGLE:
+        pytest.skip("the model is compared with Hugging Face alone")
+    np.testing.assert_allclose(runs(item).losses, runs(SINGLE[item.model]).losses, atol=1e-5, rtol=0)
+
+
+@each_case
+def test_gradients_are_those_of_plain_torch(item: Case, runs: Runs, truth: Truth) -> None:
+    if item.optimizer:
+        pytest.skip("a sharded optimizer leaves each worker a part of the gradients")
+    found, expected = runs(item).gradients, truth(item.model).gradients
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        scale = float(np.abs(gradient).max()) or 1.0
+        np.testing.assert_allclose(found[name] / scale, gradient / scale, atol=2e-4, rtol=0, err_msg=name)
+
+
+GRPO_LAYOUTS = [ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(cp=2), ParallelLayout(tp=2, pp=2)]
+
+
+@pytest.mark.parametrize("token_level", [True, False], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("layout", GRPO_LAYOUTS, ids=lambda layout: layout.describe().replace(" ", ""))
+def test_grpo_steps_are_those_of_plain_torch(
+    layout: ParallelLayout, token_level: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    batch = reference.make_batch(grpo=True)
+    config = reference.make_config(tiny_models["qwen3"], generation={"temperature": 0.7})
+    config = config.model_copy(update={"loss_fn": config.loss_fn.model_copy(update={"token_level_loss": token_level})})
+
+    def loss(current: Tensor, batch: Batch) -> Tensor:
+        return grpo_reference(current, batch, token_level)
+
+    expected = reference.train_reference(tiny_models["qwen3"], batch, config, loss)
+    with megatron_pool.group(layout, config) as group:
+        train(group, batch, "grpo", warmup=True)
+        gradients = reference.assemble(group.call("gradients"))
+        steps = [train(group, batch, "grpo") for _ in range(reference.STEPS)]
+    np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
+    for name, gradient in expected.gradients.items():
+        scale = float(np.abs(gradient).max()) or 1.0
+        np.testing.assert_allclose(gradients[name] / scale, gradient / scale, atol=2e-4, rtol=0, err_msg=name)
+
+
+def grpo_reference(current: Tensor, batch: Batch, token_level: bool) -> Tensor:
+    """Clipped ratio and 0.01 x k3, averaged over tokens or over sequences' means."""
+    mask, previous, fixed, advantages = (
+        torch.tensor(batch[name]) for name in ("loss_mask", "prev_logprobs", "reference_logprobs", "advantages")
+    )
+    ratio = (current - previous).exp()
+    policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    divergence = (fixed - current).exp() - (fixed - current) - 1
+    token = (policy + 0.01 * divergence) * mask
+    if token_level:
+        return token.sum() / mask.sum()
+    counts = mask.sum(1)
+    return (token.sum(1) / counts.clamp(min=1)).sum() / (counts > 0).sum()
