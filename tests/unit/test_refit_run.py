@@ -1,0 +1,142 @@
+"""Replaying a refit: packing, direct buckets, casts, and what is refused before a byte moves."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.channels import ChannelSpec, open_channel
+from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
+from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, WeightSlice, merge_reports, plan_refit
+from dagrl.refit.pack import bind_buckets
+from dagrl.refit.slices import Box
+from tests.unit.memory_channel import MemoryChannel, run_refit
+
+WHOLE: Box = ((0, 6), (0, 10))
+
+
+def matrix(tensor: str = "t", box: Box = WHOLE, local: Box | None = None) -> WeightSlice:
+    return WeightSlice("p", box, tensor, local or tuple((0, stop - start) for start, stop in box))
+
+
+def plan_of(*wanted: WeightSlice, dtype: str = "float32", bucket_bytes: int = 1 << 20) -> RefitPlan:
+    return plan_refit([[matrix("s")]], [list(wanted)], dtype=dtype, bucket_bytes=bucket_bytes)
+
+
+def source(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(60, dtype=dtype).view(6, 10)
+
+
+def columns() -> tuple[WeightSlice, WeightSlice]:
+    """The left and the right half, stacked in one tensor of a leading dimension."""
+    left = WeightSlice("p", ((0, 6), (0, 5)), "t", ((1, 2), (0, 6), (0, 5)))
+    return left, WeightSlice("p", ((0, 6), (5, 10)), "t", ((0, 1), (0, 6), (0, 5)))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8", "int64"])
+def test_strided_parts_land_in_a_stacked_tensor(dtype: str, bucket_bytes: int) -> None:
+    kind = getattr(torch, dtype)
+    target = torch.zeros(2, 6, 5, dtype=kind)
+    run_refit(plan_of(*columns(), dtype=dtype, bucket_bytes=bucket_bytes), [{"s": source(kind)}, {"t": target}])
+    assert torch.equal(target, torch.stack([source(kind)[:, 5:], source(kind)[:, :5]]))
+
+
+@pytest.mark.parametrize(("sent", "held"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")])
+def test_the_receiver_casts(sent: str, held: str) -> None:
+    weights = torch.randn(6, 10, dtype=getattr(torch, sent))
+    target = torch.zeros(6, 10, dtype=getattr(torch, held))
+    run_refit(plan_of(matrix(), dtype=sent), [{"s": weights}, {"t": target}])
+    assert torch.equal(target, weights.to(target.dtype))
+
+
+def test_live_parameters_and_inference_tensors_are_written_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(6, 10))
+    with torch.inference_mode():
+        frozen = torch.zeros(6, 10)
+    for target in (parameter, frozen):
+        run_refit(plan_of(matrix()), [{"s": torch.nn.Parameter(source())}, {"t": target}])
+        assert torch.equal(target, source())
+        run_refit(
+            plan_of(*[matrix(box=((r, r + 1), (0, 10)), local=((r, r + 1), (0, 10))) for r in range(6)]),
+            [{"s": torch.nn.Parameter(source() + 1)}, {"t": target}],
+        )
+        assert torch.equal(target, source() + 1)
+
+
+def test_one_contiguous_part_goes_without_staging() -> None:
+    direct = bind_buckets(plan_of(matrix()).for_rank(1).receives, {"t": (tensor := torch.zeros(6, 10))}, "target")
+    assert direct[0].direct and direct[0].message.data_ptr() == tensor.data_ptr()
+    cast = bind_buckets(plan_of(matrix()).for_rank(1).receives, {"t": tensor.bfloat16()}, "target")
+    strided = bind_buckets(plan_of(matrix()).for_rank(1).receives, {"t": torch.zeros(10, 6).t()}, "target")
+    assert not cast[0].direct and not strided[0].direct
+
+
+def test_staging_is_two_buckets() -> None:
+    plan = plan_of(*columns(), bucket_bytes=64)
+    memories = bind_buckets(plan.for_rank(0).sends, {"s": source()}, "source")
+    buffers = {memory.message.untyped_storage().data_ptr(): memory.message.untyped_storage().nbytes() for memory in memories}
+    assert len(memories) == 4 and len(buffers) == 2
+    assert sum(buffers.values()) <= plan.for_rank(0).staging_bytes <= 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, "the tensor 's', which this worker lacks"),
+        ({"s": torch.zeros(6, 9)}, r"its shape is \(6, 9\)"),
+        ({"s": torch.zeros(60)}, r"its shape is \(60,\)"),
+        ({"s": torch.zeros(6, 10, dtype=torch.bfloat16)}, "is torch.bfloat16, but the plan was made for float32"),
+    ],
+)
+def test_a_source_that_does_not_fit_the_plan(tensors: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(RefitPlanError, match=words):
+        RefitSender(plan_of(matrix()).for_rank(0), tensors, MemoryChannel(0, 2, {}))
+
+
+@pytest.mark.parametrize(
+    ("sent", "held"), [("float32", torch.int64), ("int64", torch.float32), ("bfloat16", torch.float8_e4m3fn)]
+)
+def test_dtypes_that_cannot_be_cast(sent: str, held: torch.dtype) -> None:
+    target = {"t": torch.zeros(6, 10, dtype=held)}
+    with pytest.raises(RefitPlanError, match=f"'p' comes as {sent} and cannot become the {held}"):
+        RefitReceiver(plan_of(matrix(), dtype=sent).for_rank(1), target, MemoryChannel(1, 2, {}))
+
+
+def test_a_tensor_with_new_memory_is_noticed() -> None:
+    tensors = {"s": torch.nn.Parameter(source())}
+    sender = RefitSender(plan_of(matrix()).for_rank(0), tensors, MemoryChannel(0, 2, {}))
+    tensors["s"].data = source() + 1
+    with pytest.raises(RunError, match="'s' was given new memory"):
+        sender.send(1)
+
+
+def test_another_plan_is_refused() -> None:
+    plans = [plan_of(*columns(), bucket_bytes=bytes_) for bytes_ in (64, 128)]
+    queues: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+    RefitSender(plans[0].for_rank(0), {"s": source()}, MemoryChannel(0, 2, queues)).send(1)
+    target = torch.zeros(2, 6, 5)
+    with pytest.raises(ChannelError, match="rank 0 sends by another refit plan"):
+        RefitReceiver(plans[1].for_rank(1), {"t": target}, MemoryChannel(1, 2, queues)).receive(1)
+    assert not target.any()
+
+
+def test_reports_merge() -> None:
+    parts = [RefitReport(3, 10, 0, 0.5), RefitReport(3, 0, 10, 0.7)]
+    assert merge_reports(parts) == RefitReport(3, 10, 10, 0.7)
+    assert merge_reports([merge_reports(parts[:1]), parts[1]]) == merge_reports(parts)
+    with pytest.raises(RunError, match=r"versions \[3, 4\]"):
+        merge_reports([parts[0], RefitReport(4, 0, 0, 0.0)])
+
+
+def test_an_nccl_channel_without_cupy_names_the_extra() -> None:
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        with pytest.raises(MissingDependencyError, match=r"dagrl\[cu13\]"):
+            open_channel(ChannelSpec("nccl", "127.0.0.1:1", 0, 1))
+    else:
+        pytest.skip("cupy is installed")
