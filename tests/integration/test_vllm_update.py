@@ -24,8 +24,14 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=[(1, "untied"), (2, "untied"), (1, "tied"), (2, "tied"), (2, "qwen2 tied"), (2, "llama"), (1, "moe"), (2, "moe")], ids=str)
-def started(request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, list[Path]]]:
+@pytest.fixture(
+    scope="module",
+    params=[(1, "untied"), (2, "untied"), (1, "tied"), (2, "tied"), (2, "qwen2 tied"), (2, "llama"), (1, "moe"), (2, "moe")],
+    ids=str,
+)
+def started(
+    request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, list[Path]]]:
     """An engine with the first of three checkpoints of one shape loaded."""
     tp, name = request.param
     model_type, sizes = MODELS[name]
@@ -49,7 +55,9 @@ def test_slices_are_what_vllm_loads_and_updates_are_right(started: tuple[Engine,
     for worker_tensors, slices in zip(engine.on_all(vllm_calls.tensors), engine.on_all(vllm_calls_slices), strict=True):
         for piece in slices:
             held = worker_tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
-            assert held.reshape(-1).equal(state[piece.name][tuple(slice(*extent) for extent in piece.box)].reshape(-1)), piece
+            assert held.reshape(-1).equal(state[piece.name][tuple(slice(*extent) for extent in piece.box)].reshape(-1)), (
+                piece
+            )
             held.zero_()
         assert not any(tensor.any() for tensor in worker_tensors.values()), "an element is not described, and not padding"
     check_against_hf(engine, checkpoints[0], seed=10)

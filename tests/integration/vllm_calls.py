@@ -42,9 +42,9 @@ def tear_weights(worker: Any, checkpoint: Path) -> None:
 
 
 def warm_up(worker: Any, batch: Any) -> Any:
-    from dagrl.worker import ReplayContext, replaying
+    from dagrl.worker import ReplayContext, replay_context
 
-    with replaying(ReplayContext("generate", 0, warmup=True)):
+    with replay_context(ReplayContext("generate", 0, warmup=True)):
         return worker.generate(batch)
 
 

@@ -85,7 +85,13 @@ class Engine:
 
 
 def requests(
-    ids: Sequence[int], prompts: Sequence[Sequence[int]], *, new: int = 12, steps: int = 4, greedy: bool = False, seed: int = 0
+    ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    *,
+    new: int = 12,
+    steps: int = 4,
+    greedy: bool = False,
+    seed: int = 0,
 ) -> Batch:
     """A batch for `generate`; the seed of a request is `seed` plus its id."""
     rows, width = len(ids), max((len(prompt) for prompt in prompts), default=1)

@@ -9,7 +9,7 @@ hook has vLLM make that something again, in the same memory where it is a tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ def find_destinations(
         raise ConfigError("the generation model is quantized; weights can only be updated in unquantized models")
     wanted = {piece.tensor for piece in slices}
     named = {local_name(name): name for name in loaded}
-    _check_names(wanted, named, model)
+    _check_names(wanted, named, loaded, model)
     live = dict(model.named_parameters(remove_duplicate=False))
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -63,10 +63,14 @@ def find_destinations(
     return Destinations(tensors, tuple(_hooks(model, kept, wanted, vllm_config)))
 
 
-def _check_names(wanted: Iterable[str], named: Mapping[str, str], model: torch.nn.Module) -> None:
-    """Slices and parameters name the same tensors; a tied head is a second name of the embedding."""
-    tied = set() if "lm_head.weight" in wanted else {"lm_head.weight"}
-    missing, unknown = sorted(set(wanted) - named.keys()), sorted(named.keys() - set(wanted) - tied)
+def _check_names(
+    wanted: set[str], named: Mapping[str, str], loaded: Mapping[str, LoadedParameter], model: torch.nn.Module
+) -> None:
+    """Slices and parameters name the same tensors; second names of one memory (a tied head, a router) are no others."""
+    missing = sorted(wanted - named.keys())
+    known = {loaded[named[name]].tensor.data_ptr() for name in wanted & named.keys()}
+    others = {name for name in named.keys() - wanted if loaded[named[name]].tensor.data_ptr() not in known}
+    unknown = sorted(others - {"lm_head.weight"})  # wanted when untied; else see _tied_head
     if missing or unknown:
         raise ConfigError(
             f"{type(model).__name__} in this vLLM lacks tensors of its weight layout ({missing[:4]}) "
@@ -82,19 +86,17 @@ def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     )
 
 
-def _hooks(
-    model: torch.nn.Module, kept: Mapping[str, torch.Tensor], wanted: Iterable[str], vllm_config: Any
-) -> Iterator[Hook]:
+def _hooks(model: torch.nn.Module, kept: Mapping[str, torch.Tensor], wanted: set[str], vllm_config: Any) -> Iterator[Hook]:
     if "lm_head.weight" not in wanted:
         yield from _tied_head(model)
-    by_module: dict[str, dict[str, torch.Tensor]] = {}
+    by_module: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
     for name, tensor in kept.items():
-        module, _, attribute = name.rpartition(".")
-        by_module.setdefault(module, {})[attribute] = tensor
+        path, _, attribute = name.rpartition(".")
+        by_module.setdefault(model.get_submodule(path), {})[attribute] = tensor
     for name, module in model.named_modules():
         # The CPU backend's packed copy stands beside live parameters too: that of the embedding, and of a (tied) head.
-        if name in by_module or hasattr(module, "cpu_linear"):
-            yield Hook(f"repack {name}", _Repack(module, by_module.get(name, {}), vllm_config))
+        if module in by_module or hasattr(module, "cpu_linear"):
+            yield Hook(f"repack {name}", _Repack(module, by_module.get(module, {}), vllm_config))
 
 
 def _tied_head(model: torch.nn.Module) -> Iterator[Hook]:

@@ -69,6 +69,11 @@ class _Model:
     def key_value_heads(self) -> int:
         return int(self.config.get("num_key_value_heads") or self.size("num_attention_heads"))
 
+    @property
+    def experts(self) -> int:
+        """Transformers 5 writes `num_local_experts`, earlier versions and the published checkpoints `num_experts`."""
+        return self.size("num_experts" if "num_experts" in self.config else "num_local_experts")
+
     def part(self, size: int, what: str) -> tuple[int, int]:
         """This rank's range of `size` things."""
         if size % self.tp:
@@ -151,7 +156,7 @@ def _mlp(model: _Model, prefix: str) -> Iterator[WeightSlice]:
 
 
 def _experts(model: _Model, prefix: str) -> Iterator[WeightSlice]:
-    experts, columns = model.size("num_experts"), (0, model.hidden)
+    experts, columns = model.experts, (0, model.hidden)
     yield _whole(f"{prefix}.gate.weight", experts, model.hidden)
     start, stop = part = model.part(model.size("moe_intermediate_size"), "the experts' intermediate size")
     size = stop - start
