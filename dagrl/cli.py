@@ -1,0 +1,115 @@
+"""The `dagrl` command: `dagrl train CONFIG [a.b=c ...]`, `dagrl doctor`.
+
+Subcommands import what they need when they run, so that `dagrl --help` answers at once. Exit codes: 0 done, 1 the run
+failed, 2 something the user can mend, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from dagrl.errors import DagrlError, UserError
+
+if TYPE_CHECKING:
+    from dagrl.config import Config
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; errors become one message on standard error."""
+    options = _parse(arguments)
+    command: Callable[[argparse.Namespace], None] = options.command
+    try:
+        command(options)
+    except DagrlError as error:
+        if options.debug:
+            raise
+        _complain(str(error))
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dagrl", description="SFT and GRPO on Ray with statically compiled phase graphs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error, and log more")
+
+    train = commands.add_parser("train", parents=[common], help="train by SFT or GRPO, as the configuration says")
+    train.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
+    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the file; values are YAML")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, and stop")
+    train.set_defaults(command=_train)
+
+    doctor = commands.add_parser("doctor", parents=[common], help="say what this machine has, and what is known not to work")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes overrides in one run only, so those after an option come back as unknown words."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        options.overrides += rest
+    return options
+
+
+def _train(options: argparse.Namespace) -> None:
+    from dagrl.config_file import dump_config, load_config
+
+    config = load_config(options.config, options.overrides)
+    _log(config.logger.log_level if not options.debug else "DEBUG")
+    if options.dry_run:
+        from dagrl.preflight import preflight
+
+        preflight(config)
+        sys.stdout.write(dump_config(config))
+        return
+    _run(config)
+
+
+def _run(config: Config) -> None:
+    if config.algorithm == "sft":
+        from dagrl.loops.sft import run_sft
+
+        run_sft(config)
+    else:
+        from dagrl.loops.grpo import run_grpo
+
+        run_grpo(config)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from dagrl.doctor import examine, show
+
+    _log("DEBUG" if options.debug else "WARNING")
+    show(examine())
+
+
+def _log(level: str) -> None:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+    logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+    logging.getLogger("dagrl").setLevel(level)
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"dagrl: error: {message}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

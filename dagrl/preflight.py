@@ -1,0 +1,233 @@
+"""Everything that can be wrong with a run and be known before any actor starts, and what was read on the way.
+
+`preflight` is the first thing a loop calls; `dagrl train --dry-run` calls nothing else. Cheap checks come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from dagrl.config import Config, GenerationConfig, Json, PhasesConfig, PolicyConfig
+from dagrl.data import Example, load_splits
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.graph import PhaseGraph
+from dagrl.imports import load_attribute, load_callable, load_class, require_package
+from dagrl.layout import ParallelLayout
+from dagrl.machine import cpu_count, gpu_count
+from dagrl.model_init import load_tokenizer, model_description
+from dagrl.phase import Phase, Role, methods_of
+from dagrl.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+WORKERS_PER_CORE = 8
+"""Workers allowed for each CPU core on a machine without GPUs, unless `cluster.max_workers` says otherwise."""
+
+SFT_PHASES = ("sft_step", "evaluate")
+GRPO_PHASES = ("train_step", "logprobs", "reference_logprobs", "generate", "refit")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a loop needs of the disk: the tokenizer, the model's `config.json`, and tokenized examples.
+
+    Prompts are empty for algorithm `sft`, demonstrations for `grpo` without an SFT phase.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    hf_config: Mapping[str, Json]
+    demonstrations: list[Demonstration]
+    validation_demonstrations: list[Demonstration]
+    prompts: list[Prompt]
+    validation_prompts: list[Prompt]
+
+
+def preflight(config: Config) -> Inputs:
+    """Check the configuration against the machine, the model, the workers, the phases and the data; read the data.
+
+    Raises a UserError that says what to change.
+    """
+    _check_choices(config)
+    _check_packages(config)
+    workers = worker_classes(config)
+    _check_batches(config)
+    _check_machine(config)
+    trace_phases(config, workers)
+    if config.algorithm == "grpo":
+        load_callable(config.reward.function, "reward.function")
+    tokenizer = load_tokenizer(config.policy)
+    hf_config = model_description(config.policy, len(tokenizer))
+    _check_model(config, hf_config, workers)
+    return _read_data(config, tokenizer, hf_config)
+
+
+def layouts(config: Config) -> dict[str, ParallelLayout]:
+    """The layout of each worker group that the run starts."""
+    groups = {"train": config.policy.megatron_cfg.layout}
+    if config.algorithm == "grpo":
+        groups["generation"] = generation_config(config).vllm_cfg.layout
+    return groups
+
+
+def generation_config(config: Config) -> GenerationConfig:
+    """`policy.generation`, which algorithm `grpo` needs."""
+    if config.policy.generation is None:
+        raise ConfigError("algorithm is 'grpo', but policy.generation is missing; add it, `policy.generation: {}` is enough")
+    return config.policy.generation
+
+
+def worker_classes(config: Config) -> dict[str, type]:
+    """The worker class of each group. A class may name the top-level packages it imports later in `requires`."""
+    keys = {"train": ("policy.worker", config.policy.worker)}
+    if config.algorithm == "grpo":
+        keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
+    classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
+    for role, worker in classes.items():
+        for package in getattr(worker, "requires", ()):
+            require_package(package, keys[role][0])
+    return classes
+
+
+def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, PhaseGraph]:
+    """The graph of every phase that the algorithm replays, by its key in `phases`.
+
+    Raises GraphError for a phase that its workers cannot run, ConfigError for an import path that is no phase.
+    """
+    roles = {role: Role(role, layout, methods_of(workers[role])) for role, layout in layouts(config).items()}
+    return {key: load_phase(config.phases, key).trace(roles, config.executor_cfg.arity) for key in _phase_keys(config)}
+
+
+def load_phase(phases: PhasesConfig, key: str) -> Phase:
+    """The phase at the import path `phases.<key>`."""
+    path = cast(str, getattr(phases, key))
+    found = load_attribute(path, f"phases.{key}")
+    if not isinstance(found, Phase):
+        raise ConfigError(f"phases.{key}: {path!r} is a {type(found).__name__}; expected: a function decorated with @phase")
+    return found
+
+
+def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
+    """Token widths that phases are warmed up at, ascending."""
+    return tuple(sorted(set(policy.sequence_buckets))) or (policy.max_total_sequence_length,)
+
+
+def _phase_keys(config: Config) -> Iterable[str]:
+    if config.algorithm == "sft":
+        return SFT_PHASES
+    return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES)
+
+
+def _check_choices(config: Config) -> None:
+    policy = config.policy
+    if (policy.model_name is None) == (policy.random_init is None):
+        found = "neither" if policy.model_name is None else "both"
+        raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
+    widest = bucket_widths(policy)[-1]
+    if widest > policy.max_total_sequence_length:
+        raise ConfigError(
+            f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length "
+            f"{policy.max_total_sequence_length}; raise the latter or drop the bucket"
+        )
+    if config.algorithm == "grpo":
+        length = generation_config(config).vllm_cfg.max_model_len
+        if length is not None and length < widest:
+            raise ConfigError(
+                f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket, {widest} tokens"
+            )
+
+
+def _check_packages(config: Config) -> None:
+    for enabled, key, package in (
+        (config.logger.tensorboard_enabled, "logger.tensorboard_enabled", "tensorboard"),
+        (config.logger.wandb_enabled, "logger.wandb_enabled", "wandb"),
+        (config.logger.plot_enabled, "logger.plot_enabled", "matplotlib"),
+    ):
+        if enabled:
+            require_package(package, key, otherwise=f", or set {key}=false")
+
+
+def _check_batches(config: Config) -> None:
+    dp, size = config.policy.megatron_cfg.layout.dp, config.policy.train_global_batch_size
+    if size % dp:
+        raise LayoutError(
+            f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
+            f"choose {size // dp * dp or dp} or {-(-size // dp) * dp} sequences, or another data_parallel_size"
+        )
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    if config.algorithm == "grpo" and samples % size:
+        raise LayoutError(
+            f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x num_generations_per_prompt "
+            f"{config.grpo.num_generations_per_prompt} = {samples} samples are not divisible into optimizer steps of "
+            f"policy.train_global_batch_size {size}; choose a divisor of {samples}"
+        )
+
+
+def _check_machine(config: Config) -> None:
+    """More workers than this machine holds; a cluster that runs already is asked when it is joined."""
+    groups = layouts(config)
+    workers = sum(layout.world_size for layout in groups.values())
+    sizes = " + ".join(f"{layout.world_size} {role} ({layout.describe()})" for role, layout in groups.items())
+    most, reason = _most_workers(config)
+    if most is not None and workers > most:
+        raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; choose smaller layouts")
+
+
+def _most_workers(config: Config) -> tuple[int | None, str]:
+    cluster = config.cluster
+    if cluster.max_workers is not None:
+        return cluster.max_workers, f"cluster.max_workers is {cluster.max_workers}"
+    if cluster.address is not None:
+        return None, ""
+    gpus = gpu_count() if cluster.num_gpus is None else cluster.num_gpus
+    share = 1.0 if cluster.gpus_per_worker is None else cluster.gpus_per_worker
+    if gpus and share:
+        return int(gpus / share), f"this machine has {gpus} GPUs and a worker takes {share:g} (cluster.gpus_per_worker)"
+    cores = cluster.num_cpus or cpu_count()
+    most = cores * WORKERS_PER_CORE
+    return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core, or set cluster.max_workers)"
+
+
+def _check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
+    """What the model allows, and what a worker class says in its static `check(config, hf_config)`, if it has one."""
+    positions, widest = hf_config.get("max_position_embeddings"), bucket_widths(config.policy)[-1]
+    if isinstance(positions, int) and positions < widest:
+        raise ConfigError(
+            f"the model has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
+        )
+    for worker in workers.values():
+        check = getattr(worker, "check", None)
+        if check is not None:
+            check(config, hf_config)
+
+
+def _read_data(config: Config, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+    splits = load_splits(config.data)
+    generates, learns = config.algorithm == "grpo", config.algorithm == "sft" or config.sft.max_num_steps > 0
+    validation_prompts = splits.validation[: config.grpo.max_val_samples] if generates else ()
+    validation = splits.validation[: config.sft.max_val_samples] if learns else ()
+    return Inputs(
+        tokenizer,
+        hf_config,
+        _demonstrations(config, tokenizer, splits.demonstrations if learns else ()),
+        _demonstrations(config, tokenizer, validation),
+        _prompts(config, tokenizer, splits.train if generates else ()),
+        _prompts(config, tokenizer, validation_prompts),
+    )
+
+
+def _demonstrations(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Demonstration]:
+    room = bucket_widths(config.policy)[-1]
+    rows = encode_demonstrations(examples, tokenizer)
+    return keep_fitting(rows, room, config.data.too_long, "the largest bucket")
+
+
+def _prompts(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Prompt]:
+    if not examples:
+        return []
+    new = generation_config(config).max_new_tokens
+    room = bucket_widths(config.policy)[-1] - new
+    limit = f"the largest bucket less policy.generation.max_new_tokens {new}"
+    return keep_fitting(encode_prompts(examples, tokenizer), room, config.data.too_long, limit)
