@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dagrl.config import ClusterConfig
+from dagrl.machine import gpu_count
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,13 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
         ray.shutdown()
         if local:
             remove_unused_semaphores(set(_semaphores()) - before)
+
+
+def gpus_per_worker(config: ClusterConfig) -> float:
+    """GPUs that each worker asks of Ray."""
+    if config.gpus_per_worker is not None:
+        return config.gpus_per_worker
+    return 1.0 if (gpu_count() if config.num_gpus is None else config.num_gpus) else 0.0
 
 
 def remove_unused_semaphores(names: set[str]) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import ConfigError, DataError
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 Scalar = int | float | str | bool
 
 

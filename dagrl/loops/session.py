@@ -1,0 +1,301 @@
+"""What every loop stands on: the run's directory and records, Ray, the worker groups, and the compiled phases.
+
+`open_session` does everything between `preflight` and the first step, and undoes it at the end, whatever happened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
+from dagrl.cluster import gpus_per_worker, ray_cluster
+from dagrl.config import Config
+from dagrl.loops.stop import StopSignal, stop_on_signals
+from dagrl.metrics import TIMING, StepMetrics, merge_step_metrics
+from dagrl.model_init import prepare_model
+from dagrl.plot import plot_run
+from dagrl.preflight import Inputs, layouts, load_phase, preflight, worker_classes
+from dagrl.progress import Progress
+from dagrl.record import RunPaths, RunRecord, prepare_run_directory
+from dagrl.refit.connect import connect_refit
+from dagrl.replay import ReplayTiming
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Batch, Bucket
+from dagrl.timing import PhaseClock
+from dagrl.trace import DRIVER, TraceEvent, TraceWriter
+from dagrl.worker_group import Resources, WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """One run, ready for its first step. `step` is the last finished step, over all stages."""
+
+    config: Config
+    paths: RunPaths
+    inputs: Inputs
+    train: WorkerGroup
+    generation: WorkerGroup | None
+    scheduler: Scheduler
+    record: RunRecord
+    trace: TraceWriter | None
+    progress: Progress
+    clock: PhaseClock
+    store: CheckpointStore
+    stop: StopSignal
+    resumed: Checkpoint | None
+    step: int = 0
+    saved_step: int = 0
+    state: TrainState = field(default_factory=lambda: TrainState(step=0))
+    timings: list[ReplayTiming] = field(default_factory=list)
+
+    def replay(self, name: str, value: object) -> Any:
+        """Replay the phase `phases.<name>`, wait for it, and count its time and overhead."""
+        with self.clock.measure(name):
+            replay = self.scheduler.replay(load_phase(self.config.phases, name), value)
+            result = replay.result()
+        assert replay.timing is not None
+        self.timings.append(replay.timing)
+        return result
+
+    def lap(self, tokens: int) -> dict[str, float]:
+        """Timing metrics of the step that ends here, in which `tokens` tokens were trained on.
+
+        `replay_overhead_s` is the time of its replays in which no worker on the longest path was computing.
+        """
+        times = self.clock.lap()
+        overhead = sum(timing.overhead_s for timing in self.timings)
+        batches = [timing.padding_share for timing in self.timings if timing.padding_share]
+        self.timings.clear()
+        return {
+            **times,
+            "tokens_per_second": tokens / times[TIMING + "total"],
+            "replays": float(len(batches)),
+            "replay_overhead_s": overhead,
+            "padding_share": sum(batches) / len(batches) if batches else 0.0,
+        }
+
+    def train_on(self, phase: str, batch: Batch) -> dict[str, float]:
+        """Replay a training (or evaluation) phase on a global batch; metrics over all shards."""
+        mask = batch["loss_mask"].astype("float64")
+        batch = batch.with_scalars(
+            global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
+        )
+        parts: Sequence[StepMetrics] = self.replay(phase, batch)
+        return merge_step_metrics(parts).flat()
+
+    def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
+        """Record a finished step, show it, and save if it is time to."""
+        self.step = state.step
+        self.state = state
+        self.record.log(self.step, stage, metrics)
+        self.progress.step(position, total, metrics, stage=stage)
+        if self.config.checkpointing.enabled and self.step % self.config.checkpointing.save_period == 0:
+            self.save()
+        if self.step % TRACE_PERIOD == 0:
+            self.write_trace()
+        self.stop.check()
+
+    def save(self) -> None:
+        """Save a checkpoint of the last finished step, unless it is saved already."""
+        if self.step in (0, self.saved_step):
+            return
+        self.progress.status("saving a checkpoint")
+        with self.clock.measure("checkpoint"), self.store.saving(self.state) as directory:
+            self.train.call("save_checkpoint", str(directory / "train"), {}, timeout_s=self.config.timeouts.checkpoint_s)
+        self.saved_step = self.step
+
+    def write_trace(self) -> None:
+        """Move what the workers remember of their replays into the trace file."""
+        if self.trace is None:
+            return
+        for group in self.groups:
+            for rank, runs in enumerate(group.drain_runs()):
+                process = _process_label(group, rank)
+                self.trace.write(
+                    TraceEvent(
+                        run.label.partition(".")[2],
+                        "warm-up" if run.warmup else "replay",
+                        run.start_ns,
+                        run.end_ns - run.start_ns,
+                        process,
+                        "replays",
+                        {"phase": run.phase, "replay": run.replay},
+                    )
+                    for run in runs
+                )
+
+    def finish(self) -> None:
+        """Write what a finished run leaves: the last checkpoint, the policy for Hugging Face, the trace, the plot."""
+        if self.config.checkpointing.enabled:
+            self.save()
+        if self.config.checkpointing.export_hf:
+            self.progress.stage("Writing the final policy")
+            self.train.call("export_hf", str(self.paths.final_model), timeout_s=self.config.timeouts.checkpoint_s)
+            self.inputs.tokenizer.save_pretrained(self.paths.final_model)
+
+    @property
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """The worker groups of the run."""
+        return (self.train,) if self.generation is None else (self.train, self.generation)
+
+    def metric(self, metrics: Mapping[str, float]) -> float | None:
+        """What checkpoints are ranked by: `checkpointing.metric_name`, or the last value it had."""
+        name = self.config.checkpointing.metric_name
+        return None if name is None else metrics.get(name, self.state.metric)
+
+    def close_records(self) -> None:
+        """Plot what was recorded; called at the end, also of a run that failed."""
+        if self.config.logger.plot_enabled and self.step:
+            plot_run(self.paths.metrics, self.paths.plot, f"{self.config.name} ({self.config.algorithm})")
+
+
+TRACE_PERIOD = 20
+"""Steps between two collections of the workers' trace events."""
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """A phase of a loop, by its name in `phases.*`, and the shapes it will be replayed at (sequences and tokens a shard)."""
+
+    name: str
+    buckets: tuple[Bucket, ...] = ()
+    result_bytes: int | None = None
+
+
+@contextmanager
+def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+    """Everything up to the first step, and everything after the last.
+
+    Raises a UserError before any actor starts for what can be known by then.
+    """
+    inputs = preflight(config)
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        progress = stack.enter_context(Progress(config.logger))
+        progress.stage("Preparing the run")
+        paths = prepare_run_directory(config)
+        model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": str(model.resolve())})})
+        store = CheckpointStore(
+            paths.checkpoints,
+            keep_top_k=config.checkpointing.keep_top_k,
+            higher_is_better=config.checkpointing.higher_is_better,
+        )
+        store.recover(resume=config.checkpointing.resume)
+        resumed = store.latest() if config.checkpointing.resume else None
+        record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
+        trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
+        progress.stage("Starting Ray")
+        stack.enter_context(ray_cluster(config.cluster))
+        progress.stage(f"Starting {_workers_text(config)}")
+        train, generation = _start_groups(config, stack)
+        stop.check()
+        scheduler = stack.enter_context(Scheduler([g for g in (train, generation) if g], _options(config)))
+        clock = PhaseClock(trace)
+        session = Session(
+            config, paths, inputs, train, generation, scheduler, record, trace, progress, clock, store, stop, resumed
+        )
+        if trace is not None:
+            trace.declare(
+                [DRIVER, *(_process_label(g, rank) for g in session.groups for rank in range(g.layout.world_size))]
+            )
+        _compile(session, plans)
+        _resume(session)
+        stack.callback(session.close_records)
+        stack.callback(session.write_trace)
+        yield session
+
+
+def _start_groups(config: Config, stack: ExitStack) -> tuple[WorkerGroup, WorkerGroup | None]:
+    """The train group and, where the run has one, the generation group; side by side, as both spend long on imports."""
+    classes, timeouts = worker_classes(config), config.timeouts
+    with ThreadPoolExecutor(len(classes)) as pool:
+        starting = [
+            pool.submit(
+                WorkerGroup.create,
+                role,
+                classes[role],
+                layout,
+                config,
+                resources=Resources(num_gpus=gpus_per_worker(config.cluster)),
+                seed=config.seed,
+                start_timeout_s=timeouts.start_s,
+                collective_timeout_s=timeouts.collective_s,
+            )
+            for role, layout in layouts(config).items()
+        ]
+    started = [future.result() for future in starting if future.exception() is None]
+    for group in started:
+        stack.callback(group.shutdown, timeouts.teardown_s / 2)
+    train, *generation = [future.result() for future in starting]  # raises what a group could not start for
+    return train, generation[0] if generation else None
+
+
+def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
+    config, scheduler = session.config, session.scheduler
+    session.progress.stage("Compiling phases")
+    scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
+    for plan in plans:
+        value = 0 if plan.name == "refit" else None
+        scheduler.add(
+            load_phase(config.phases, plan.name),
+            buckets=plan.buckets,
+            scalars=scalars,
+            warmup_value=value,
+            result_bytes=plan.result_bytes,
+        )
+    scheduler.compile()
+    if session.generation is not None:
+        session.progress.stage("Planning the refit")
+        connect_refit(
+            session.train,
+            session.generation,
+            dtype=config.policy.precision,
+            kind="nccl" if gpus_per_worker(config.cluster) else "gloo",
+            timeout_s=config.timeouts.start_s,
+            channel_timeout_s=config.timeouts.collective_s,
+        )
+    session.progress.stage("Warming up")
+    if session.generation is not None:
+        session.train.call("snapshot_reference")  # for the warm-up; the loop takes the real one
+    scheduler.warmup()
+
+
+def _resume(session: Session) -> None:
+    if session.resumed is None:
+        return
+    session.progress.stage(f"Resuming from step {session.resumed.state.step}")
+    directory = session.resumed.directory / "train"
+    session.train.call("load_checkpoint", str(directory), timeout_s=session.config.timeouts.checkpoint_s)
+    session.state = session.resumed.state
+    session.step = session.saved_step = session.state.step
+
+
+def _options(config: Config) -> SchedulerOptions:
+    return SchedulerOptions(
+        executor=config.executor,
+        fallback=config.fallback,
+        max_in_flight=config.executor_cfg.max_in_flight,
+        arity=config.executor_cfg.arity,
+        result_bytes=config.executor_cfg.result_bytes,
+        compile_s=config.timeouts.compile_s,
+        warmup_s=config.timeouts.warmup_s,
+        replay_s=config.timeouts.replay_s,
+        teardown_s=config.timeouts.teardown_s / 2,
+    )
+
+
+def _process_label(group: WorkerGroup, rank: int) -> str:
+    return f"{group.role.name} {rank} ({group.layout.coordinates(rank)})"
+
+
+def _workers_text(config: Config) -> str:
+    groups = layouts(config)
+    return " and ".join(f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in groups.items())

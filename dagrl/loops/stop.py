@@ -1,0 +1,52 @@
+"""Stopping on request: Ctrl-C or SIGTERM lets the running replay end, saves, and leaves in order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequestedError(Exception):
+    """Raised at the first safe point after a stop was asked for; not an error of the run."""
+
+
+class StopSignal:
+    """Whether a stop was asked for; `check` raises at the points where a loop may be left."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def check(self) -> None:
+        """Raise StopRequestedError if a stop was asked for."""
+        if self.requested:
+            raise StopRequestedError
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopSignal]:
+    """Turn the first SIGINT or SIGTERM into `StopSignal.requested`; a second one interrupts at once."""
+    stop = StopSignal()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        logger.warning("stopping after this replay; the last finished step is saved (once more to stop at once)")
+
+    for number in before:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
