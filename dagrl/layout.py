@@ -50,6 +50,8 @@ class ParallelLayout:
         for name in ("dp", "pp", "tp", "cp", "ep", "vpp"):
             if getattr(self, name) < 1:
                 raise LayoutError(f"{name} is {getattr(self, name)}; a parallel size is at least 1")
+        if self.expert_tp < 1:
+            raise LayoutError(f"etp is {self.etp}; a parallel size is at least 1")
         if self.stage_size % (self.expert_tp * self.ep):
             raise LayoutError(
                 f"expert layout etp {self.expert_tp} x ep {self.ep} does not divide the {self.stage_size} workers of a "
@@ -100,6 +102,8 @@ class ParallelLayout:
         )
 
     def describe(self) -> str:
-        """Sizes above one, as `dp2 tp2`; `single` for one worker."""
+        """Sizes above one, as `dp2 tp2`, and `etp` where it is not that of tp; `single` for one worker."""
         sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp, "ep": self.ep, "vpp": self.vpp}
-        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "single"
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        words += [f"etp{self.expert_tp}"] if self.expert_tp != self.tp else []
+        return " ".join(words) or "single"
