@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,8 @@ from dagrl.machine import gpu_count
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps POSIX semaphores, not a temporary file of ours
-SEMAPHORES = ("sem.hdr", "sem.obj")
-"""Names of the semaphores that compiled graphs make for each channel buffer; a killed process leaves them."""
+_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-")
+"""Semaphores that compiled graphs make for each channel buffer, with the maker's process id; a killed one leaves them."""
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
@@ -27,12 +28,12 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = None) -> Iterator[None]:
     """A connection to `config.address`, or a cluster of this machine's own that ends with the block.
 
-    `environment` is set in every worker process. Semaphores that no process uses any more are removed at the end.
+    `environment` is set in every worker process. Semaphores that killed workers left behind are removed at the end.
     """
     os.environ.update(QUIET)
     import ray
 
-    before = set(_semaphores())
+    before = semaphores()
     local = config.address is None
     ray.init(
         address=config.address or "local",
@@ -50,7 +51,7 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
     finally:
         ray.shutdown()
         if local:
-            remove_unused_semaphores(set(_semaphores()) - before)
+            remove_orphaned_semaphores(semaphores() - before)
 
 
 def gpus_per_worker(config: ClusterConfig) -> float:
@@ -60,29 +61,23 @@ def gpus_per_worker(config: ClusterConfig) -> float:
     return 1.0 if (gpu_count() if config.num_gpus is None else config.num_gpus) else 0.0
 
 
-def remove_unused_semaphores(names: set[str]) -> None:
-    """Remove the given semaphores of `/dev/shm`, except those that a running process still has mapped."""
-    unused = names - _mapped_names() if names else names
-    for name in unused:
+def remove_orphaned_semaphores(names: set[str]) -> None:
+    """Remove the given semaphores of `/dev/shm` whose maker, named by its process id, has ended without doing so."""
+    orphans = {name for name in names if not _is_alive(name)}
+    for name in orphans:
         (SHARED_MEMORY / name).unlink(missing_ok=True)
-    if unused:
-        logger.debug("removed %d semaphores that killed workers left behind", len(unused))
+    if orphans:
+        logger.debug("removed %d semaphores that killed workers left behind", len(orphans))
 
 
-def _semaphores() -> list[str]:
+def semaphores() -> set[str]:
+    """Names of the compiled graphs' semaphores on this machine."""
     if not SHARED_MEMORY.is_dir():
-        return []
-    return [entry.name for entry in SHARED_MEMORY.iterdir() if entry.name.startswith(SEMAPHORES)]
+        return set()
+    return {entry.name for entry in SHARED_MEMORY.iterdir() if _SEMAPHORE.match(entry.name)}
 
 
-def _mapped_names() -> set[str]:
-    """Names of `/dev/shm` files that any process we may look at has mapped."""
-    mapped: set[str] = set()
-    prefix = f"{SHARED_MEMORY}/"
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            lines = maps.read_text().splitlines()
-        except OSError:  # the process ended meanwhile, or is another user's
-            continue
-        mapped.update(line[line.index(prefix) + len(prefix) :].split(" ")[0] for line in lines if prefix in line)
-    return mapped
+def _is_alive(name: str) -> bool:
+    found = _SEMAPHORE.match(name)
+    assert found, name
+    return Path("/proc", found[1]).exists()
