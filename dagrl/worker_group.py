@@ -211,9 +211,8 @@ def _gather(calls: Sequence[tuple[WorkerGroup, str, Sequence[Any]]], timeout_s: 
     while waiting:
         ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            names = ", ".join(
-                f"{group.role.name} worker {rank} in {doing!r}" for group, rank, doing in map(callers.get, waiting)
-            )
+            late = [callers[ref] for ref in waiting]
+            names = ", ".join(f"{group.role.name} worker {rank} in {doing!r}" for group, rank, doing in late)
             raise DeadlineError(
                 f"not done after {timeout_s:.0f} s: {names}; raise the deadline (timeouts.*) if it is only slow"
             )

@@ -41,7 +41,7 @@ def run_grpo(config: Config) -> None:
             session.save()
             raise
         finally:
-            session.progress.summary(session.clock.totals, session.paths.written())
+            session.summarize()
 
 
 def train_grpo(session: Session, reward: RewardRunner) -> None:

@@ -150,10 +150,11 @@ class Session:
         name = self.config.checkpointing.metric_name
         return None if name is None else metrics.get(name, self.state.metric)
 
-    def close_records(self) -> None:
-        """Plot what was recorded; called at the end, also of a run that failed."""
+    def summarize(self) -> None:
+        """Plot what was recorded, and show where the time went and what was written; also of a run that failed."""
         if self.config.logger.plot_enabled and self.step:
             plot_run(self.paths.metrics, self.paths.plot, f"{self.config.name} ({self.config.algorithm})")
+        self.progress.summary(self.clock.totals, self.paths.written())
 
 
 TRACE_PERIOD = 20
@@ -208,7 +209,6 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
             )
         _compile(session, plans)
         _resume(session)
-        stack.callback(session.close_records)
         stack.callback(session.write_trace)
         yield session
 

@@ -27,7 +27,7 @@ def run_sft(config: Config) -> None:
             session.save()
             raise
         finally:
-            session.progress.summary(session.clock.totals, session.paths.written())
+            session.summarize()
 
 
 def train_sft(session: Session) -> None:
