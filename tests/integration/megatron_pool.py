@@ -122,8 +122,6 @@ def _serve(connection: Connection) -> None:
                 context, config, address = args
                 worker, value = TestedWorker(context, config), None
                 worker.setup(address)
-            elif method == "abort_later":
-                value = worker.abort_later(*args)
             else:
                 value = getattr(worker, method)(*args, **kwargs)
             connection.send((None, value))

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from dagrl.refit.slices import Box
+from dagrl.shapes import Batch
 from workers.megatron import MegatronWorker
 
 
@@ -43,9 +44,21 @@ class TestedWorker(MegatronWorker):
             **{name: value.float().numpy().copy() for name, value in values.items() if torch.is_tensor(value)},
         }
 
-    def abort_later(self, seconds: float) -> None:
-        """`abort()` from another thread, as the runtime calls it."""
-        threading.Timer(seconds, self.abort).start()
+    def logprobs_and_abort_after(self, batch: Batch, seconds: float | None) -> Batch | None:
+        """`logprobs`, with `abort()` from another thread meanwhile, as the runtime calls it."""
+        if seconds is not None:
+            threading.Timer(seconds, self.abort).start()
+        return self.logprobs(batch)
+
+    def export_in_files(self, directory: str, file_bytes: int) -> None:
+        """`export_hf` with files of at most `file_bytes`."""
+        from workers.megatron import hf
+
+        usual, hf.FILE_BYTES = hf.FILE_BYTES, file_bytes
+        try:
+            self.export_hf(directory)
+        finally:
+            hf.FILE_BYTES = usual
 
     def _boxes(self, tensors: dict[str, Any]) -> list[tuple[str, Box, Any]]:
         from workers.megatron.hf import local_view

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from dagrl.worker import WorkerContext
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+_ABORT_TAG = 1 << 20  # apart from the tags of pipeline transfers
 
 
 def start_groups(context: WorkerContext, address: str, seed: int) -> None:
@@ -40,8 +49,26 @@ def abort_groups() -> None:
     """Break every group of this process, from any thread: what waits in a collective here or at a peer raises."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        _break_gloo_group(group)
+
+
+def _break_gloo_group(group: ProcessGroup) -> None:
+    """Gloo has no abort, but an operation that passes its deadline closes all connections of its group."""
+    import torch
+
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            logger.debug("connection to rank %d of a group of %d: %s", peer, group.size(), error)
 
 
 def end_groups() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +19,7 @@ from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
+from workers.megatron.architecture import check_layout
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 class MegatronWorker:
     """Holds one rank's part of the policy; `context.layout` says which. `config.policy.model_name` is a HF directory."""
 
+    requires = ("megatron",)
+
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.context = context
         self.config = config
@@ -42,6 +45,11 @@ class MegatronWorker:
         self._reference: dict[str, Tensor] | None = None
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        """Raise LayoutError or ConfigError, before any actor starts, for a model that cannot be trained in this layout."""
+        check_layout(hf_config, config.policy.megatron_cfg.layout)
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:

@@ -1,0 +1,260 @@
+"""What a Megatron worker keeps: checkpoints, exports, the reference policy, and that a warm-up changes nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dagrl.layout import ParallelLayout
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import logprobs, train
+
+DP2, TP2PP2 = ParallelLayout(dp=2), ParallelLayout(tp=2, pp=2)
+SHARDED = {"use_distributed_optimizer": True}
+ROUND_TRIPS = [
+    ("qwen3", ParallelLayout()),
+    ("qwen3", ParallelLayout(tp=4)),
+    ("qwen3_tied", TP2PP2),
+    ("qwen3_tied", ParallelLayout(pp=2, vpp=2)),
+    ("qwen2", ParallelLayout(dp=2, tp=2)),
+    ("small_vocabulary", ParallelLayout(tp=2)),
+    ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
+    ("qwen3_moe_mixed", ParallelLayout(tp=2, ep=2, etp=1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), ROUND_TRIPS, ids=[f"{m}-{layout.describe().replace(' ', '')}" for m, layout in ROUND_TRIPS]
+)
+def test_export_gives_back_what_was_imported(
+    model: str, layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with megatron_pool.group(layout, reference.make_config(tiny_models[model])) as group:
+        group.call("export_hf", str(tmp_path))
+    imported, exported = load_file(tiny_models[model] / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert set(imported) == set(exported)
+    for name, tensor in imported.items():
+        assert torch.equal(tensor, exported[name]), name
+
+
+def test_trained_policy_in_several_files_loads_in_transformers(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    batch = reference.make_batch()
+    with megatron_pool.group(TP2PP2, reference.make_config(tiny_models["qwen3_tied"])) as group:
+        train(group, batch)
+        trained = logprobs(group, batch)
+        group.call("export_in_files", str(tmp_path), 60_000)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected, _ = reference.hf_logprobs(model, batch)
+    np.testing.assert_allclose(trained["logprobs"], expected.numpy(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        (ParallelLayout(tp=2, pp=2), {}),
+        (ParallelLayout(dp=2), {"optimizer": SHARDED}),
+        (ParallelLayout(pp=2, vpp=2), {"precision": "bfloat16"}),
+        (ParallelLayout(dp=2), {"precision": "bfloat16", "optimizer": SHARDED}),
+    ],
+    ids=["tp2pp2", "dp2-sharded", "vpp2-bfloat16", "dp2-bfloat16-sharded"],
+)
+def test_a_resumed_run_loses_as_one_that_went_on(
+    layout: ParallelLayout, policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    schedule = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 2}
+    config = reference.make_config(tiny_models["qwen3_tied"], megatron_cfg={"scheduler": schedule}, **policy)
+    batch, directory = reference.make_batch(), str(tmp_path / "step-2")
+    with megatron_pool.group(layout, config) as group:
+        for _ in range(2):
+            train(group, batch)
+        group.call("snapshot_reference")
+        group.call("save_checkpoint", directory, {"step": 2, "seen": [1, 2]})
+        went_on = [train(group, batch) for _ in range(3)]
+        kept = logprobs(group, batch, "reference")
+    with megatron_pool.group(layout, config) as group:
+        states = group.call("load_checkpoint", directory)
+        resumed = [train(group, batch) for _ in range(3)]
+        again = logprobs(group, batch, "reference")
+    assert states == [{"step": 2, "seen": [1, 2]}] * layout.world_size
+    assert resumed == went_on  # bit for bit: losses, norms and learning rates
+    np.testing.assert_array_equal(again["logprobs"], kept["logprobs"])
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.old"))
+
+
+def test_saving_again_replaces_and_broken_checkpoints_are_refused(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config, directory = reference.make_config(tiny_models["qwen3"]), tmp_path / "checkpoint"
+    with megatron_pool.group(DP2, config) as group:
+        group.call("save_checkpoint", str(directory), {"step": 1})
+        group.call("save_checkpoint", str(directory), {"step": 2})
+        assert group.call("load_checkpoint", str(directory)) == [{"step": 2}] * 2
+        before = group.call("state")
+
+        _refused(group, tmp_path / "nothing", "cannot read .*manifest.json")
+        second = directory / "rank-00001.pt"
+        whole = second.read_bytes()
+        second.write_bytes(whole[: len(whole) // 2])
+        _refused(group, directory, "rank-00001.pt has .* damaged")
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        second.write_bytes(bytes(flipped))
+        _refused(group, directory, "rank-00001.pt has .* damaged")
+        second.unlink()
+        _refused(group, directory, "rank-00001.pt is missing")
+        manifest = json.loads((directory / "manifest.json").read_text())
+        (directory / "manifest.json").write_text(json.dumps({**manifest, "format": "other"}))
+        _refused(group, directory, "format 'other'")
+        _assert_same_states(group.call("state"), before)
+
+
+def test_a_checkpoint_of_another_layout_or_model_is_refused(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+        group.call("save_checkpoint", str(tmp_path / "checkpoint"), {})
+    with megatron_pool.group(ParallelLayout(tp=2), reference.make_config(tiny_models["qwen3"])) as group:
+        _refused(group, tmp_path / "checkpoint", "written with layout .*export")
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["llama"])) as group:
+        _refused(group, tmp_path / "checkpoint", "written with model ")
+
+
+def _refused(group: Any, directory: Path, message: str) -> None:
+    """Every worker raises, also those whose own file is good."""
+    for rank in range(2):
+        group.start(rank, "load_checkpoint", str(directory))
+    for rank in range(2):
+        with pytest.raises(WorkerError, match=message) as caught:
+            group.finish(rank)
+        assert caught.value.kind == "CheckpointError"
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_a_warm_up_changes_nothing(sharded: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    config = reference.make_config(tiny_models["qwen3"], optimizer=SHARDED if sharded else {})
+    batch = reference.make_batch()
+    with megatron_pool.group(DP2, config) as group:
+        fresh = group.call("state")
+        assert any(name.startswith("exp_avg.") for name in fresh[0])  # made before the first step
+        train(group, batch, warmup=True)
+        _assert_same_states(group.call("state"), fresh)
+        train(group, batch)
+        trained = group.call("state")
+        assert trained[0]["steps"] == 1
+        train(group, batch, warmup=True)
+        train(group, batch.with_scalars(global_valid_tokens=1e-45), warmup=True)  # not even a step that would be skipped
+        logprobs(group, batch)
+        _assert_same_states(group.call("state"), trained)
+
+
+def _assert_same_states(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert set(mine) == set(theirs)
+        for name, value in theirs.items():
+            np.testing.assert_array_equal(mine[name], value, err_msg=name)
+
+
+def test_a_step_with_infinite_gradients_is_skipped_and_counted(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    batch = reference.make_batch()
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+        before = group.call("state")
+        skipped = train(group, batch.with_scalars(global_valid_tokens=1e-45))
+        assert skipped["skipped_steps"] == 1 and not np.isfinite(skipped["grad_norm"])
+        _assert_same_states(group.call("state"), [{**state, "skipped": 1} for state in before])
+        following = train(group, batch)
+        assert following["skipped_steps"] == 1 and np.isfinite(following["loss"])
+
+
+def test_reference_stays_while_the_policy_learns(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    batch = reference.make_batch()
+    with megatron_pool.group(TP2PP2, reference.make_config(tiny_models["qwen3"])) as group:
+        with pytest.raises(WorkerError, match="snapshot_reference"):
+            logprobs(group, batch, "reference")
+        first = logprobs(group, batch)
+        group.call("snapshot_reference")
+        train(group, batch)
+        learned = logprobs(group, batch)
+        np.testing.assert_array_equal(logprobs(group, batch, "reference")["logprobs"], first["logprobs"])
+        np.testing.assert_array_equal(logprobs(group, batch)["logprobs"], learned["logprobs"])
+    assert np.abs(learned["logprobs"] - first["logprobs"]).max() > 1e-3
+
+
+def test_learning_rates_follow_the_schedule_or_the_batch(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    schedule = {"lr_decay_style": "linear", "lr_decay_iters": 4, "lr_warmup_iters": 2}
+    config = reference.make_config(tiny_models["qwen3"], megatron_cfg={"scheduler": schedule})
+    batch = reference.make_batch()
+    with megatron_pool.group(ParallelLayout(), config) as group:
+        before = group.call("state")
+        rates = [train(group, batch)["lr"] for _ in range(4)]
+        np.testing.assert_allclose(rates, [0.0, 5e-4, 1e-3, 5e-4], atol=1e-9)
+        assert train(group, batch.with_scalars(lr=3e-4))["lr"] == 3e-4
+        group.call("reset_optimizer")
+        after = group.call("state")
+        assert after[0]["steps"] == 0
+        for name, value in before[0].items():
+            if name.startswith(("exp_avg", "step.")):
+                np.testing.assert_array_equal(after[0][name], value)
+        assert train(group, batch)["lr"] == 0.0
+
+
+def test_bfloat16_steps_move_by_less_than_bfloat16_can_tell(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """Steps far below a weight's last bfloat16 digit add up only in float32 masters."""
+    optimizer = {"lr": 1e-5, "weight_decay": 0.0}
+    config = reference.make_config(tiny_models["qwen3"], precision="bfloat16", optimizer=optimizer)
+    batch = reference.make_batch()
+    with megatron_pool.group(DP2, config) as group:
+        exact = logprobs(group, batch)
+        masters = {name: value for name, value in group.call("state")[0].items() if name.startswith("master.")}
+        for _ in range(3):
+            train(group, batch)
+        moved = group.call("state")[0]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
+        expected, _ = reference.hf_logprobs(model, batch)
+    np.testing.assert_allclose(exact["logprobs"], expected.numpy(), atol=0.1)
+    steps = np.concatenate([np.abs(moved[name] - value).ravel() for name, value in masters.items()])
+    assert 1e-6 < np.median(steps[steps > 0]) < 4e-5
+
+
+def test_evaluate_is_the_loss_without_a_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    batch = reference.make_batch()
+    with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
+        losses = [group.call("evaluate", batch, "sft")[0].flat()["loss"] for _ in range(2)]
+        assert losses[0] == losses[1] == pytest.approx(train(group, batch)["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("aborted", [0, 1], ids=["peer", "itself"])
+def test_who_waits_for_or_in_an_aborted_worker_raises_at_once(
+    aborted: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
+    with megatron_pool.group(ParallelLayout(tp=2), config) as group:
+        group.call("logprobs", batch)
+        group.start(1, "logprobs_and_abort_after", batch, 1.0 if aborted == 1 else None)  # worker 0 never comes
+        time.sleep(1.0)
+        start = time.monotonic()
+        if aborted == 0:
+            group.start(0, "abort")
+            group.finish(0)
+        with pytest.raises(WorkerError, match="pair closure|closed by peer"):
+            group.finish(1, timeout_s=10)
+        assert time.monotonic() - start < 5
+    with megatron_pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups
+        assert group.call("logprobs", batch)[0] is not None
