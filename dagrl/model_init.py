@@ -51,7 +51,9 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
                 "a model from policy.random_init needs random_init.tokenizer_characters or policy.tokenizer.name"
             )
         return character_tokenizer(init.tokenizer_characters, policy.tokenizer.chat_template)
-    directory = _existing_directory(policy.tokenizer.name or policy.model_name, "policy.tokenizer.name")
+    own = policy.tokenizer.name is not None
+    key, name = ("policy.tokenizer.name", policy.tokenizer.name) if own else ("policy.model_name", policy.model_name)
+    directory = _existing_directory(name, key)
     from transformers import AutoTokenizer
 
     try:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from dagrl.config import Config, GenerationConfig, Json, PhasesConfig, PolicyConfig
+from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, PhasesConfig, PolicyConfig, VllmConfig
 from dagrl.data import Example, load_splits
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.graph import PhaseGraph
@@ -66,10 +66,17 @@ def preflight(config: Config) -> Inputs:
 
 def layouts(config: Config) -> dict[str, ParallelLayout]:
     """The layout of each worker group that the run starts."""
-    groups = {"train": config.policy.megatron_cfg.layout}
+    groups = {"train": _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
     if config.algorithm == "grpo":
-        groups["generation"] = generation_config(config).vllm_cfg.layout
+        groups["generation"] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
     return groups
+
+
+def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:
+    try:
+        return section.layout
+    except LayoutError as error:
+        raise LayoutError(f"{key}: {error}") from error
 
 
 def generation_config(config: Config) -> GenerationConfig:
@@ -150,7 +157,7 @@ def _check_packages(config: Config) -> None:
 
 
 def _check_batches(config: Config) -> None:
-    dp, size = config.policy.megatron_cfg.layout.dp, config.policy.train_global_batch_size
+    dp, size = layouts(config)["train"].dp, config.policy.train_global_batch_size
     if size % dp:
         raise LayoutError(
             f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
@@ -197,10 +204,15 @@ def _check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping
         raise ConfigError(
             f"the model has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
         )
-    for worker in workers.values():
-        check = getattr(worker, "check", None)
-        if check is not None:
-            check(config, hf_config)
+    for role, worker in workers.items():
+        try:
+            getattr(worker, "check", _accept)(config, hf_config)
+        except (ConfigError, LayoutError) as error:
+            raise type(error)(f"{role} workers: {error}") from error
+
+
+def _accept(config: Config, hf_config: Mapping[str, Json]) -> None:
+    """The check of a worker class that has none."""
 
 
 def _read_data(config: Config, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:

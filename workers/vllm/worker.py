@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dagrl.config import Config
+from dagrl.config import Config, Json
 from dagrl.errors import RunError
 from dagrl.generation import Generated, merge_generated
 from dagrl.refit.slices import WeightSlice
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class VllmWorker:
     """Generates in quanta; see `dagrl.worker` for the methods a runtime calls."""
 
+    requires = ("vllm",)
+
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.context = context
         self.config = config
@@ -39,6 +41,11 @@ class VllmWorker:
         self._channel: Channel | None = None
         self._receiver: RefitReceiver | None = None
         self.version = 0
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        """Raise LayoutError or ConfigError, before any actor starts, for a model that vLLM cannot hold in this layout."""
+        vllm_weight_slices(hf_config, require_generation(config).vllm_cfg.tensor_parallel_size, 0)
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:

@@ -1,0 +1,240 @@
+"""Bad input, row by row: exit code 2, one clear message, no traceback, and Ray is never started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from dagrl.cli import main
+from dagrl.errors import UserError
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def configuration(data: str) -> dict[str, object]:
+    return {
+        "name": "bad",
+        "algorithm": "grpo",
+        "policy": {
+            "random_init": {"hf_config": MODEL, "tokenizer_characters": "0123456789+="},
+            "train_global_batch_size": 16,
+            "max_total_sequence_length": 16,
+            "generation": {"max_new_tokens": 4},
+        },
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4},
+        "data": {"path": data},
+        "cluster": {"num_cpus": 2},
+    }
+
+
+def good_lines() -> list[str]:
+    return [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a in range(5) for b in range(5)]
+
+
+class Row(NamedTuple):
+    """`overrides` of a good configuration, or other `lines` in its data file, and what the message must hold."""
+
+    name: str
+    message: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = None
+    without: str = ""  # a package made to look as if it were not installed
+
+
+MEGATRON = "policy.megatron_cfg"
+LONG = json.dumps({"prompt": "1" * 30, "response": "2"})
+TABLE = [
+    Row("unknown key", ("policy.precison", "did you mean 'policy.precision'"), ("policy.precison=float32",)),
+    Row("key in another section", ("did you mean 'policy.generation.temperature'",), ("grpo.temperature=1",)),
+    Row("wrong type", ("seed (command line)", "found 'many'", "integer"), ("seed=many",)),
+    Row("out of range", ("grpo.max_num_steps", "found -1", "greater than 0"), ("grpo.max_num_steps=-1",)),
+    Row("not an override", ("'seed'", "KEY=VALUE"), ("seed",)),
+    Row("value where a section is", ("override 'name.x=1'", "not a section"), ("name.x=1",)),
+    Row("no generation", ("policy.generation is missing",), ("policy.generation=null",)),
+    Row("no model", ("policy.model_name and policy.random_init: found neither",), ("policy.random_init=null",)),
+    Row("two models", ("policy.model_name and policy.random_init: found both",), ("policy.model_name=somewhere",)),
+    Row("heads", ("4 attention heads are not divisible by tp 3",), (f"{MEGATRON}.tensor_model_parallel_size=3",)),
+    Row(
+        "generation heads",
+        ("generation workers", "tensor parallel size 3"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size=3",),
+    ),
+    Row("layers", ("2 layers are not divisible by pp 4",), (f"{MEGATRON}.pipeline_model_parallel_size=4",)),
+    Row(
+        "batch over dp",
+        ("train_global_batch_size 16", "data_parallel_size 3", "15 or 18"),
+        (f"{MEGATRON}.data_parallel_size=3",),
+    ),
+    Row("samples over batch", ("= 12 samples", "train_global_batch_size 16"), ("grpo.num_prompts_per_step=3",)),
+    Row("experts", ("ep 3", "does not divide"), (f"{MEGATRON}.expert_model_parallel_size=3",)),
+    Row(
+        "workers over machine",
+        ("17 workers, 16 train (dp16) + 1 generation (single)", "2 CPU cores hold 16"),
+        (f"{MEGATRON}.data_parallel_size=16",),
+    ),
+    Row("worker limit", ("2 workers", "cluster.max_workers is 1"), ("cluster.max_workers=1",)),
+    Row("missing data file", ("'no/such.jsonl'", "cannot be read"), ("data.path=no/such.jsonl",)),
+    Row("missing model", ("policy.model_name", "'no/model'"), ("policy.random_init=null", "policy.model_name=no/model")),
+    Row("no data", ("data.path and data.task: found neither",), ("data.path=null",)),
+    Row("line that is not JSON", ("data.jsonl, line 3: not JSON", "'{oops'"), lines=(*good_lines()[:2], "{oops")),
+    Row("line between that is empty", ("data.jsonl, line 2: not JSON",), lines=(good_lines()[0], "", good_lines()[1])),
+    Row("line that is a list", ("data.jsonl, line 1: found a JSON list",), lines=("[1, 2]",)),
+    Row("line without the key", ("data.jsonl, line 1: no key 'response'", "data.response_key"), lines=('{"prompt": "1"}',)),
+    Row("line with an empty text", ("data.jsonl, line 1: 'response' is empty",), lines=('{"prompt": "1", "response": ""}',)),
+    Row("line with a number", ("data.jsonl, line 1: 'response' is 2",), lines=('{"prompt": "1", "response": 2}',)),
+    Row("message without a role", ("line 1: message 1 of 'messages'",), lines=('{"messages": [{"content": "1"}]}',)),
+    Row(
+        "conversation that does not end with the assistant",
+        ("line 1: 'messages' has the roles user",),
+        lines=('{"messages": [{"role": "user", "content": "1"}]}',),
+    ),
+    Row(
+        "conversation without a template",
+        ("line 1 is a conversation", "policy.tokenizer.chat_template"),
+        ("data.val_fraction=0",),
+        lines=('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}',),
+    ),
+    Row("empty data set", ("data.jsonl' is empty",), lines=()),
+    Row("all held out", ("has 1 example(s)", "data.val_path"), lines=(good_lines()[0],)),
+    Row("sequence too long", ("data.jsonl, line 26: 3", "room for 16 (the largest bucket)"), lines=(*good_lines(), LONG)),
+    Row(
+        "prompt too long to generate from",
+        ("room for 2 (the largest bucket less policy.generation.max_new_tokens 14)",),
+        ("policy.generation.max_new_tokens=14", "sft.max_num_steps=0"),
+    ),
+    Row("bucket beyond the model", ("64 positions", "128 tokens"), ("policy.max_total_sequence_length=128",)),
+    Row("bucket beyond the limit", ("sequence_buckets has 32", "length 16"), ("policy.sequence_buckets=[8, 32]",)),
+    Row("path that is no import path", ("policy.worker: 'here'", "module:attribute"), ("policy.worker=here",)),
+    Row("module that is not there", ("policy.worker: there is no module 'nowhere'",), ("policy.worker=nowhere.at:Worker",)),
+    Row(
+        "attribute that is not there",
+        ("policy.worker: module 'workers.megatron' has no 'MegatronWorkr'", "did you mean 'MegatronWorker'"),
+        ("policy.worker=workers.megatron:MegatronWorkr",),
+    ),
+    Row("worker that is no class", ("policy.worker: ", "a class is expected"), ("policy.worker=dagrl.rewards:exact_match",)),
+    Row("reward that is not there", ("reward.function: there is no module",), ("reward.function=my_rewards:score",)),
+    Row(
+        "phase that is not there",
+        ("phases.train_step: module 'graphs.train' has no",),
+        ("phases.train_step=graphs.train:go",),
+    ),
+    Row("phase that is no phase", ("phases.refit: ", "@phase"), ("phases.refit=dagrl.rewards:exact_match",)),
+    Row(
+        "worker that lacks a method",
+        ("phase 'sft_step'", "train worker has no method 'train_step'"),
+        ("policy.worker=tests.unit.test_bad_input:Worker",),
+    ),
+    Row(
+        "task that is not there",
+        ("data.task: module 'dagrl.tasks' has no",),
+        ("data.path=null", "data.task=dagrl.tasks:sums"),
+    ),
+    Row(
+        "task's argument",
+        ("data.task_args: ", "'digit'", "digits"),
+        ("data.path=null", "data.task=dagrl.tasks:arithmetic", "data.task_args={digit: 2}"),
+    ),
+    Row(
+        "task's argument out of range",
+        ("digits is 7; expected 1 or 2",),
+        ("data.path=null", "data.task=dagrl.tasks:arithmetic", "data.task_args={digits: 7}"),
+    ),
+    Row("tensorboard missing", ("logger.tensorboard_enabled", "dagrl[tracking]"), without="tensorboard"),
+    Row("matplotlib missing", ("logger.plot_enabled", "dagrl[tracking]"), without="matplotlib"),
+    Row("megatron missing", ("policy.worker", "dagrl[megatron]"), without="megatron"),
+    Row("vllm missing", ("policy.generation.worker", "dagrl[vllm]", "dagrl[cpu]"), without="vllm"),
+    Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
+    Row("characters", ("tokenizer_characters", "'1' more than once"), ('policy.random_init.tokenizer_characters="121"',)),
+]
+
+
+class Worker:
+    """A train worker without the methods that the phases name."""
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`dagrl train` in this process, with a good data file and an `init` of Ray that must not be reached."""
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("ray.init", never)
+
+    def train(*arguments: str, lines: tuple[str, ...] | None = None) -> tuple[int, str]:
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(f"{line}\n" for line in (good_lines() if lines is None else lines)))
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(configuration(str(data))))
+        code = main(["train", str(tmp_path / "config.yaml"), f"output_dir={tmp_path / 'runs'}", *arguments])
+        return code, capsys.readouterr().err
+
+    return train
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_bad_input(row: Row, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if row.without:
+        monkeypatch.setitem(sys.modules, row.without, None)
+    code, errors = run(*row.overrides, lines=row.lines)
+    assert code == 2, errors
+    assert errors.count("dagrl: error: ") == 1
+    assert "Traceback" not in errors
+    for part in row.message:
+        assert part in errors
+    assert not (tmp_path / "runs").exists()
+
+
+def test_good_input_passes_all_checks(run: Run) -> None:
+    assert run("--dry-run") == (0, "")
+
+
+def test_good_input_starts_ray(run: Run) -> None:
+    """The rows above fail for their own reasons: without them the run gets as far as Ray."""
+    with pytest.raises(AssertionError, match="Ray was started"):
+        run()
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    with pytest.raises(UserError, match="seed"):
+        run("seed=many", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds None"),
+        ("- a\n", "holds ['a']"),
+        ("a: [1\n", "is not YAML"),
+        ("name: x\nname: y\n", "name (CONFIG, line 2) is written a second time"),
+        ("name: x\nalgorithm: sft\npolicy:\n  precison: float32\ndata: {}\n", "policy.precison (CONFIG, line 4)"),
+        ("name: x\n", "missing key algorithm (CONFIG)"),
+    ],
+)
+def test_bad_files(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert main(["train", str(path)]) == 2
+    assert message.replace("CONFIG", str(path)) in capsys.readouterr().err
+
+
+def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "no/such.yaml"]) == 2
+    assert "there is no configuration file 'no/such.yaml'" in capsys.readouterr().err
