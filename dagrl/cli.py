@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dagrl.errors import DagrlError, UserError
+from dagrl.loops.stop import StopRequestedError
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _complain(str(error))
         return 2 if isinstance(error, UserError) else 1
+    except StopRequestedError:
+        _complain("stopped on request; the same command with checkpointing.resume=true goes on from here")
+        return INTERRUPTED
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED

@@ -1,0 +1,76 @@
+"""The command itself: quick help, exit codes, dry runs. `test_bad_input` has its errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dagrl.cli import main
+from dagrl.config import Config
+from dagrl.errors import ChannelError, ConfigError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = "examples/sft_quickstart.yaml"
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from dagrl.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'ray', 'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    quickest = min(timed([sys.executable, "-c", code]) for _ in range(3))
+    assert quickest < 1.0
+
+
+def timed(command: list[str]) -> float:
+    started = time.monotonic()
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("order", [["--dry-run", "seed=5"], ["seed=5", "--dry-run"]])
+def test_dry_run_prints_the_resolved_configuration(
+    order: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["train", EXAMPLE, *order]) == 0
+    resolved = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
+    assert (resolved.seed, resolved.algorithm) == (5, "sft")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("mine"), 2), (ChannelError("broken"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Config) -> None:
+        raise error
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("dagrl.loops.sft.run_sft", fail)
+    assert main(["train", EXAMPLE]) == code
+    assert capsys.readouterr().err == f"dagrl: error: {str(error) or 'interrupted'}\n"
+
+
+def test_unknown_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", EXAMPLE, "--dry", "--fast"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --fast" in capsys.readouterr().err
+
+
+def test_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    report = capsys.readouterr().out
+    for subject in ("python", "ray", "torch", "megatron-core", "/dev/shm"):  # noqa: S108
+        assert subject in report

@@ -1,0 +1,152 @@
+"""Examples from files and their tokens: what is learned, what is held out, and an order that can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagrl.config import DataConfig
+from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
+from dagrl.errors import CheckpointError, DataError
+from dagrl.model_init import character_tokenizer
+from dagrl.tokenization import Demonstration, collate, encode_demonstrations, encode_prompts, keep_fitting
+
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FORGETFUL = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+
+
+def write(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def learned(row: Demonstration, template: str | None = None) -> list[str]:
+    """The text of each run of tokens with loss."""
+    tokenizer = character_tokenizer(CHARACTERS, template)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask, [0]])))
+    return [tokenizer.decode(row.tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_prompt_and_response(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": "2", "more": None}, {"q": "\u00e9", "a": "x"}])
+    first, second = read_jsonl(path, DataConfig(path=path, prompt_key="q", response_key="a"))
+    assert first == Example("1+1=", "2", source=f"{path}, line 1")
+    (row, other) = encode_demonstrations([first, second], character_tokenizer(CHARACTERS))
+    assert character_tokenizer(CHARACTERS).decode(row.tokens) == "1+1=2<eos>"
+    assert learned(row) == ["2<eos>"]
+    assert character_tokenizer(CHARACTERS).decode(other.tokens) == "<unk>x<eos>"
+
+
+def test_prompts_have_the_same_tokens_in_training_and_generation() -> None:
+    example = Example("12+3=", "15")
+    tokenizer = character_tokenizer(CHARACTERS)
+    (prompt,), (row,) = encode_prompts([example], tokenizer), encode_demonstrations([example], tokenizer)
+    assert row.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
+    assert (prompt.text, prompt.reference) == ("12+3=", "15")
+
+
+def test_conversation(tmp_path: Path) -> None:
+    turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yo"), ("user", "bye"), ("assistant", "ciao")]
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
+    (example,) = read_jsonl(path, DataConfig(path=path))
+    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    (row,) = encode_demonstrations([example], tokenizer)
+    whole = "[system]be brief[user]hi[assistant]yo<eos>[user]bye[assistant]ciao<eos>"
+    assert tokenizer.decode(row.tokens) == whole
+    assert learned(row) == ["yo<eos>", "ciao<eos>"]
+    (prompt,) = encode_prompts([example], tokenizer)
+    assert tokenizer.decode(prompt.tokens) == whole.removesuffix("ciao<eos>")
+    assert prompt.reference == "ciao"
+
+
+def test_template_that_rewrites_earlier_turns_is_refused() -> None:
+    messages = (Message("user", "a"), Message("assistant", "b"))
+    with pytest.raises(DataError, match="line 7: the chat template renders earlier turns differently"):
+        encode_demonstrations([Example("", "b", messages, "line 7")], character_tokenizer(CHARACTERS, FORGETFUL))
+
+
+def test_collate() -> None:
+    rows = encode_demonstrations([Example("1+1=", "2"), Example("1=", "1")], character_tokenizer(CHARACTERS))
+    batch = collate(rows)
+    assert batch["lengths"].tolist() == [6, 4]
+    assert batch["tokens"].shape == batch["loss_mask"].shape == (2, 6)
+    assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
+    assert batch["tokens"][1, 4:].tolist() == [0, 0]
+
+
+def test_too_long() -> None:
+    rows = encode_demonstrations([Example("1" * n, "2", source=f"line {n}") for n in (1, 9, 5)], character_tokenizer("12"))
+    with pytest.raises(DataError, match=r"line 9: 11 tokens, but there is room for 7 .*; 1 of 3 sequences"):
+        keep_fitting(rows, 7, "error", "the bucket")
+    assert [len(row) for row in keep_fitting(rows, 7, "drop", "the bucket")] == [3, 7]
+    with pytest.raises(DataError, match="3 of 3"):
+        keep_fitting(rows, 2, "drop", "the bucket")
+
+
+def test_split_is_seeded_and_disjoint(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": str(n), "response": "x"} for n in range(40)])
+    splits = load_splits(DataConfig(path=path, val_fraction=0.25))
+    train, validation = ([example.prompt for example in part] for part in (splits.train, splits.validation))
+    assert len(validation) == 10
+    assert sorted(train + validation, key=int) == [str(n) for n in range(40)]
+    assert load_splits(DataConfig(path=path, val_fraction=0.25)) == splits
+    assert load_splits(DataConfig(path=path, val_fraction=0.25, seed=1)).validation != splits.validation
+    assert load_splits(DataConfig(path=path, val_fraction=0)).validation == ()
+    assert (
+        load_splits(DataConfig(path=path, val_path=path)).validation
+        == load_splits(DataConfig(path=path, val_path=path)).train
+    )
+
+
+@given(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 3), st.booleans())
+def test_sampler_draws_every_example_once_an_epoch(count: int, takes: list[int], seed: int, shuffle: bool) -> None:
+    sampler = Sampler(count, seed, shuffle)
+    drawn = [index for number in takes for index in sampler.take(number)]
+    assert len(drawn) == sum(takes)
+    for start, end in pairwise(range(0, len(drawn) + 1, count)):
+        assert sorted(drawn[start:end]) == list(range(count))
+
+
+@given(st.integers(1, 30), st.integers(0, 70), st.integers(0, 70))
+def test_sampler_goes_on_where_it_was(count: int, before: int, after: int) -> None:
+    sampler = Sampler(count, seed=3)
+    sampler.take(before)
+    resumed = Sampler(count, seed=3)
+    resumed.restore(json.loads(json.dumps(sampler.state())))
+    assert resumed.take(after) == sampler.take(after)
+
+
+def test_sampler_shuffles_and_knows_its_data() -> None:
+    sampler = Sampler(100, seed=1)
+    first, second = sampler.take(100), sampler.take(100)
+    assert first != second != list(range(100)) != first
+    with pytest.raises(CheckpointError, match="use the same data and seed"):
+        Sampler(99, seed=1).restore(sampler.state())
+
+
+def gsm8k() -> Path:
+    default = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
+    return Path(os.environ.get("DAGRL_GSM8K", default)) / "test.jsonl"
+
+
+@pytest.mark.skipif(not gsm8k().exists(), reason="GSM8K is not here; set DAGRL_GSM8K to its directory")
+def test_gsm8k() -> None:
+    config = DataConfig(path=str(gsm8k()), prompt_key="question", response_key="answer")
+    splits = load_splits(config)
+    assert len(splits.train) + len(splits.validation) == 1319  # the size of GSM8K's test split
+    example = next(example for example in splits.train if example.response.isascii())
+    (row,) = encode_demonstrations([example], character_tokenizer(CHARACTERS))
+    (answer,) = learned(row)
+    assert answer == f"{example.response}<eos>"
+    assert "#### " in answer

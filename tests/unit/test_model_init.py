@@ -1,0 +1,73 @@
+"""Models from a seed: the same bytes every time, and transformers loads what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dagrl.config import PolicyConfig, RandomInit
+from dagrl.errors import ConfigError
+from dagrl.model_init import character_tokenizer, load_tokenizer, model_description, write_random_model
+
+INIT = RandomInit(
+    tokenizer_characters="0123456789+= \n",
+    hf_config={
+        "model_type": "qwen3",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+    },
+)
+
+
+def written(directory: Path, seed: int = 0) -> bytes:
+    assert INIT.tokenizer_characters is not None
+    tokenizer = character_tokenizer(INIT.tokenizer_characters)
+    write_random_model(INIT.model_copy(update={"seed": seed}), tokenizer, directory)
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    first = written(tmp_path / "a")
+    assert written(tmp_path / "a") == written(tmp_path / "b") == first != written(tmp_path / "c", seed=1)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are its own
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+def test_transformers_loads_it(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "a"), AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert model.config.vocab_size == len(tokenizer) == 4 + 14
+    assert (
+        (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
+    )
+    policy = PolicyConfig(model_name=str(tmp_path / "a"))
+    assert model_description(policy, 0)["vocab_size"] == 18
+    assert load_tokenizer(policy)("1+1=").input_ids == tokenizer("1+1=").input_ids
+
+
+def test_character_tokenizer_keeps_every_character(tmp_path: Path) -> None:
+    text = "1 + 1 =\n\n 2 ,x<eos>"
+    tokenizer = character_tokenizer("+=12 \n,x")
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("?").input_ids == [tokenizer.unk_token_id]
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json"):
+        model_description(PolicyConfig(model_name=str(tmp_path / "empty")), 0)
+    with pytest.raises(ConfigError, match="no tokenizer that transformers can load"):
+        load_tokenizer(PolicyConfig(model_name=str(tmp_path / "empty")))
+    with pytest.raises(ConfigError, match="tokenizer_characters or policy"):
+        load_tokenizer(PolicyConfig(random_init=RandomInit(hf_config={})))
