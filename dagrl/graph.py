@@ -94,11 +94,15 @@ class PhaseGraph:
 
     def validate(self) -> None:
         """Raise GraphError for an unknown or later upstream node (a cycle), an unused result, or a worker out of range."""
+        if not self.outputs or not all(0 <= number < len(self.nodes) for number in self.outputs):
+            raise GraphError(
+                f"phase {self.phase!r}: outputs {list(self.outputs)} of {len(self.nodes)} nodes; return at least one value"
+            )
         read = {number for node in self.nodes for number in node.upstream} | set(self.outputs)
         for position, node in enumerate(self.nodes):
             if node.number != position:
                 raise GraphError(f"phase {self.phase!r}: node {node.label} is number {node.number} at place {position}")
-            if any(number >= position for number in node.upstream):
+            if not all(0 <= number < position for number in node.upstream):
                 raise GraphError(
                     f"phase {self.phase!r}: node {node.label} reads a node that comes after it (a cycle); "
                     "order the nodes so that each reads only earlier ones"

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -51,7 +52,7 @@ def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
 class Value:
     """What one node, or one node on each worker of a shard, will produce."""
 
-    tracer: Tracer
+    tracer: Tracer = field(repr=False)
     nodes: tuple[int, ...]
 
     def via(self, transport: str) -> Value:
@@ -81,8 +82,18 @@ class Shard:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def __getitem__(self, position: int) -> Shard:
-        return Shard(self.tracer, self.role, (self.workers[position],))
+    def __iter__(self) -> Iterator[Shard]:
+        return (Shard(self.tracer, self.role, (worker,)) for worker in self.workers)
+
+    def __getitem__(self, position: int | slice) -> Shard:
+        """One worker, or several, as a shard of its own."""
+        try:
+            chosen = self.workers[position]
+        except IndexError:
+            raise self.tracer.error(
+                f"{self.role.name}[{position}] is outside a shard of {len(self)} workers; count from 0"
+            ) from None
+        return Shard(self.tracer, self.role, chosen if isinstance(chosen, tuple) else (chosen,))
 
     def map(self, method: str, *args: Argument, **constants: Json) -> Value:
         """Call `method` on every worker. A `Value` of as many nodes goes worker to worker, one of a single node to all."""
@@ -111,7 +122,9 @@ class Shard:
         if isinstance(arg, Input):
             return InputRef()
         if not isinstance(arg, Value):
+            self.tracer.check_constant(f"{self.role.name}.{method}", arg)
             return Constant(arg)
+        self.tracer.check_own(f"{self.role.name}.{method}", arg)
         if len(arg.nodes) not in (1, len(self)):
             raise self.tracer.error(
                 f"{self.role.name}.{method}: an argument has {len(arg.nodes)} values for {len(self)} workers; "
@@ -125,6 +138,8 @@ def join(*values: Value) -> Value:
     if not values:
         raise GraphError("join() needs at least one value")
     tracer = values[0].tracer
+    for value in values:
+        tracer.check_own("join()", value)
     return tracer.tree(None, "", Value(tracer, tuple(node for value in values for node in value.nodes)), kind="collect")
 
 
@@ -153,6 +168,8 @@ class Tracer:
         constants: Mapping[str, Json] | None = None,
     ) -> int:
         constants = dict(constants or {})
+        for name, constant in constants.items():
+            self.check_constant(f"{role.name}.{method}, argument {name!r}", constant)
         if kind != "collect":
             self._check_call(role, method, 1 if kind == "reduce" else len(args), constants)
         if not any(isinstance(arg, InputRef | NodeRef) for arg in args):
@@ -162,6 +179,37 @@ class Tracer:
         number = len(self.nodes)
         self.nodes.append(Node(number, WorkerRef(role.name, worker), method, kind, args, tuple(sorted(constants.items()))))
         return number
+
+    def check_constant(self, where: str, constant: object) -> None:
+        """Raise GraphError for a constant that is no JSON, and so could not be stored with the graph."""
+        if isinstance(constant, Input | Value):
+            raise self.error(f"node {where} is {constant!r}; pass the input and values of nodes by position, not by keyword")
+        strange = next(_not_json(constant), None)
+        if strange is not None:
+            raise self.error(
+                f"node {where}: the constant {reprlib.repr(constant)} has a {type(strange).__name__}; constants are "
+                "numbers, strings, booleans, None, lists, and dictionaries with string keys. Put other data into the input"
+            )
+
+    def check_own(self, where: str, value: Value) -> None:
+        """Raise GraphError for what is no value of this trace."""
+        if not isinstance(value, Value) or value.tracer is not self:
+            raise self.error(
+                f"{where} was given {reprlib.repr(value)}, which no map, reduce or join of this phase made; "
+                "pass what one of them returned"
+            )
+
+    def check_readers(self) -> None:
+        """Raise GraphError for a transport that a node's writer can use and its reader cannot."""
+        for node in self.nodes:
+            for number in node.upstream:
+                written = self.nodes[number]
+                available = self.roles[node.worker.role].transports
+                if written.transport not in available:
+                    raise self.error(
+                        f"node {node.label} reads {written.label} via {written.transport!r}, which the {node.worker.role} "
+                        f"group cannot use; it has {', '.join(sorted(available))}. Send the value over one of these"
+                    )
 
     def _check_call(self, role: Role, method: str, positional: int, constants: Mapping[str, Json]) -> None:
         if method not in role.methods:
@@ -179,6 +227,7 @@ class Tracer:
 
     def tree(self, role: Role | None, method: str, parts: Value, kind: str) -> Value:
         """Nodes joined `arity` at a time, each join on the worker of its first part."""
+        self.check_own(f"reduce({method!r})" if role else "join()", parts)
         if role is not None and any(self.nodes[node].worker.role != role.name for node in parts.nodes):
             raise self.error(
                 f"{role.name}.reduce({method!r}) was given values of another role; reduce them on their own shard"
@@ -216,7 +265,9 @@ class Phase:
     roles: tuple[str, ...] = field(default=())
 
     def trace(self, roles: Mapping[str, Role], arity: int = 8) -> PhaseGraph:
-        """The phase's graph over `roles`. Raises GraphError."""
+        """The phase's graph over `roles`; values are joined `arity` (at least 2) at a time. Raises GraphError."""
+        if arity < 2:
+            raise GraphError(f"phase {self.name!r}: arity {arity} joins nothing; values are joined at least 2 at a time")
         missing = [role for role in self.roles if role not in roles]
         if missing:
             raise GraphError(
@@ -231,6 +282,7 @@ class Phase:
         }
         returned = self.function(**shards, **{self.input_name: Input(self.input_name)})
         outputs = self._single_outputs(tracer, returned)
+        tracer.check_readers()
         widths = {name: len(shard) for name, shard in shards.items()}
         graph = PhaseGraph(self.name, widths, tuple(tracer.nodes), outputs)
         graph.validate()
@@ -247,6 +299,7 @@ class Phase:
         for value in values:
             if not isinstance(value, Value):
                 raise tracer.error(f"it returns {value!r}; return what map, reduce or join gave, or a tuple of them")
+            tracer.check_own("its result", value)
             single = value if len(value.nodes) == 1 else join(value)
             outputs.append(single.nodes[0])
         return tuple(outputs)
@@ -281,7 +334,7 @@ def phase(
 def _make_phase(function: PhaseFunction, inputs: InputSpec | None, name: str) -> Phase:
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
-    roles = tuple(key for key, parameter in parameters.items() if parameter.annotation in (Shard, "Shard"))
+    roles = tuple(key for key, parameter in parameters.items() if _is_shard(parameter.annotation))
     others = [key for key in parameters if key not in roles]
     if not roles:
         raise GraphError(f"phase {name!r} has no parameter annotated Shard; write e.g. def {name}(train: Shard, batch)")
@@ -291,3 +344,20 @@ def _make_phase(function: PhaseFunction, inputs: InputSpec | None, name: str) ->
             "(put several values into one batch)"
         )
     return Phase(name, function, inputs, roles)
+
+
+def _is_shard(annotation: object) -> bool:
+    """Annotations are text in modules that begin with `from __future__ import annotations`."""
+    return annotation is Shard or (isinstance(annotation, str) and annotation.rpartition(".")[2] == Shard.__name__)
+
+
+def _not_json(value: object) -> Iterator[object]:
+    """The parts of `value` that JSON would not give back as they are."""
+    if isinstance(value, dict):
+        yield from (key for key in value if not isinstance(key, str))
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _not_json(item)
+    elif not (value is None or isinstance(value, str | int | float)) or type(value).__module__ != "builtins":
+        yield value
