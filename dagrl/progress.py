@@ -185,9 +185,11 @@ class Progress:
             self._levels[name] = logging.getLogger(name).level
             logging.getLogger(name).setLevel(self._level)
             logging.getLogger(name).addHandler(self._handler)
+            logging.getLogger(name).propagate = False  # else a handler of the root logger would say everything twice
 
     def _detach_logging(self) -> None:
         for name, level in self._levels.items():
+            logging.getLogger(name).propagate = True
             logging.getLogger(name).removeHandler(self._handler)
             logging.getLogger(name).setLevel(level)
 

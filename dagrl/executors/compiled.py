@@ -5,6 +5,7 @@ What the engine imposes, and how it is kept here (docs/runtime.md tells the whol
 - Channel buffers are sized before compiling, in the driver for inputs and in every worker for results, and never grow: an
   input that would not fit is refused by the scheduler, a result by the worker.
 - One live graph an actor is the default; actors made by `WorkerGroup` have a thread for each of several graphs.
+- Each graph would start an actor, a whole process, only to stand for the driver as a reader; all of ours share one.
 - Large graphs get their input through leaders, one for each `arity` workers, so that the driver's channel has few readers.
 - `teardown` of a hung graph waits for ever; ours has a deadline, then kills the graph's actors.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.dag import DAGContext, InputNode, MultiOutputNode
+from ray.dag.compiled_dag_node import CompiledDAG
 from ray.exceptions import RayChannelTimeoutError
 
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
@@ -42,7 +44,7 @@ class CompiledGraph:
         ray.get(
             [actor.__ray_call__.remote(_set_buffer_bytes, worker_bytes) for actor in self._actors], timeout=limits.compile_s
         )
-        with _driver_context(limits):
+        with _driver_context(limits), _one_driver_proxy():
             self._dag = _bind(graph, actors, limits, relays).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
             )
@@ -120,6 +122,40 @@ def _distinct(actors: Actors) -> list[ActorHandle]:
 def _set_buffer_bytes(worker: object, size: int) -> None:
     """Size the channels that this worker writes in the graph compiled next; runs in the worker."""
     DAGContext.get_current().buffer_size_bytes = size
+
+
+_proxies: dict[str, ActorHandle] = {}
+"""The actor that stands for this driver, by Ray job; it lives as long as the job."""
+
+
+@contextmanager
+def _one_driver_proxy() -> Iterator[None]:
+    """Let graphs compiled inside share one `DAGDriverProxyActor` (ray/dag/compiled_dag_node.py, `CompiledDAG.__init__`)."""
+    proxy_class = CompiledDAG.DAGDriverProxyActor
+    context = ray.get_runtime_context()
+    job = context.get_job_id()
+    if job not in _proxies:
+        here = {ray._raylet.RAY_NODE_ID_KEY: context.get_node_id()}
+        _proxies.clear()
+        _proxies[job] = proxy_class.options(label_selector=here).remote()
+    CompiledDAG.DAGDriverProxyActor = _SharedProxy(_proxies[job])
+    try:
+        yield
+    finally:
+        CompiledDAG.DAGDriverProxyActor = proxy_class
+
+
+class _SharedProxy:
+    """Stands where Ray expects an actor class, and always gives the same actor."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    def options(self, **options: object) -> _SharedProxy:
+        return self
+
+    def remote(self) -> ActorHandle:
+        return self._actor
 
 
 @contextmanager
