@@ -267,7 +267,7 @@ def killed_in_a_refit(place: Place) -> object:
     half = place.size // 2
     plan, layout = _refit_plan(place.size)
     channel = place.open()
-    weights = hf_weights(CONFIG)
+    weights = {name: tensor.to(place.device) for name, tensor in hf_weights(CONFIG).items()}
     if place.rank < half:
         sender = RefitSender(plan.for_rank(place.rank), megatron_tensors(weights, CONFIG, layout, place.rank), channel)
         sender.send(1)

@@ -34,8 +34,8 @@ class ChannelSuite:
         for rank, result in enumerate(alive):
             assert isinstance(result, tuple), result
             (error, seconds), (again, at_once) = result
-            assert f"rank {self.ranks - 1 if rank == 0 else 0}" in error or not self.notices_death, error
-            assert seconds < (4 if self.notices_death else 10)
+            assert f"rank {self.ranks - 1 if rank == 0 else 0}" in error, error
+            assert seconds < (4 if self.notices_death else 14)
             assert again != "no error" and at_once < 1
 
     def test_a_peer_killed_in_a_refit_frees_the_rest(self) -> None:
@@ -43,7 +43,7 @@ class ChannelSuite:
         assert results[0] is None
         for result in results[1:]:
             assert isinstance(result, tuple), result
-            assert "channel rank" in result[0] and result[1] < 12, result
+            assert "channel rank" in result[0] and result[1] < 14, result
 
     def test_a_silent_peer_ends_at_the_deadline(self) -> None:
         result, _ = run_case(cases.silent_peer, self.kind, 2, channel_timeout_s=2)
@@ -53,10 +53,10 @@ class ChannelSuite:
         assert 1.5 < seconds < 5
 
     def test_abort_frees_this_rank_and_its_peers(self) -> None:
-        results = run_case(cases.aborted, self.kind, self.ranks, channel_timeout_s=30)
+        results = run_case(cases.aborted, self.kind, self.ranks, channel_timeout_s=12)
         for rank, result in enumerate(results):
             assert isinstance(result, tuple), result
-            assert result[0] != "no error" and result[1] < (5 if rank == 0 or self.notices_death else 35), result
+            assert result[0] != "no error" and result[1] < (5 if rank == 0 or self.notices_death else 18), result
         assert "the scheduler said so" in str(results[0])
 
     def test_an_absent_rank_is_an_error_of_those_who_came(self) -> None:
@@ -68,7 +68,7 @@ class ChannelSuite:
     def test_opened_and_closed_again_it_leaves_nothing(self) -> None:
         for counts in run_case(cases.reopened, self.kind, 2):
             assert isinstance(counts, list), counts
-            assert counts[1] == counts[-1], counts
+            assert all(last <= early for early, last in zip(counts[1], counts[-1], strict=True)), counts
 
     def test_what_cannot_be_carried_is_said(self) -> None:
         for result in run_case(cases.refused, self.kind, 2):

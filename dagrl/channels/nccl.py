@@ -7,6 +7,7 @@ current stream wait for them. Only `synchronize` waits on the host, with the dea
 
 from __future__ import annotations
 
+import ast
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +53,9 @@ class NcclChannel:
         self._store: Store | None = open_store(spec)
         store = self._store
         self._within_deadline(lambda: self._connect(store))
+        self._posting_until: float | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="nccl-watch", daemon=True).start()
 
     def _connect(self, store: Store) -> None:
         """Join the communicator; blocks until all ranks do, hence called in a thread of its own."""
@@ -59,8 +63,8 @@ class NcclChannel:
 
         torch.cuda.set_device(self._device)
         if self.spec.rank == 0:
-            store.set("nccl/id", _encode(self._nccl.get_unique_id()))
-        unique_id = _decode(store.get("nccl/id"))
+            store.set("nccl/id", repr(self._nccl.get_unique_id()))  # bytes; in cupy before 14 a tuple of integers
+        unique_id = ast.literal_eval(store.get("nccl/id").decode())
         self._communicator = self._nccl.NcclCommunicator(self.spec.size, unique_id, self.spec.rank)
 
     def _within_deadline(self, connect: Callable[[], None]) -> None:
@@ -79,6 +83,13 @@ class NcclChannel:
             raise cannot_join(self.spec, failures[0]) from failures[0]
         if self._communicator is None:
             raise cannot_join(self.spec, TimeoutError("some rank did not come"))
+
+    def _watch(self) -> None:
+        """The first message to a peer blocks the host until the peer posts its side too: give that a deadline as well."""
+        while not self._closed.wait(min(1.0, self.spec.timeout_s / 4)):
+            until = self._posting_until
+            if until is not None and time.monotonic() > until:
+                self.abort(f"a peer did not take part within {self.spec.timeout_s} s")
 
     def send(self, tensor: torch.Tensor, peer: int) -> NcclPending:
         """Send `tensor`, which must not change before the wait."""
@@ -101,7 +112,8 @@ class NcclChannel:
         try:
             self._post(sends, receives)
         except self._nccl.NcclError as error:
-            raise self._broken(f"posting {len(sends)} sends and {len(receives)} receives failed: {error}") from error
+            peers = sorted({peer for _, peer in (*sends, *receives)})
+            raise self._broken(f"messages with rank {', '.join(map(str, peers))} failed: {error}") from error
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
         for tensor, _ in (*sends, *receives):
@@ -110,6 +122,7 @@ class NcclChannel:
 
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         nccl, stream = self._nccl, self._stream.cuda_stream
+        self._posting_until = time.monotonic() + self.spec.timeout_s
         nccl.groupStart()
         try:
             for tensor, peer in sends:
@@ -118,6 +131,7 @@ class NcclChannel:
                 self._communicator.recv(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, peer, stream)
         finally:
             nccl.groupEnd()
+            self._posting_until = None
 
     def synchronize(self) -> None:
         """Wait on the host for the channel's stream and the current one; raises ChannelError when the deadline passes."""
@@ -144,8 +158,9 @@ class NcclChannel:
         except self._nccl.NcclError as error:
             raise self._broken(f"a peer failed: {error}") from error
 
-    def _broken(self, reason: str) -> ChannelError:
-        self.abort(reason)
+    def _broken(self, found: str) -> ChannelError:
+        self.abort(found)
+        reason = found if self._reason == found else f"{found} ({self._reason})"
         return ChannelError(f"{self._name()}: {reason}; open a new channel")
 
     def _name(self) -> str:
@@ -160,21 +175,13 @@ class NcclChannel:
 
     def close(self) -> None:
         """Destroy the communicator."""
+        self._closed.set()
         with self._lock:
             if self._communicator is not None and self._reason is None:
                 self._stream.synchronize()
                 self._communicator.destroy()
             self._communicator = None
             self._store = None
-
-
-def _encode(unique_id: Sequence[int]) -> str:
-    """cupy's unique id (128 signed bytes) as text."""
-    return ",".join(str(byte) for byte in unique_id)
-
-
-def _decode(text: bytes) -> tuple[int, ...]:
-    return tuple(int(byte) for byte in text.decode().split(","))
 
 
 def _import_nccl() -> Any:

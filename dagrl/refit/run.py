@@ -101,12 +101,13 @@ class RefitReceiver:
     def _check_headers(self, version: int) -> None:
         """Before any byte moves: all senders follow the same plan and send the same version."""
         end = self._end
-        expected = end.header(version)
-        headers = [expected.new_empty(expected.shape) for _ in end.peers]
+        template = end.header(version)
+        headers = [template.new_empty(template.shape) for _ in end.peers]
         _wait_all(end.channel.exchange([], list(zip(headers, end.peers, strict=True))))
+        end.channel.synchronize()  # reading a header waits for the device, which has no deadline of its own
         for header, peer in zip(headers, end.peers, strict=True):
             digest, sent = header.tolist()
-            if digest != expected[0].item():
+            if digest != end.digest:
                 raise ChannelError(f"rank {peer} sends by another refit plan; plan once and give every rank its part of it")
             if sent != version:
                 raise ChannelError(f"rank {peer} sends version {sent}, but version {version} is being received")
@@ -128,7 +129,8 @@ class _End:
                 f"the plan is for rank {plan.rank} of {plan.size}, the channel is rank {channel.spec.rank} of "
                 f"{channel.spec.size}; plan for the world that the channel joins"
             )
-        self.plan, self.channel, self.tensors = plan, channel, tensors
+        self.channel, self.tensors = channel, tensors
+        self.digest = int(plan.digest[:15], 16)  # as an int64
         self.memories = bind_buckets(buckets, tensors, side)
         ends = [bucket.destination if side == "source" else bucket.source for bucket in buckets]
         self.peers = list(dict.fromkeys(ends))
@@ -141,7 +143,7 @@ class _End:
         import torch
 
         device = self.memories[0].live[0].device if self.memories else "cpu"
-        return torch.tensor([int(self.plan.digest[:15], 16), version], dtype=torch.int64, device=device)
+        return torch.tensor([self.digest, version], dtype=torch.int64, device=device)
 
     def check_memory(self) -> None:
         """The tensors are still where they were; otherwise the bound views write to dead memory."""
