@@ -1,0 +1,38 @@
+# make setup | quickstart | test | lint. Everything lives in .venv; an environment that is up to date is not touched.
+PYTHON ?= python3.11
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
+TORCH := $(shell grep '^torch==' requirements/cpu.lock)
+# Stamps carry the content of what was installed, so that a fresh clone's file times do not matter.
+content = $(shell cat $(1) | sha256sum | cut -c1-16)
+SETUP := $(VENV)/.setup-$(call content,requirements/cpu.lock pyproject.toml)
+TOOLS := $(VENV)/.tools-$(call content,requirements/cpu.lock requirements/test.lock pyproject.toml)
+
+.PHONY: setup quickstart test lint
+
+setup: $(SETUP)
+
+quickstart: $(SETUP)
+	$(VENV)/bin/dagrl train examples/grpo_quickstart.yaml
+
+test: $(TOOLS)
+	$(VENV)/bin/python -m pytest
+
+lint: $(TOOLS)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(SETUP):
+	@echo "Installing requirements/cpu.lock into $(VENV), which takes a few minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH) 2>/dev/null || $(PIP) --index-url https://download.pytorch.org/whl/cpu $(TORCH)
+	$(PIP) --requirement requirements/cpu.lock
+	$(PIP) --no-build-isolation --editable .
+	@rm -f $(VENV)/.setup-*
+	@touch $@
+
+$(TOOLS): $(SETUP)
+	$(PIP) --requirement requirements/test.lock
+	@rm -f $(VENV)/.tools-*
+	@touch $@
