@@ -134,6 +134,9 @@ class LossConfig(Section):
     ratio_clip_max: NonNegativeFloat = 0.2
     token_level_loss: bool = True
     use_importance_sampling_correction: bool = False  # weight by exp(prev - generation log-probability)
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
+    truncated_importance_sampling_ratio: PositiveFloat | None = None  # upper bound; None: weights as they are
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None  # lower bound of icepop and seq-mask-tis
 
 
 class GrpoConfig(Section):
@@ -175,6 +178,18 @@ class RewardConfig(Section):
     function: str = "dagrl.rewards:exact_match"
     timeout_s: PositiveFloat = 10.0
     shuffle: bool = False  # give every sample another sample's reward: a control run that cannot learn
+
+
+class PhasesConfig(Section):
+    """Import paths of the phases that the loops replay; put your own in place of any of them."""
+
+    sft_step: str = "graphs.train:sft_step"
+    train_step: str = "graphs.train:train_step"
+    evaluate: str = "graphs.train:evaluate"
+    logprobs: str = "graphs.logprobs:logprobs"
+    reference_logprobs: str = "graphs.logprobs:reference_logprobs"
+    generate: str = "graphs.generate:generate"
+    refit: str = "graphs.refit:refit"
 
 
 class CheckpointConfig(Section):
@@ -238,6 +253,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()  # for algorithm grpo: a short SFT phase first, when sft.max_num_steps > 0
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    phases: PhasesConfig = PhasesConfig()
     checkpointing: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -16,6 +16,11 @@ Sources of the formulas, cited below by their short names:
   DeepSeekMath Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 3 and 4 (GRPO, and its KL term in the loss)
   DAPO         Yu et al. 2025, "DAPO", arXiv:2503.14476, equations 8 to 12 (clip-higher, token-level loss)
   KL           Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html (k1, k2, k3)
+  TIS          Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+               https://fengyao.notion.site/off-policy-rl; truncation itself: Ionides 2008, "Truncated Importance Sampling"
+  IcePop       Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning ..." (Ring-1T), arXiv:2510.18855
+  MIS          Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+               Mismatch" (masking whole sequences); by the geometric mean of their ratios as NeMo-RL's `seq-mask-tis`
   metrics      NeMo-RL, docs/guides/grpo.md#metrics (`token_mult_prob_error`, `probs_ratio`, `sampling_importance_ratio`)
 """
 
@@ -83,13 +88,15 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
 
     With ratio r = exp(logprob - prev_logprob) and advantage A, a token costs
     `max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))` (PPO; the two bounds as in DAPO), weighted by
-    exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on. Tokens are averaged over the
-    global batch (DAPO), or first within each sequence and then over sequences (DeepSeekMath) when `token_level_loss` is off.
+    exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on (see `importance_weights`).
+    Tokens are averaged over the global batch (DAPO), or first within each sequence and then over sequences (DeepSeekMath)
+    when `token_level_loss` is off.
 
     `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs`, `generation_logprobs` [b, t];
-    `reference_logprobs` [b, t] unless the penalty is 0; `sequence_tokens` [b], the masked tokens of each whole row, unless
+    `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b] of each whole row, unless
     the loss is token level. Sums: `loss`, `policy_loss`, `kl` (before the penalty), `clip_fraction`, `probs_ratio`,
-    `probs_ratio_clamped`, `sampling_importance_ratio`, `token_mult_prob_error`, `valid_tokens`. Maxima:
+    `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose importance weight was cut or masked),
+    `token_mult_prob_error`, `valid_tokens`. Maxima:
     `max_logprob_difference`, `max_probs_ratio`.
     """
     mask = data["loss_mask"].to(logprobs.dtype)
@@ -99,8 +106,9 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
     unclipped_loss, clipped_loss = -data["advantages"] * ratio, -data["advantages"] * clamped
     token_loss = torch.maximum(unclipped_loss, clipped_loss)
     importance = torch.exp(_inside(data["prev_logprobs"] - data["generation_logprobs"], inside))
+    corrected = importance_weights(importance, data, config)
     if config.use_importance_sampling_correction:
-        token_loss = token_loss * importance
+        token_loss = token_loss * corrected
     weights = _token_weights(mask, data, config, denominators)
     policy_loss = _masked_sum(token_loss, weights)
     loss, kl = _add_kl(policy_loss, logprobs, data, config, weights)
@@ -109,12 +117,47 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
         "probs_ratio": ratio,
         "probs_ratio_clamped": clamped,
         "sampling_importance_ratio": importance,
+        "is_oob_ratio": (corrected != importance).to(mask.dtype),
     }
     sums = {name: _masked_sum(value.detach(), mask) / denominators.tokens for name, value in means.items()}
     sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), **kl}
     difference = logprob_difference(data, mask, denominators)
     maxima = {**difference.maxima, "max_probs_ratio": (ratio.detach() * inside).amax()}
     return LossOutput(loss, {**sums, **difference.sums, "valid_tokens": mask.sum()}, maxima)
+
+
+def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """What the importance ratio w = exp(prev - generation log-probability) of each token [b, t] counts as.
+
+    With the bounds C = `truncated_importance_sampling_ratio` and c = `truncated_importance_sampling_ratio_min`:
+    `tis` min(w, C) (TIS); `icepop` w where c <= w <= C, else 0 (IcePop); `seq-mask-tis` w in sequences whose geometric mean
+    of w lies in [c, C], else 0 throughout (MIS). Without C, w itself. The denominators stay those of all tokens.
+    `data` holds the row sums `sequence_tokens` and `sequence_log_ratio` [b] for `seq-mask-tis` (see `row_sums`).
+    """
+    high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min
+    if high is None:
+        return importance
+    if config.truncated_importance_sampling_type == "tis":
+        return importance.clamp(max=high)
+    judged = importance
+    if config.truncated_importance_sampling_type == "seq-mask-tis":
+        tokens = data["sequence_tokens"].to(importance.dtype).clamp(min=1)
+        judged = torch.exp(data["sequence_log_ratio"].to(importance.dtype) / tokens)[:, None]
+    kept = (judged <= high) & (judged >= (low or 0.0))
+    return torch.where(kept, importance, torch.zeros_like(importance))
+
+
+def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a loss must know of whole rows [b], from their uncut fields [b, T], as a context-parallel slice cannot tell it.
+
+    `sequence_tokens`: the tokens in the loss; `sequence_log_ratio`: the sum over them of prev - generation log-probability.
+    """
+    mask = data["loss_mask"]
+    sums = {"sequence_tokens": mask.sum(dim=-1)}
+    if "prev_logprobs" in data and "generation_logprobs" in data:
+        gap = _inside(data["prev_logprobs"] - data["generation_logprobs"], mask > 0)
+        sums["sequence_log_ratio"] = (gap * mask).sum(dim=-1)
+    return sums
 
 
 LOSSES: Mapping[str, LossFunction] = MappingProxyType({"sft": sft_loss, "grpo": grpo_loss})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import DataError
-from dagrl.losses import LOSSES, Denominators, LossOutput, kl_estimate
+from dagrl.losses import LOSSES, Denominators, LossOutput, kl_estimate, row_sums
 
 Data = dict[str, Tensor]
 ROWS, TOKENS = 6, 8
@@ -34,7 +34,7 @@ def make_batch(seed: int = 0) -> tuple[Tensor, Data, Denominators]:
     }
     for name in ("prev_logprobs", "generation_logprobs", "reference_logprobs", "advantages"):
         data[name] = torch.where(mask > 0, data[name], torch.full_like(data[name], float("nan")))
-    data["sequence_tokens"] = mask.sum(dim=1)
+    data |= row_sums(data)
     logprobs = torch.where(mask > 0, prev + noise[3], torch.full_like(prev, -500.0)).requires_grad_()
     return logprobs, data, Denominators(float(mask.sum()), float((mask.sum(dim=1) > 0).sum()))
 
@@ -63,7 +63,7 @@ def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: 
             clipped = min(max(ratio, 1 - config.ratio_clip_min), 1 + config.ratio_clip_max)
             objective = min(ratio * advantage, clipped * advantage)
             if config.use_importance_sampling_correction:
-                objective *= math.exp(prev) / math.exp(generation)
+                objective *= written_out_weight(prev, generation, geometric_mean(data, row), config)
             out["policy_loss"] -= weight * objective
             out["kl"] += (
                 weight
@@ -81,6 +81,44 @@ def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: 
     return {**out, "loss": loss, "max_logprob_difference": largest}
 
 
+def geometric_mean(data: Data, row: int) -> float:
+    """Of exp(prev) / exp(generation) over the tokens of a row that are in the loss."""
+    tokens = [token for token in range(TOKENS) if data["loss_mask"][row, token]]
+    ratios = [math.exp(data["prev_logprobs"][row, t]) / math.exp(data["generation_logprobs"][row, t]) for t in tokens]
+    return math.prod(ratios) ** (1 / len(tokens))
+
+
+def written_out_weight(prev: float, generation: float, mean: float, config: LossConfig) -> float:
+    """The importance weight of one token, from the definitions of the three ways to bound it."""
+    ratio = math.exp(prev) / math.exp(generation)
+    high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min or 0.0
+    if high is None:
+        return ratio
+    if config.truncated_importance_sampling_type == "tis":
+        return min(ratio, high)
+    judged = ratio if config.truncated_importance_sampling_type == "icepop" else mean
+    return ratio if low <= judged <= high else 0.0
+
+
+CORRECTION = LossConfig(use_importance_sampling_correction=True)
+CORRECTIONS = {
+    "tis": CORRECTION.model_copy(update={"truncated_importance_sampling_ratio": 1.1}),
+    "icepop": CORRECTION.model_copy(
+        update={
+            "truncated_importance_sampling_type": "icepop",
+            "truncated_importance_sampling_ratio": 1.3,
+            "truncated_importance_sampling_ratio_min": 0.8,
+        }
+    ),
+    "sequence masks": CORRECTION.model_copy(
+        update={
+            "truncated_importance_sampling_type": "seq-mask-tis",
+            "truncated_importance_sampling_ratio": 1.1,
+            "truncated_importance_sampling_ratio_min": 0.9,
+            "token_level_loss": False,
+        }
+    ),
+}
 CONFIGS = {
     "grpo": LossConfig(),
     "clip higher": LossConfig(ratio_clip_min=0.1, ratio_clip_max=0.28, reference_policy_kl_penalty=0.5),
@@ -89,6 +127,7 @@ CONFIGS = {
     "k1": LossConfig(reference_policy_kl_type="k1", reference_policy_kl_penalty=0.2),
     "k2": LossConfig(reference_policy_kl_type="k2", reference_policy_kl_penalty=0.2),
     "k2 sequence level": LossConfig(reference_policy_kl_type="k2", reference_policy_kl_penalty=1.0, token_level_loss=False),
+    **CORRECTIONS,
 }
 any_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -133,6 +172,31 @@ def test_first_step_gradient_is_reinforce() -> None:
     assert float(output.sums["clip_fraction"]) == 0.0
 
 
+@pytest.mark.parametrize("config", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+def test_corrections_bound_some_tokens_and_not_others(config: LossConfig) -> None:
+    """The batch of these tests reaches both sides of every bound, and `is_oob_ratio` counts the tokens beyond it."""
+    logprobs, data, denominators = make_batch()
+    beyond = 0
+    for row, token in data["loss_mask"].nonzero().tolist():
+        prev, generation = float(data["prev_logprobs"][row, token]), float(data["generation_logprobs"][row, token])
+        weight = written_out_weight(prev, generation, geometric_mean(data, row), config)
+        beyond += not math.isclose(weight, math.exp(prev - generation), rel_tol=1e-12)
+    assert 0 < beyond < denominators.tokens
+    output = LOSSES["grpo"](logprobs, data, config, denominators)
+    assert float(output.sums["is_oob_ratio"]) == pytest.approx(beyond / denominators.tokens)
+
+
+@pytest.mark.parametrize("config", CORRECTIONS.values(), ids=CORRECTIONS.keys())
+def test_corrections_change_nothing_on_policy(config: LossConfig) -> None:
+    logprobs, data, denominators = make_batch()
+    data["generation_logprobs"] = data["prev_logprobs"].clone()
+    data |= row_sums(data)
+    corrected = LOSSES["grpo"](logprobs, data, config, denominators)
+    plain = config.model_copy(update={"use_importance_sampling_correction": False})
+    expected = LOSSES["grpo"](logprobs, data, plain, denominators)
+    assert float(corrected.loss.detach()) == pytest.approx(float(expected.loss.detach()), abs=1e-15)
+
+
 def test_sft_is_the_mean_negative_log_likelihood() -> None:
     logits = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     tokens = torch.arange(15).reshape(3, 5) % 7
@@ -161,9 +225,16 @@ CUTS = {"one row": by_rows(1), "two rows": by_rows(2), "uneven": by_rows(4), "co
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("token_level", [True, False])
-def test_how_the_batch_is_cut_has_no_influence(name: str, cut: Callable[[Tensor], list[Tensor]], token_level: bool) -> None:
-    config = LossConfig(token_level_loss=token_level, reference_policy_kl_penalty=0.1, ratio_clip_max=0.3)
+@pytest.mark.parametrize(
+    "config",
+    [
+        LossConfig(reference_policy_kl_penalty=0.1, ratio_clip_max=0.3),
+        LossConfig(reference_policy_kl_penalty=0.1, token_level_loss=False),
+        CORRECTIONS["sequence masks"],
+    ],
+    ids=["token level", "sequence level", "sequence masks"],
+)
+def test_how_the_batch_is_cut_has_no_influence(name: str, cut: Callable[[Tensor], list[Tensor]], config: LossConfig) -> None:
     logprobs, data, denominators = make_batch()
     weights = {key: value.float() for key, value in data.items()}
     whole = logprobs.detach().float().requires_grad_()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dagrl.layout import ParallelLayout
+from dagrl.losses import row_sums
 from dagrl.shapes import Batch
 from workers.megatron.attention import gather_sequence, zigzag_positions
 
@@ -65,7 +66,7 @@ def cut_batch(
     tokens, positions = fields.pop("tokens"), _positions(width, layout.cp, cp_rank).to(device)
     data = {name: field if field.ndim == 1 else _shift(field)[:, positions] for name, field in fields.items()}
     if "loss_mask" in fields:
-        data["sequence_tokens"] = fields["loss_mask"][:, 1:].sum(-1)
+        data |= row_sums({name: field[:, 1:] for name, field in fields.items() if field.ndim == 2})
     columns = {"tokens": tokens[:, positions], "labels": _shift(tokens)[:, positions], **data}
     items = tuple(
         _microbatch({name: column[start : start + size] for name, column in columns.items()}, positions)
