@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
+
+# Machines that run tests are shared; how long one example took says nothing of the code. pytest-timeout bounds a whole test.
+hypothesis.settings.register_profile("dagrl", deadline=None)
+hypothesis.settings.load_profile("dagrl")
 
 
 @pytest.fixture(scope="session")

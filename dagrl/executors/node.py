@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
-from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, payload_bytes
+from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.graph import Json
 from dagrl.worker import ReplayContext, replay_context
 
@@ -159,6 +159,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     finally:
         if call.closes_turn:
             state.gate.leave(ticket)
+    failures = fit_failures(failures, call.result_limit - ENVELOPE_BYTES) if failures else ()
     return Packet(header, value, busy_s + (time.perf_counter() - started if started else 0.0), failures)
 
 

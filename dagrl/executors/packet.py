@@ -6,8 +6,8 @@ the driver sees one `WorkerFailure` for each worker that failed.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -47,21 +47,62 @@ ENVELOPE_BYTES = 4096
 """Room for a packet's header and for the serializer's own framing."""
 
 FAILURE_CHARACTERS = 16_000
-"""A traceback is cut to this many characters, so that a failure fits any result buffer."""
+"""A traceback is cut to this many characters."""
+
+PLAIN_KINDS = frozenset("biufcSU")
+"""Kinds of numpy dtypes whose arrays are as large as their elements."""
 
 
 def payload_bytes(value: object) -> int:
-    """Bytes that a value needs in a channel, an upper bound that is cheap for arrays."""
-    if isinstance(value, np.ndarray):
-        return int(value.nbytes) + 256
-    if isinstance(value, str | bytes | bytearray):
-        return len(value) * (4 if isinstance(value, str) else 1) + 64
-    if isinstance(value, bool | int | float) or value is None:
-        return 32
-    if isinstance(value, Batch):
-        return payload_bytes(value.fields) + payload_bytes(value.scalars) + 256
-    if isinstance(value, Mapping):
+    """Bytes that a value needs in a channel: an upper bound, without a copy of its arrays."""
+    match value:
+        case None | bool() | float():
+            return 32
+        case int():
+            return 32 + value.bit_length() // 8
+        case str():
+            return 64 + 4 * len(value)
+        case bytes() | bytearray():
+            return 64 + len(value)
+        case Batch():
+            return 256 + payload_bytes(value.fields) + payload_bytes(value.scalars)
+    if type(value) is np.ndarray and value.dtype.kind in PLAIN_KINDS:
+        return 256 + int(value.nbytes)
+    if type(value) is dict:
         return 64 + sum(payload_bytes(key) + payload_bytes(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return 64 + sum(payload_bytes(item) for item in value)
-    return len(pickle.dumps(value, protocol=5)) + 256
+    if type(value) in (list, tuple):
+        return 64 + sum(map(payload_bytes, value))  # type: ignore[call-overload]
+    return _pickled_bytes(value)
+
+
+def fit_failures(failures: tuple[WorkerFailure, ...], limit: int) -> tuple[WorkerFailure, ...]:
+    """The failures in at most `limit` bytes: the earliest whole, if that is not enough without the others' tracebacks.
+
+    If that is not enough either, the latest are left out, and the earliest is cut.
+    """
+    if payload_bytes(failures) <= limit:
+        return failures
+    first, *others = sorted(failures, key=lambda failure: failure.time_ns)
+    characters = max(0, limit - 2048) // 8  # two texts of at most four bytes a character
+    if len(first.message) + len(first.traceback) > characters:
+        traceback = first.traceback[max(0, len(first.traceback) - characters) :]
+        first = dataclasses.replace(first, message=first.message[:characters], traceback=traceback)
+    kept = [first, *(dataclasses.replace(other, message=other.message[:200], traceback="") for other in others)]
+    while payload_bytes(kept) > limit and len(kept) > 1:
+        kept.pop()
+    return tuple(kept)
+
+
+def _pickled_bytes(value: object) -> int:
+    """What Ray's serializer writes: the pickle, and the buffers beside it."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pickled = b"__main__"
+    if b"__main__" in pickled:  # Ray writes classes and functions of a script, or made by a function, whole
+        from ray import cloudpickle
+
+        buffers.clear()
+        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return len(pickled) + 256 + sum(256 + buffer.raw().nbytes for buffer in buffers)

@@ -1,0 +1,247 @@
+"""What travels along edges: sizes against Ray's own serializer, failures that fit, and the order of tickets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray._private.worker
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from ray._private.serialization import SerializationContext
+
+from dagrl.errors import DeadlineError, RunError, WorkerFailure
+from dagrl.executors.node import NodeCall, Take, TicketGate, install, run_node
+from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, fit_failures, payload_bytes
+from dagrl.generation import FinishedRequest, pack_generated
+from dagrl.metrics import StepMetrics
+from dagrl.shapes import Batch
+
+RAY = SerializationContext(ray._private.worker.global_worker)  # what writes a compiled graph's channels; needs no cluster
+
+
+def ray_bytes(value: object) -> int:
+    """Bytes that Ray writes into a channel for a packet with `value`: pickle, out-of-band buffers and their alignment."""
+    return int(RAY.serialize(Packet(Header("train_step", 1_000_000, False, {"train": 1_000_000}), value)).total_bytes)
+
+
+def check_bound(value: object) -> None:
+    assert ray_bytes(value) <= payload_bytes(value) + ENVELOPE_BYTES
+    many = [value] * 50  # Ray writes an object once, however often it is there
+    assert ray_bytes(many) <= payload_bytes(many) + ENVELOPE_BYTES
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.floats() | st.integers() | st.integers(-(2**4000), 2**4000) | st.text() | st.binary()
+)
+ARRAYS = arrays.arrays(
+    dtype=arrays.scalar_dtypes() | arrays.array_dtypes(),
+    shape=arrays.array_shapes(min_dims=0, max_dims=6, min_side=0, max_side=4),
+)
+VALUES = st.recursive(
+    SCALARS | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=8)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=8)
+        | st.dictionaries(st.text(max_size=8), st.floats(), max_size=8).map(lambda sums: StepMetrics(sums, sums, sums))
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_payload_bytes_is_an_upper_bound_of_what_ray_writes(value: Any) -> None:
+    check_bound(value)
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@dataclass(frozen=True)
+class Nested:
+    name: str
+    array: np.ndarray
+
+
+def locally_defined() -> object:
+    @dataclass
+    class Local:
+        text: str = "x" * 100
+
+        def method(self) -> str:
+            return self.text * 1000
+
+    return Local()
+
+
+STRUCTURED = np.dtype([("a_long_field_name" * 20, "f8"), ("b" * 300, "i4", (3,))])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [np.zeros(0) for _ in range(1000)],
+        [np.zeros((1,) * 8) for _ in range(300)],
+        np.zeros((64, 64))[:, ::2],
+        np.zeros((64, 64), order="F"),
+        np.zeros((1000, 1000)).T,
+        np.array([{"a": "x" * 1000}, None, "y" * 10_000], dtype=object),
+        np.zeros(3, STRUCTURED),
+        [np.zeros(1, [(f"field{number}" * 30, "f8")]) for number in range(100)],
+        np.ma.masked_array(np.zeros(10_000), mask=np.ones(10_000)),
+        [np.float32(number) for number in range(1000)],
+        [10**100 + number for number in range(1000)],
+        ["é€😀" * 30 + str(number) for number in range(1000)],
+        [bytearray(100) for _ in range(100)],
+        [Pair(number, [number]) for number in range(300)],
+        [Nested(str(number), np.zeros(number)) for number in range(300)],
+        Batch({"tokens": np.zeros((64, 512), np.int64), "lengths": np.zeros(64, np.int64)}, {"lr": 1e-3, "name": "x"}),
+        [Batch({"lengths": np.ones(number)}) for number in range(100)],
+        pack_generated([FinishedRequest(row, [1] * 64, [0.5] * 64, [0] * 64, "stop") for row in range(64)], 3, 16),
+        locally_defined(),
+        [locally_defined() for _ in range(20)],
+        lambda: "a function",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_awkward_values_are_bounded_too(value: object) -> None:
+    check_bound(value)
+
+
+def test_the_bound_of_arrays_is_close() -> None:
+    batch = Batch({"tokens": np.zeros((64, 512), np.int64), "lengths": np.zeros(64, np.int64)})
+    assert payload_bytes(batch) <= 1.02 * ray_bytes(batch)
+
+
+# Failures.
+
+
+def failure(rank: int, characters: int, time_ns: int = 0) -> WorkerFailure:
+    return WorkerFailure(
+        role="train",
+        rank=rank,
+        coordinates=f"dp {rank}, pp 0, tp 0, cp 0",
+        host="host",
+        pid=1000 + rank,
+        phase="train_step",
+        replay=7,
+        node=f"train[{rank}].train_step",
+        kind="raised",
+        message="m" * characters,
+        traceback="é" * characters + "end",
+        time_ns=time_ns or rank,
+    )
+
+
+def test_failures_that_fit_stay_whole() -> None:
+    failures = tuple(failure(rank, 100) for rank in range(8))
+    assert fit_failures(failures, 1 << 20) is failures
+
+
+def test_the_cause_keeps_its_traceback_and_everyone_stays_named() -> None:
+    failures = tuple(failure(rank, 16_000, time_ns=100 - rank) for rank in range(64))
+    kept = fit_failures(failures, 1 << 18)
+    assert [item.rank for item in kept] == list(reversed(range(64)))  # the earliest first
+    assert kept[0] == failures[63]
+    assert all(item.message == "m" * 200 and item.traceback == "" for item in kept[1:])
+
+
+@given(count=st.integers(1, 80), characters=st.integers(0, 16_000), limit=st.integers(4096, 1 << 18))
+def test_failures_fit_their_channel_whatever_its_size(count: int, characters: int, limit: int) -> None:
+    kept = fit_failures(tuple(failure(rank + 1, characters) for rank in range(count)), limit)
+    assert payload_bytes(kept) <= limit
+    assert kept[0].rank == 1
+    assert kept[0].traceback.endswith("end") or not kept[0].traceback
+
+
+class Worker:
+    def fails(self, value: object) -> object:
+        raise ValueError("x" * 50_000)
+
+    def gives(self, value: object) -> object:
+        return value
+
+
+def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
+    args = tuple(Take(index) for index in range(parts))
+    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, False, False, limit, 1.0)
+
+
+@pytest.mark.parametrize("limit", [8192, 1 << 16, 1 << 20])
+def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> None:
+    packets = []
+    for rank in range(64):
+        worker = Worker()
+        install(worker, "train", rank, f"dp {rank}")
+        packets.append(run_node(worker, call("fails", limit), Packet(Header("step", 0, False, {"train": 0}), 1)))
+    while len(packets) > 1:
+        groups = [packets[start : start + 8] for start in range(0, len(packets), 8)]
+        packets = [run_node(worker, call("gives", limit, "reduce", len(group)), *group) for group in groups]
+        assert all(RAY.serialize(packet).total_bytes <= limit for packet in packets)
+    assert packets[0].failures[0].rank == 0
+    assert "ValueError: x" in packets[0].failures[0].message
+
+
+# Tickets.
+
+
+def test_tickets_are_served_in_order_whatever_thread_comes_first() -> None:
+    gate, served, inside = TicketGate(), [], threading.Semaphore(1)
+
+    def replay(ticket: int) -> None:
+        gate.enter(ticket, 10.0)
+        assert inside.acquire(blocking=False), "two replays at once"
+        served.append(ticket)
+        time.sleep(0.001)
+        inside.release()
+        gate.leave(ticket)
+
+    order = np.random.default_rng(0).permutation(40).tolist()
+    threads = [threading.Thread(target=replay, args=(ticket,)) for ticket in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert served == list(range(40))
+
+
+def test_a_ticket_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
+    gate = TicketGate()
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match="for ticket 2, while ticket 0 is running"):
+        gate.enter(2, 0.05)
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_ticket_that_has_passed_is_an_error() -> None:
+    gate = TicketGate()
+    gate.enter(0, 1.0)
+    gate.leave(0)
+    with pytest.raises(RunError, match="ticket 0 arrived after ticket 1; recompile"):
+        gate.enter(0, 1.0)
+
+
+def test_a_reset_lets_the_next_ticket_in_and_leaving_twice_does_not_go_back() -> None:
+    gate = TicketGate()
+    waiting = threading.Thread(target=gate.enter, args=(5, 10.0))
+    waiting.start()
+    gate.reset(5)
+    waiting.join(5.0)
+    assert not waiting.is_alive()
+    gate.leave(5)
+    gate.leave(3)
+    gate.enter(6, 0.1)
+
+
+def test_tickets_of_a_header_are_one_for_all_or_one_each() -> None:
+    header = Header("step", 0, False, {"train": 4, "generation": (7, 8)})
+    assert [header.ticket("train", position) for position in (0, 3)] == [4, 4]
+    assert [header.ticket("generation", position) for position in (0, 1)] == [7, 8]
