@@ -72,6 +72,7 @@ CASES = [
     case("qwen3_moe_mixed", "single"),
     case("qwen3_moe_mixed", "dp2pp2ep2", dp=2, pp=2, ep=2),
 ]
+UNCLIPPED = {"clip_grad": 1e3}  # clipped gradients would not show that they are too large by a factor
 SINGLE = {item.model: item for item in CASES if item.layout.world_size == 1}
 
 
@@ -114,7 +115,7 @@ def run_case(pool: MegatronPool, item: Case, model: Path) -> reference.Run:
 
 
 def configuration(item: Case, model: Path) -> Config:
-    return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer=item.optimizer)
+    return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer={**UNCLIPPED, **item.optimizer})
 
 
 def vocabulary_of(model: str) -> int:
@@ -143,7 +144,7 @@ def truth(tiny_models: dict[str, Path]) -> Callable[[str], reference.Run]:
         if model not in known:
             directory, batch = tiny_models[model], reference.make_batch(vocabulary_of(model))
             known[model] = reference.train_reference(
-                directory, batch, reference.make_config(directory), reference.sft_reference
+                directory, batch, reference.make_config(directory, optimizer=UNCLIPPED), reference.sft_reference
             )
         return known[model]
 

@@ -253,7 +253,7 @@ def test_who_waits_for_or_in_an_aborted_worker_raises_at_once(
         if aborted == 0:
             group.start(0, "abort")
             group.finish(0)
-        with pytest.raises(WorkerError, match="pair closure|closed by peer"):
+        with pytest.raises(WorkerError, match=r"pair closure|closed by peer"):
             group.finish(1, timeout_s=10)
         assert time.monotonic() - start < 5
     with megatron_pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dagrl.worker import WorkerContext
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 

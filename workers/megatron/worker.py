@@ -70,11 +70,12 @@ class MegatronWorker:
         from workers.megatron.hf import load_hf
 
         check_layout(self._hf_config, self.context.layout)
-        groups.start_groups(self.context, address, self.config.seed)
-        architecture = read_architecture(self._hf_config)
-        model = build_model(architecture, self.config.policy, self.context.layout, _device())
-        load_hf(self._source, self.weight_slices(), model.tensors())
-        self._trainer = make_trainer(model, self.config)
+        with self._device_of_thread():
+            groups.start_groups(self.context, address, self.config.seed)
+            architecture = read_architecture(self._hf_config)
+            model = build_model(architecture, self.config.policy, self.context.layout, self._device)
+            load_hf(self._source, self.weight_slices(), model.tensors())
+            self._trainer = make_trainer(model, self.config)
 
     def abort(self) -> None:
         """Break this worker's collectives and channel, so that peers that wait for it raise."""
@@ -258,7 +259,7 @@ class MegatronWorker:
         from workers.megatron.microbatches import cut_batch
 
         group = parallel_state.get_context_parallel_group()
-        return cut_batch(batch, size, self.context.layout, self.context.coordinates.cp, group, _device())
+        return cut_batch(batch, size, self.context.layout, self.context.coordinates.cp, group, self._device)
 
     def _loss_step(self, batch: Batch, loss: str) -> LossStep:
         from dagrl.losses import LOSSES, Denominators
@@ -275,12 +276,22 @@ class MegatronWorker:
     @contextmanager
     def _device_of_thread(self) -> Iterator[None]:
         """A phase may run on any thread, and CUDA's current device is the thread's own."""
-        device = _device()
-        if device.type == "cuda":
-            import torch
+        import torch
 
-            torch.cuda.set_device(device)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self._device)
         yield
+
+    @property
+    def _device(self) -> torch.device:
+        """This worker's device; of several visible GPUs the one that `LOCAL_RANK` names, else they are dealt by rank."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        visible = torch.cuda.device_count()
+        local = self.context.rank if visible > 1 else 0
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", local)) % visible)
 
     @contextmanager
     def _weights_of(self, model: Literal["policy", "reference"]) -> Iterator[None]:
@@ -299,9 +310,3 @@ class MegatronWorker:
         finally:
             for name, parameter in parameters.items():
                 parameter.data = kept[name]
-
-
-def _device() -> torch.device:
-    import torch
-
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

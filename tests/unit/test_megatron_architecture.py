@@ -1,0 +1,96 @@
+"""Layouts against models, before anything starts; and importing the worker costs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.layout import ParallelLayout
+from workers.megatron import check_layout
+from workers.megatron.architecture import padded_vocabulary, read_architecture
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+}
+MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 30}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (QWEN3, ParallelLayout(tp=3), "4 attention heads are not divisible by tp 3"),
+        ({**QWEN3, "num_attention_heads": 12, "num_key_value_heads": 3}, ParallelLayout(tp=2), "3 key-value heads and tp 2"),
+        ({**QWEN3, "intermediate_size": 130}, ParallelLayout(tp=4), "intermediate_size 130"),
+        (QWEN3, ParallelLayout(pp=3), "4 layers are not divisible by pp 3"),
+        (QWEN3, ParallelLayout(pp=2, vpp=4), "pp 2 x vpp 4"),
+        (QWEN3, ParallelLayout(dp=2, ep=2), "no experts, but ep is 2"),
+        (MOE, ParallelLayout(dp=3, ep=3), "4 experts are not divisible by ep 3"),
+        (MOE, ParallelLayout(tp=4), "moe_intermediate_size 30 is not divisible by etp 4"),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_what_to_change(
+    config: dict[str, Any], layout: ParallelLayout, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message) as caught:
+        check_layout(config, layout)
+    assert "choose" in str(caught.value) or "set ep to 1" in str(caught.value)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(LayoutError) as caught:
+        check_layout(QWEN3, ParallelLayout(tp=3, pp=3))
+    assert str(caught.value).count("\n- ") >= 4
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(dp=3, tp=2, pp=2, cp=2), ParallelLayout(tp=4), ParallelLayout(pp=2, vpp=2)],
+)
+def test_layouts_that_fit(layout: ParallelLayout) -> None:
+    check_layout(QWEN3, layout)
+
+
+def test_fewer_expert_slices_than_dense_ones() -> None:
+    check_layout(MOE, ParallelLayout(tp=2, dp=2, ep=4, etp=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'.*qwen3_moe"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
+        ({"hidden_size": None}, "hidden_size = None"),
+    ],
+)
+def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_architecture({**QWEN3, **change})
+
+
+def test_layers_with_experts_are_those_of_transformers() -> None:
+    model = read_architecture({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert model.moe_layers == (False, True, False, False)
+
+
+@pytest.mark.parametrize(("vocabulary", "tp", "rows"), [(200, 1, 256), (256, 1, 256), (200, 4, 512), (151936, 4, 152064)])
+def test_padded_vocabulary(vocabulary: int, tp: int, rows: int) -> None:
+    assert padded_vocabulary(vocabulary, tp) == rows
+
+
+def test_importing_the_worker_imports_neither_torch_nor_megatron() -> None:
+    code = "import sys, workers.megatron; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
