@@ -40,11 +40,14 @@ class Split:
 
 @dataclass(frozen=True)
 class ReplayTiming:
-    """Seconds of one replay: from submit to result, and the compute on its longest path; the rest is overhead."""
+    """Seconds of one replay: from submit to result, and the compute on its longest path; the rest is overhead.
+
+    `padding_share` is None where the input was not a batch.
+    """
 
     seconds: float
     busy_s: float
-    padding_share: float
+    padding_share: float | None
 
     @property
     def overhead_s(self) -> float:
@@ -62,7 +65,7 @@ class Replay:
         number: int,
         submitted: Sequence[tuple[Executable, Any]],
         split: Split | None,
-        padding_share: float,
+        padding_share: float | None,
         deadline_s: float,
     ) -> None:
         self.phase = phase

@@ -260,10 +260,10 @@ class Scheduler:
                 f"{entry.limits.input_bytes} from the largest warmed-up input; add it with a larger bucket or input_bytes"
             )
 
-    def _share_out(self, entry: _Entry, value: object) -> tuple[list[object], Split | None, float]:
+    def _share_out(self, entry: _Entry, value: object) -> tuple[list[object], Split | None, float | None]:
         graphs = len(entry.executables)
         if entry.phase.inputs is None or not isinstance(value, Batch):
-            return [value] * graphs, None, 0.0
+            return [value] * graphs, None, None
         rows = split_rows(value["lengths"].astype("int64"), graphs)
         longest = int(value["lengths"].max(initial=1))
         bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), longest)

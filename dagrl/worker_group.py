@@ -19,6 +19,9 @@ from dagrl.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
+POLL_S = 0.2
+"""How often a wait for workers that start looks whether it is still wanted."""
+
 HEALTH = "dagrl_health"
 """Concurrency group, one thread, on which a worker answers while its other threads are busy."""
 
@@ -44,7 +47,14 @@ class WorkerGroup:
     """The actors of one role. Build it with `create` or `from_actors`; end it with `shutdown` if it was created."""
 
     def __init__(
-        self, role: Role, actors: Sequence[ActorHandle], *, owned: bool, call_timeout_s: float, health_group: str | None
+        self,
+        role: Role,
+        actors: Sequence[ActorHandle],
+        *,
+        owned: bool,
+        call_timeout_s: float,
+        health_group: str | None,
+        while_waiting: Callable[[], None] | None = None,
     ) -> None:
         self.role = role
         self.layout = role.layout
@@ -52,6 +62,7 @@ class WorkerGroup:
         self._owned = owned
         self._call_timeout_s = call_timeout_s
         self._health_group = health_group
+        self._while_waiting = while_waiting
         installs = [
             actor.__ray_call__.remote(install, role.name, rank, str(self.layout.coordinates(rank)))
             for rank, actor in enumerate(self.actors)
@@ -71,11 +82,12 @@ class WorkerGroup:
         seed: int = 0,
         start_timeout_s: float = 180.0,
         collective_timeout_s: float = 60.0,
+        while_waiting: Callable[[], None] | None = None,
     ) -> WorkerGroup:
         """Start one actor a rank, construct `worker_class(context, config)` in each, and set all of them up at once.
 
-        Raises what a worker's constructor or `setup` raised, with its rank; DeadlineError after the deadline. Nothing is
-        left running then.
+        `while_waiting` is called now and then until all are set up, and may raise to give up. Raises what a worker's
+        constructor or `setup` raised, with its rank; DeadlineError after the deadline. Nothing is left running then.
         """
         resources = resources or Resources()
         environment = worker_class.environment(config) if hasattr(worker_class, "environment") else {}
@@ -91,8 +103,16 @@ class WorkerGroup:
         transports = {SHARED_MEMORY} | ({"nccl"} if resources.num_gpus else set())
         traced = Role(role, layout, methods_of(worker_class), frozenset(transports))
         try:
-            group = cls(traced, actors, owned=True, call_timeout_s=start_timeout_s, health_group=HEALTH)
+            group = cls(
+                traced,
+                actors,
+                owned=True,
+                call_timeout_s=start_timeout_s,
+                health_group=HEALTH,
+                while_waiting=while_waiting,
+            )
             group.setup()
+            group._while_waiting = None
         except BaseException:
             for actor in actors:
                 ray.kill(actor)
@@ -141,9 +161,18 @@ class WorkerGroup:
         refs = [actor.__ray_call__.remote(function, *args) for actor in self.actors]
         return self.wait(refs, timeout_s or self._call_timeout_s, function.__name__)
 
-    def drain_runs(self, timeout_s: float = 30.0) -> list[list[NodeRun]]:
-        """What each worker ran since the last call, for the trace."""
-        return self.wait([self._health(actor, drain_runs) for actor in self.actors], timeout_s, "reporting its runs")
+    def drain_runs(self, timeout_s: float = 2.0) -> list[list[NodeRun]]:
+        """What each worker ran since the last call, for the trace; nothing of one that died or does not answer."""
+        refs = [self._health(actor, drain_runs) for actor in self.actors]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+        runs: list[list[NodeRun]] = []
+        for rank, ref in enumerate(refs):
+            try:
+                runs.append(ray.get(ref) if ref in ready else [])
+            except ray.exceptions.RayActorError:
+                logger.debug("%s worker %d died with its part of the trace", self.role.name, rank)
+                runs.append([])
+        return runs
 
     def reset_tickets(self, tickets: Sequence[int]) -> None:
         """Start each worker's ticket order again at its ticket."""
@@ -186,7 +215,7 @@ class WorkerGroup:
 
     def wait(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
         """Results of one call a rank; the first error, with its rank, as soon as one fails; DeadlineError when late."""
-        return _gather([(self, doing, refs)], timeout_s)[0]
+        return _gather([(self, doing, refs)], timeout_s, self._while_waiting)[0]
 
 
 def call_together(
@@ -203,14 +232,23 @@ def call_together(
     return _gather(started, timeout_s)
 
 
-def _gather(calls: Sequence[tuple[WorkerGroup, str, Sequence[Any]]], timeout_s: float) -> list[list[Any]]:
+def _gather(
+    calls: Sequence[tuple[WorkerGroup, str, Sequence[Any]]],
+    timeout_s: float,
+    while_waiting: Callable[[], None] | None = None,
+) -> list[list[Any]]:
     callers = {ref: (group, rank, doing) for group, doing, refs in calls for rank, ref in enumerate(refs)}
     deadline = time.monotonic() + timeout_s
     waiting = list(callers)
     results: dict[Any, Any] = {}
     while waiting:
-        ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        ready, waiting = ray.wait(waiting, timeout=min(left, POLL_S) if while_waiting else left)
+        if while_waiting:
+            while_waiting()
         if not ready:
+            if time.monotonic() < deadline:
+                continue
             late = [callers[ref] for ref in waiting]
             names = ", ".join(f"{group.role.name} worker {rank} in {doing!r}" for group, rank, doing in late)
             raise DeadlineError(

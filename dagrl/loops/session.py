@@ -71,12 +71,13 @@ class Session:
         """
         times = self.clock.lap()
         overhead = sum(timing.overhead_s for timing in self.timings)
-        batches = [timing.padding_share for timing in self.timings if timing.padding_share]
+        batches = [timing.padding_share for timing in self.timings if timing.padding_share is not None]
+        replays = len(self.timings)
         self.timings.clear()
         return {
             **times,
             "tokens_per_second": tokens / times[TIMING + "total"],
-            "replays": float(len(batches)),
+            "replays": float(replays),
             "replay_overhead_s": overhead,
             "padding_share": sum(batches) / len(batches) if batches else 0.0,
         }
@@ -195,9 +196,9 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
         stack.enter_context(ray_cluster(config.cluster))
+        stop.listen()
         progress.stage(f"Starting {_workers_text(config)}")
-        train, generation = _start_groups(config, stack)
-        stop.check()
+        train, generation = _start_groups(config, stack, stop)
         scheduler = stack.enter_context(Scheduler([g for g in (train, generation) if g], _options(config)))
         clock = PhaseClock(trace)
         session = Session(
@@ -208,12 +209,13 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
                 [DRIVER, *(_process_label(g, rank) for g in session.groups for rank in range(g.layout.world_size))]
             )
         _compile(session, plans)
+        stop.check()
         _resume(session)
         stack.callback(session.write_trace)
         yield session
 
 
-def _start_groups(config: Config, stack: ExitStack) -> tuple[WorkerGroup, WorkerGroup | None]:
+def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[WorkerGroup, WorkerGroup | None]:
     """The train group and, where the run has one, the generation group; side by side, as both spend long on imports."""
     classes, timeouts = worker_classes(config), config.timeouts
     with ThreadPoolExecutor(len(classes)) as pool:
@@ -228,6 +230,7 @@ def _start_groups(config: Config, stack: ExitStack) -> tuple[WorkerGroup, Worker
                 seed=config.seed,
                 start_timeout_s=timeouts.start_s,
                 collective_timeout_s=timeouts.collective_s,
+                while_waiting=stop.check,
             )
             for role, layout in layouts(config).items()
         ]

@@ -12,6 +12,9 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 class StopRequestedError(Exception):
     """Raised at the first safe point after a stop was asked for; not an error of the run."""
 
@@ -27,6 +30,18 @@ class StopSignal:
         if self.requested:
             raise StopRequestedError
 
+    def listen(self) -> None:
+        """Take the signals; again after `ray.init`, which takes SIGTERM for itself. Does nothing outside the main thread."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._request)
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        logger.warning("stopping after this replay; the last finished step is saved (once more to stop at once)")
+
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopSignal]:
@@ -35,16 +50,8 @@ def stop_on_signals() -> Iterator[StopSignal]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def request(number: int, frame: FrameType | None) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-        logger.warning("stopping after this replay; the last finished step is saved (once more to stop at once)")
-
-    for number in before:
-        signal.signal(number, request)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    stop.listen()
     try:
         yield stop
     finally:
