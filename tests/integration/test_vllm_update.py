@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dagrl.errors import RunError
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, requests
-from workers.vllm.weights import vllm_weight_slices
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "untied": ("qwen3", {}),
     "tied": ("qwen3", {"tied": True}),
-    "qwen2 tied": ("qwen2", {"tied": True, "head_dim": 32, "hidden_size": 128}),
-    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "qwen2, tied": ("qwen2", {"tied": True, "head_dim": 32, "hidden_size": 128}),
+    "llama, biases, one kv head": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "moe": ("qwen3_moe", {}),
 }
+CASES = [
+    (1, "untied"),
+    (2, "untied"),
+    (1, "tied"),
+    (2, "tied"),
+    (1, "qwen2, tied"),
+    (2, "llama, biases, one kv head"),
+    (1, "moe"),
+    (2, "moe"),
+]
+
+Started = tuple[Engine, list[Path]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(1, "untied"), (2, "untied"), (1, "tied"), (2, "tied"), (2, "qwen2 tied"), (2, "llama"), (1, "moe"), (2, "moe")],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"tp{case[0]} {case[1]}")
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, list[Path]]]:
+) -> Iterator[Started]:
     """An engine with the first of three checkpoints of one shape loaded."""
     tp, name = request.param
     model_type, sizes = MODELS[name]
@@ -48,25 +55,22 @@ def check_against_hf(engine: Engine, checkpoint: Path, seed: int) -> None:
         assert (torch.tensor(row.logprobs).double() - expected).abs().max() < 1e-5
 
 
-def test_slices_are_what_vllm_loads_and_updates_are_right(started: tuple[Engine, list[Path]]) -> None:
-    """In one test, because the order matters: loaded, updated in place, updated again."""
+def test_layout_is_vllms_and_updates_match_transformers(started: Started) -> None:
+    """In one test, because the order matters: as loaded, updated in place, updated again."""
     engine, checkpoints = started
     state = state_of(checkpoints[0])
-    for worker_tensors, slices in zip(engine.on_all(vllm_calls.tensors), engine.on_all(vllm_calls_slices), strict=True):
+    held = engine.on_all(vllm_calls.tensors)
+    for tensors, slices in zip(held, engine.on_all(vllm_calls.weight_slices), strict=True):
         for piece in slices:
-            held = worker_tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
-            assert held.reshape(-1).equal(state[piece.name][tuple(slice(*extent) for extent in piece.box)].reshape(-1)), (
-                piece
-            )
-            held.zero_()
-        assert not any(tensor.any() for tensor in worker_tensors.values()), "an element is not described, and not padding"
+            part = tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
+            whole = state[piece.name][tuple(slice(*extent) for extent in piece.box)]
+            assert part.reshape(whole.shape).equal(whole), piece
+            part.zero_()
+        assert not any(tensor.any() for tensor in tensors.values()), "something is neither described nor padding"
     check_against_hf(engine, checkpoints[0], seed=10)
+
     addresses = engine.on_all(vllm_calls.memory_addresses)
     for version in (1, 2):
         engine.on_all(vllm_calls.write_weights, checkpoints[version], version)
         check_against_hf(engine, checkpoints[version], seed=10 + version)
-    assert engine.on_all(vllm_calls.memory_addresses) == addresses
-
-
-def vllm_calls_slices(worker):
-    return worker.weight_slices()
+    assert engine.on_all(vllm_calls.memory_addresses) == addresses  # a plan binds to them once

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dagrl.refit.slices import WeightSlice
 from tests.integration.vllm_models import state_of
 
 
@@ -31,14 +33,10 @@ def write_slices(worker: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def tear_weights(worker: Any, checkpoint: Path) -> None:
-    """An update that breaks off half-way."""
-    state = state_of(checkpoint)
-    try:
-        with worker.writing_weights(99):
-            write_slices(worker, {name: tensor for name, tensor in sorted(state.items())})
-            raise ConnectionError("the sender is gone")
-    except ConnectionError:
-        pass
+    """An update that breaks off when all is written but not yet taken up."""
+    with contextlib.suppress(ConnectionError), worker.writing_weights(99):
+        write_slices(worker, state_of(checkpoint))
+        raise ConnectionError("the sender is gone")
 
 
 def warm_up(worker: Any, batch: Any) -> Any:
@@ -48,9 +46,16 @@ def warm_up(worker: Any, batch: Any) -> Any:
         return worker.generate(batch)
 
 
+def weight_slices(worker: Any) -> list[WeightSlice]:
+    return list(worker.weight_slices())
+
+
 def shared_memory(worker: Any) -> list[str]:
-    """This process's segments in /dev/shm that vLLM's communicator may have made."""
-    return sorted(name for name in os.listdir("/dev/shm") if "cpushm" in name or f"psm_{os.getpid()}" in name)
+    """Segments of vLLM in /dev/shm that this process has mapped, or that name vLLM's CPU communicator."""
+    folder = "/dev/shm/"  # noqa: S108
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split(folder)[1].strip() for line in maps if folder in line}
+    return sorted(name for name in os.listdir(folder) if name in mapped or "cpushm" in name)
 
 
 def memory_addresses(worker: Any) -> dict[str, int]:

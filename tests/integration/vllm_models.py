@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -48,6 +48,18 @@ def make_checkpoint(directory: Path, model_type: str = "qwen3", *, tied: bool = 
     return directory
 
 
+def add_tokenizer(directory: Path) -> None:
+    """A tokenizer of words: token 4 is `t4`, and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **{f"t{token}": token for token in range(4, SIZES["vocab_size"])}}
+    tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(directory)
+
+
 def state_of(directory: Path) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors by their names on disk."""
     from safetensors.torch import load_file
@@ -65,7 +77,7 @@ def hf_logprobs(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -
     return torch.log_softmax(logits[len(prompt) - 1 : -1].double(), -1)
 
 
-def make_config(model: Path, generation: Mapping[str, Any] | None = None) -> Config:
+def make_config(model: Path, generation: Mapping[str, Any] | None = None, *, length: int = 48) -> Config:
     return Config.model_validate(
         {
             "name": "test",
@@ -73,8 +85,8 @@ def make_config(model: Path, generation: Mapping[str, Any] | None = None) -> Con
             "data": {"path": "unused"},
             "policy": {
                 "model_name": str(model),
-                "max_total_sequence_length": 48,
-                "generation": {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20}, **(generation or {})},
+                "max_total_sequence_length": length,
+                "generation": {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20}, **(generation or {})},
             },
         }
     )

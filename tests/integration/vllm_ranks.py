@@ -29,6 +29,7 @@ class Ranks:
     def __init__(self, environment: dict[str, str]) -> None:
         spawn = multiprocessing.get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(2)]
+        self._busy = False
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [spawn.Process(target=_serve, args=(theirs, environment), daemon=True) for _, theirs in pipes]
         for process in self._processes:
@@ -46,13 +47,16 @@ class Ranks:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert not self._busy, "an engine is running; let its fixture end first (a test module of its own does that)"
+        self._busy = True
         layout = ParallelLayout(tp=tp)
         pipes = self._pipes[:tp]
-        _all(pipes, [(_start, (WorkerContext("generation", rank, layout), config, address)) for rank in range(tp)])
         try:
+            _all(pipes, [(_start, (WorkerContext("generation", rank, layout), config, address)) for rank in range(tp)])
             yield Engine(pipes)
         finally:
             _all(pipes, [(_shutdown, ())] * tp)
+            self._busy = False
 
 
 class Engine:
@@ -150,3 +154,4 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
             pipe.send((None, "", function(_worker, *args)))
         except Exception as error:
             pipe.send((error, traceback.format_exc(), None))
+    os._exit(0)  # vLLM's objects take seconds to be collected

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import GenerationConfig
-from dagrl.errors import DataError
+from dagrl.errors import DataError, RunError
 from dagrl.generation import FinishedRequest, Generated, pack_generated
 
 if TYPE_CHECKING:
@@ -47,6 +47,13 @@ class QuantumEngine:
         self._stop_token_ids = sorted({*config.stop_token_ids, *eos_token_ids})
         self._running: dict[str, _Running] = {}
         self._version = 0
+        self._stepping = False
+        self._held: list[FinishedRequest] = []
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a quantum is under way, or broke off: then ranks and scheduler no longer agree, and the engine is lost."""
+        return self._stepping
 
     @property
     def unfinished(self) -> int:
@@ -59,8 +66,31 @@ class QuantumEngine:
         return int(self._engine.model_config.max_model_len)
 
     def run(self, requests: Sequence[Request], engine_steps: int) -> Generated:
-        """Add requests, run up to `engine_steps` steps, return what finished. Raises DataError for unusable requests."""
+        """Add requests, run up to `engine_steps` steps, return what finished.
+
+        Raises DataError for unusable requests, before any of them is added, and RunError after a quantum that broke off.
+        """
+        finished, steps = self._quantum(requests, engine_steps)
+        finished, self._held = self._held + finished, []
+        return pack_generated(finished, self.unfinished, steps)
+
+    def rehearse(self, requests: Sequence[Request], engine_steps: int) -> Generated:
+        """A quantum that leaves nothing of `requests`, whose ids are negative so that they meet no other's.
+
+        Requests that were running go on; what they finish is returned by the next `run`.
+        """
+        finished, steps = self._quantum(requests, engine_steps)
+        ours = [request for request in finished if request.request_id < 0]
+        self._held += [request for request in finished if request.request_id >= 0]
+        unfinished = self.abort(request.request_id for request in requests)
+        self.reset_prefix_cache()
+        return pack_generated(ours, unfinished, steps)
+
+    def _quantum(self, requests: Sequence[Request], engine_steps: int) -> tuple[list[FinishedRequest], int]:
+        if self._stepping:
+            raise RunError("an earlier quantum broke off inside vLLM; restart the generation workers")
         self._check(requests)
+        self._stepping = True
         for request in requests:
             self._add(request)
         finished: list[FinishedRequest] = []
@@ -68,7 +98,8 @@ class QuantumEngine:
         while self._running and steps < engine_steps:
             finished.extend(self._finish(output) for output in self._engine.step() if output.finished)
             steps += 1
-        return pack_generated(finished, len(self._running), steps)
+        self._stepping = False
+        return finished, steps
 
     def abort(self, request_ids: Iterable[int] | None = None) -> int:
         """Drop these requests (None: all) with what they have made so far; returns how many were there."""

@@ -14,7 +14,7 @@ from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
 from workers.vllm.engine import QuantumEngine, Request
 from workers.vllm.environment import require_generation, vllm_environment
-from workers.vllm.launch import meet, read_hf_config, start_engine
+from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
 from workers.vllm.loader import take_loaded_parameters
 from workers.vllm.update import Destinations, find_destinations
 from workers.vllm.weights import vllm_weight_slices
@@ -74,6 +74,7 @@ class VllmWorker:
         [n]. Scalars: `engine_steps`, by default `policy.generation.quantum_engine_steps`.
         """
         engine = self._ready_engine()
+        self._enter_device()
         steps = int(batch.scalars.get("engine_steps", self.generation.quantum_engine_steps))
         if in_warmup():
             return self._warm_up(engine, batch, steps)
@@ -118,10 +119,15 @@ class VllmWorker:
     def writing_weights(self, version: int) -> Iterator[None]:
         """Write `weight_tensors()` inside of this: hooks run and `version` is taken up when the block ends well."""
         engine = self._require_engine()
+        self._enter_device()
         self._torn = f"an update of the weights to version {version} has begun and has not ended well"
         yield
         for hook in self._destinations.hooks:
             hook.run()
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._device)  # vLLM may run on another stream than the update did
         if in_warmup():
             engine.reset_prefix_cache()
         else:
@@ -136,25 +142,31 @@ class VllmWorker:
         return merge_reports(parts)
 
     def abort(self) -> None:
-        """Break the refit channel, so that peers that wait in it are freed."""
-        if self._channel is not None:
+        """Free peers that wait for this worker in an engine step or in a refit; what is not under way stays whole."""
+        if self._torn is not None and self._channel is not None:
             self._channel.abort("the generation worker was aborted")
+        if self._engine is not None and self._engine.interrupted and self.context.layout.tp > 1:
+            break_collectives()
 
     def _warm_up(self, engine: QuantumEngine, batch: Batch, steps: int) -> Generated:
-        """Run the batch's shape and leave nothing of it; ids are ours, as those of a warm-up batch need not be unique."""
+        """Run the batch's shape and leave nothing of it; ids are ours, as those of a warm-up batch need not differ."""
         longest = engine.max_model_len - 1
         requests = [
             Request(-1 - row, request.prompt[:longest], request.seed, max(request.max_new_tokens, steps), request.greedy)
             for row, request in enumerate(_requests(batch))
         ]
-        generated = engine.run(requests, steps)
-        engine.abort(request.request_id for request in requests)
-        engine.reset_prefix_cache()
-        return generated
+        return engine.rehearse(requests, steps)
 
     def _find_destinations(self) -> Destinations:
-        model: torch.nn.Module = self._llm.collective_rpc(_worker_model)[0]
+        model, self._device = self._llm.collective_rpc(_worker_model)[0]
         return find_destinations(model, take_loaded_parameters(model), self._slices, self._llm.vllm_config)
+
+    def _enter_device(self) -> None:
+        """Phases run on threads of the runtime's; the current CUDA device is a thread's own."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self._device)
 
     def _require_engine(self) -> QuantumEngine:
         if self._engine is None:
@@ -172,9 +184,9 @@ class VllmWorker:
         self._channel = self._receiver = None
 
 
-def _worker_model(worker: Any) -> Any:
+def _worker_model(worker: Any) -> tuple[torch.nn.Module, torch.device]:
     """Runs inside vLLM's worker."""
-    return worker.get_model()
+    return worker.get_model(), worker.device
 
 
 def _requests(batch: Batch) -> list[Request]:

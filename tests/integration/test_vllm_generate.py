@@ -1,0 +1,99 @@
+"""Generation in quanta: requests, seeds, warm-up, the sampled distribution; the truth is transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dagrl.errors import DataError
+from tests.integration import vllm_calls
+from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
+from tests.integration.vllm_ranks import Engine, Ranks, call, requests
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
+def engine(request: pytest.FixtureRequest, vllm_ranks: Ranks, checkpoint: Path) -> Iterator[Engine]:
+    with vllm_ranks.engine(make_config(checkpoint), request.param) as engine:
+        yield engine
+
+
+def test_quanta_are_bounded_and_new_requests_join(engine: Engine) -> None:
+    first = engine.generate(requests([1, 2], PROMPTS[:2], new=6, steps=4))
+    assert (len(first), first.unfinished, first.engine_steps) == (0, 2, 4)
+    second = engine.generate(requests([3], PROMPTS[2:], new=6, steps=4))
+    assert second.request_ids.tolist() == [1, 2]
+    assert (second.lengths.tolist(), second.unfinished, second.engine_steps) == ([6, 6], 1, 4)
+    third = engine.generate(requests([], [], steps=4))
+    assert (third.request_ids.tolist(), third.unfinished, third.engine_steps) == ([3], 0, 2)
+    assert third.finish_reasons == ("length",)
+    idle = engine.generate(requests([], [], steps=4))
+    assert (len(idle), idle.unfinished, idle.engine_steps) == (0, 0, 0)
+
+
+def test_a_seed_decides_whatever_the_company(engine: Engine) -> None:
+    [alone] = engine.run(requests([7], [PROMPTS[0]]))
+    company = engine.run(requests([5, 6, 7, 8], [PROMPTS[1], PROMPTS[0], PROMPTS[0], PROMPTS[2]]))
+    assert company[2].tokens == alone.tokens
+    assert company[1].tokens != alone.tokens
+
+
+def test_greedy_takes_the_likeliest_and_reports_the_models_logprobs(engine: Engine, checkpoint: Path) -> None:
+    for row, prompt in zip(engine.run(requests([1, 2, 3], PROMPTS, greedy=True)), PROMPTS, strict=True):
+        expected = hf_logprobs(checkpoint, prompt, row.tokens)
+        assert row.tokens == expected.argmax(-1).tolist()
+        assert (torch.tensor(row.logprobs).double() - chosen(expected, row.tokens)).abs().max() < 1e-5
+
+
+def test_padding_rows_are_skipped_and_bad_requests_refused(engine: Engine) -> None:
+    batch = requests([1, 2], [PROMPTS[0], []], new=1)
+    assert engine.generate(batch).request_ids.tolist() == [1]
+    bad = {
+        "already running": requests([4, 4], PROMPTS[:2]),
+        "1 to 47": requests([4], [[5] * 48]),
+        "new tokens": requests([4], PROMPTS[:1], new=0),
+        "seed -3": requests([4], PROMPTS[:1], seed=-7),
+    }
+    for message, wrong in bad.items():
+        with pytest.raises(DataError, match=message):
+            engine.generate(wrong)
+    assert engine.generate(requests([], [])).unfinished == 0
+
+
+def test_aborted_requests_are_gone(engine: Engine) -> None:
+    engine.generate(requests([1, 2, 3], PROMPTS, steps=2))
+    assert engine.on_all(call, "abort_requests", [2, 99]) == [1] * engine.tp
+    assert [row.request_id for row in engine.run(requests([], []))] == [1, 3]
+    engine.generate(requests([4, 5], PROMPTS[:2], steps=2))
+    assert engine.on_all(call, "abort_requests") == [2] * engine.tp
+    assert engine.generate(requests([], [])).unfinished == 0
+
+
+def test_a_warm_up_leaves_nothing(engine: Engine) -> None:
+    before = engine.run(requests([1], PROMPTS[:1]))
+    engine.generate(requests([2], PROMPTS[1:2], steps=2))
+    for result in engine.on_all(vllm_calls.warm_up, requests([1, 1, 1], [[1] * 48] * 3, new=1, steps=16)):
+        assert result.engine_steps > 0
+    after = engine.run(requests([1], PROMPTS[:1]))
+    assert [row.request_id for row in after] == [1, 2]
+    assert after[0] == before[0]
+
+
+def test_sampling_follows_the_models_distribution(engine: Engine, checkpoint: Path) -> None:
+    draws = 400
+    rows = engine.run(requests(range(draws), [PROMPTS[0]] * draws, new=1, steps=16))
+    probabilities = hf_logprobs(checkpoint, PROMPTS[0], [0])[0].exp()
+    counts = Counter(row.tokens[0] for row in rows)
+    for token in probabilities.topk(5).indices.tolist():
+        share = float(probabilities[token])
+        assert abs(counts[token] / draws - share) < 5 * (share * (1 - share) / draws) ** 0.5

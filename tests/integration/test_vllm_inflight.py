@@ -1,0 +1,59 @@
+"""Weight updates between two quanta, while requests are half-way; the truth is Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dagrl.errors import RunError
+from tests.integration import vllm_calls
+from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
+from tests.integration.vllm_ranks import Engine, Ranks, requests
+
+Started = tuple[Engine, list[Path]]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
+def started(
+    request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
+    """An engine with room for prompts of more than one block of the KV cache (128 tokens on CPUs)."""
+    root = tmp_path_factory.mktemp("models")
+    checkpoints = [make_checkpoint(root / str(seed), seed=seed) for seed in range(3)]
+    with vllm_ranks.engine(make_config(checkpoints[0], length=320), request.param) as engine:
+        yield engine, checkpoints
+
+
+LONG_PROMPT = [3 + token % 90 for token in range(0, 7 * 290, 7)]
+
+
+def test_running_requests_go_on_and_new_ones_see_no_old_prefix(started: Started) -> None:
+    engine, checkpoints = started
+    engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)
+    assert len(engine.generate(requests([1], [LONG_PROMPT], new=12, steps=5))) == 0
+    engine.on_all(vllm_calls.write_weights, checkpoints[1], 1)
+    assert len(engine.generate(requests([2], [LONG_PROMPT], new=12, steps=4))) == 0
+    engine.on_all(vllm_calls.write_weights, checkpoints[2], 2)
+    running, after = engine.run(requests([], []))
+
+    assert running.versions == [0] * 5 + [1] * 4 + [2] * 3
+    old = chosen(hf_logprobs(checkpoints[0], LONG_PROMPT, running.tokens), running.tokens)
+    assert (torch.tensor(running.logprobs).double() - old)[:5].abs().max() < 1e-5
+    assert after.versions == [1] * 4 + [2] * 8
+    new = chosen(hf_logprobs(checkpoints[1], LONG_PROMPT, after.tokens), after.tokens)
+    assert (torch.tensor(after.logprobs).double() - new)[:4].abs().max() < 1e-5
+
+
+def test_no_token_from_torn_weights(started: Started) -> None:
+    engine, checkpoints = started
+    engine.on_all(vllm_calls.tear_weights, checkpoints[1])
+    with pytest.raises(RunError, match="torn"):
+        engine.generate(requests([5], [[5, 6]]))
+    engine.on_all(vllm_calls.write_weights, checkpoints[2], 3)
+    [row] = engine.run(requests([6], [[5, 6]]))
+    expected = chosen(hf_logprobs(checkpoints[2], [5, 6], row.tokens), row.tokens)
+    assert (torch.tensor(row.logprobs).double() - expected).abs().max() < 1e-5
+    assert set(row.versions) == {3}

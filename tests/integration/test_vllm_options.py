@@ -1,0 +1,78 @@
+"""What an engine is configured with: sampling, stopping, shared memory; each test starts engines of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration import vllm_calls
+from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
+from tests.integration.vllm_ranks import Ranks, requests
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_checkpoint(tmp_path_factory.mktemp("model"))
+    add_tokenizer(path)
+    return path
+
+
+def test_nothing_stays_in_shared_memory(vllm_ranks: Ranks, checkpoint: Path) -> None:
+    with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
+        engine.run(requests([1], PROMPTS[:1]))
+        during = {name for names in engine.on_all(vllm_calls.shared_memory) for name in names}
+    after = {name for names in engine.on_all(vllm_calls.shared_memory) for name in names}
+    assert not after & during
+    assert not any("cpushm" in name for name in during | after)
+
+
+SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 12}
+
+
+def test_logprobs_are_of_the_distribution_sampled_from(vllm_ranks: Ranks, checkpoint: Path) -> None:
+    with vllm_ranks.engine(make_config(checkpoint, SAMPLING), 1) as engine:
+        rows = engine.run(requests([1, 2, 3], PROMPTS, new=20))
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        expected = chosen(truncated(hf_logprobs(checkpoint, prompt, row.tokens)), row.tokens)
+        assert (torch.tensor(row.logprobs).double() - expected).abs().max() < 1e-5
+
+
+def truncated(logprobs: torch.Tensor) -> torch.Tensor:
+    """Temperature, then the `top_k` likeliest, then the fewest of them that hold `top_p`, renormalised."""
+    scaled, order = torch.log_softmax(logprobs / SAMPLING["temperature"], -1).sort(-1, descending=True)
+    scaled[:, int(SAMPLING["top_k"]) :] = -torch.inf
+    probabilities = scaled.softmax(-1)
+    scaled[probabilities.cumsum(-1) - probabilities >= SAMPLING["top_p"]] = -torch.inf
+    return torch.full_like(scaled, -torch.inf).scatter(-1, order, torch.log_softmax(scaled, -1))
+
+
+def last_new(tokens: Sequence[int]) -> int:
+    """Where the last token stands that was not there before; not at the start."""
+    at = max(index for index, token in enumerate(tokens) if token not in tokens[:index])
+    assert at > 0
+    return at
+
+
+def test_stop_strings_and_tokens_end_a_request(vllm_ranks: Ranks, checkpoint: Path) -> None:
+    with vllm_ranks.engine(make_config(checkpoint), 1) as engine:
+        [free] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
+    at = last_new(free.tokens)
+    for options in ({"stop_strings": [f"t{free.tokens[at]}"]}, {"stop_token_ids": [free.tokens[at]]}):
+        with vllm_ranks.engine(make_config(checkpoint, options), 1) as engine:
+            [row] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
+        assert (row.tokens, row.finish_reason) == (free.tokens[: at + 1], "stop")
+
+
+def test_the_end_of_sequence_token_ends_a_request(vllm_ranks: Ranks, tmp_path: Path, checkpoint: Path) -> None:
+    with vllm_ranks.engine(make_config(checkpoint), 1) as engine:
+        [free] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
+    at = last_new(free.tokens)
+    ended = make_checkpoint(tmp_path / "model", eos_token_id=free.tokens[at])
+    with vllm_ranks.engine(make_config(ended), 1) as engine:
+        [row] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
+    assert (row.tokens, row.finish_reason) == (free.tokens[: at + 1], "stop")
