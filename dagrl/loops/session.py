@@ -261,6 +261,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             session.train,
             session.generation,
             dtype=config.policy.precision,
+            tied_embeddings=bool(session.inputs.hf_config.get("tie_word_embeddings")),
             kind="nccl" if gpus_per_worker(config.cluster) else "gloo",
             timeout_s=config.timeouts.start_s,
             channel_timeout_s=config.timeouts.collective_s,

@@ -17,16 +17,18 @@ def connect_refit(
     generation: WorkerGroup,
     *,
     dtype: str,
+    tied_embeddings: bool,
     kind: Literal["gloo", "nccl"],
     timeout_s: float,
     channel_timeout_s: float,
 ) -> RefitPlan:
     """Plan the refit from `train` to `generation` and prepare every worker of both for it.
 
+    `dtype` is that of the train weights. With `tied_embeddings` a generation head of its own is fed from the embedding.
     Channel ranks are the train ranks, then the generation ranks. Raises RefitPlanError before any channel is opened.
     """
     sources, destinations = train.call("weight_slices"), generation.call("weight_slices")
-    plan = plan_refit(sources, destinations, dtype=dtype, aliases=TIED_HEAD)
+    plan = plan_refit(sources, destinations, dtype=dtype, aliases=TIED_HEAD if tied_embeddings else None)
     logger.debug("refit plan: %s", plan.summary())
     address = train.call_function(free_address, timeout_s=timeout_s)[0]
     offset = train.layout.world_size
