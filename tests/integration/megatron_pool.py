@@ -84,7 +84,7 @@ class MegatronPool:
     def group(self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0) -> Iterator[Group]:
         """Workers that are set up; shut down at the end."""
         group = Group(self.connections[: layout.world_size], layout)
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, timeout_s) for rank in range(layout.world_size)]
         group.call("new", per_rank=[(context, config, address) for context in contexts])
         try:
@@ -101,7 +101,8 @@ class MegatronPool:
                 process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -59,23 +59,29 @@ class MegatronWorker:
 
     def setup(self, address: str) -> None:
         """Join the group at `address`, build this rank's part of the model and load its weights."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron warns at import of every optional extension that is absent
-            from workers.megatron import cpu, groups
-
-            cpu.adapt()
-            from workers.megatron.model import build_model
-            from workers.megatron.optimizer import make_trainer
-        from workers.megatron.architecture import check_layout, read_architecture
-        from workers.megatron.hf import load_hf
+        from workers.megatron.architecture import check_layout
 
         check_layout(self._hf_config, self.context.layout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns of every optional extension that is absent
+            self._trainer = self._build(address)
+
+    def _build(self, address: str) -> Trainer:
+        from workers.megatron import cpu
+
+        cpu.adapt()
+        from workers.megatron.architecture import read_architecture
+        from workers.megatron.groups import start_groups
+        from workers.megatron.hf import load_hf
+        from workers.megatron.model import build_model
+        from workers.megatron.optimizer import make_trainer
+
         with self._device_of_thread():
-            groups.start_groups(self.context, address, self.config.seed)
+            start_groups(self.context, address, self.config.seed)
             architecture = read_architecture(self._hf_config)
             model = build_model(architecture, self.config.policy, self.context.layout, self._device)
             load_hf(self._source, self.weight_slices(), model.tensors())
-            self._trainer = make_trainer(model, self.config)
+            return make_trainer(model, self.config)
 
     def abort(self) -> None:
         """Break this worker's collectives and channel, so that peers that wait for it raise."""

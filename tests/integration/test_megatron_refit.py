@@ -1,0 +1,59 @@
+"""A Megatron worker's side of a refit: its live weights arrive whole at a receiver in this process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.channels.base import ChannelSpec, open_channel
+from dagrl.layout import ParallelLayout
+from dagrl.refit.plan import plan_refit
+from dagrl.refit.run import RefitReceiver
+from dagrl.refit.slices import WeightSlice
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool, free_port
+from tests.integration.test_megatron_layouts import logprobs, train
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("qwen3_tied", ParallelLayout(tp=2, pp=2)), ("qwen3_moe", ParallelLayout(dp=2, ep=2))],
+    ids=["tied-tp2pp2", "moe-dp2ep2"],
+)
+def test_weights_after_each_step_arrive(
+    model: str, layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    batch = reference.make_batch()
+    with megatron_pool.group(layout, reference.make_config(tiny_models[model])) as group:
+        shapes = {name: tensor.shape for name, tensor in reference.assemble(group.call("weights")).items()}
+        whole = [
+            WeightSlice(name, box, name, box) for name, box in ((n, tuple((0, e) for e in s)) for n, s in shapes.items())
+        ]
+        plan = plan_refit(group.call("weight_slices"), [whole], dtype="float32")
+        received = {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+        size, address = layout.world_size + 1, f"127.0.0.1:{free_port()}"
+        specs = [ChannelSpec("gloo", address, rank, size, 30.0) for rank in range(size)]
+        for rank in range(layout.world_size):
+            group.start(rank, "prepare_refit", plan.for_rank(rank), specs[rank])
+        channel = open_channel(specs[-1])
+        for rank in range(layout.world_size):
+            group.finish(rank)
+        receiver = RefitReceiver(plan.for_rank(size - 1), received, channel)
+
+        group.call("snapshot_reference")
+        for version in (1, 2):
+            train(group, batch)
+            logprobs(group, batch, "reference")  # points the parameters elsewhere for a while
+            receiving = threading.Thread(target=receiver.receive, args=(version,))
+            receiving.start()
+            reports = group.call("send_weights", version)
+            receiving.join(30)
+            assert sum(report.bytes_sent for report in reports) == sum(4 * tensor.numel() for tensor in received.values())
+            for name, expected in reference.assemble(group.call("weights")).items():
+                np.testing.assert_array_equal(received[name].numpy(), expected, err_msg=name)
+        channel.close()
