@@ -7,7 +7,8 @@
     metrics = scheduler.replay(train_step, batch).result()
 
 Replays of phases on different groups overlap; replays on one group run in the order they were submitted, on every worker
-(tickets). A batch is split over the shards by tokens and padded to the smallest bucket that fits.
+(tickets). A batch is split over the shards by tokens and padded to the smallest bucket that fits. Different threads may
+submit and wait at once, each with phases of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from ray.exceptions import RayError
 
 from dagrl.errors import GraphError, PhaseError, RunError
@@ -62,6 +65,7 @@ class _Entry:
     limits: Limits
     executables: list[Executable] = field(default_factory=list)
     in_flight: deque[Replay] = field(default_factory=deque)
+    reading: threading.RLock = field(default_factory=threading.RLock)
     replays: int = 0
 
 
@@ -125,15 +129,23 @@ class Scheduler:
             for value in self._warmup_inputs(entry):
                 self._submit(entry, value, warmup=True, deadline_s=self.options.warmup_s).result()
 
-    def replay(self, phase: Phase, value: object = None, *, deadline_s: float | None = None) -> Replay:
+    def replay(
+        self,
+        phase: Phase,
+        value: object = None,
+        *,
+        rows: Sequence[npt.NDArray[np.intp]] | None = None,
+        deadline_s: float | None = None,
+    ) -> Replay:
         """Start a phase on all its shards and return the future of its result.
 
-        `value` is a `Batch` of any number of rows for a phase with `inputs`, else it goes to every shard as it is.
+        `value` is a `Batch` of any number of rows for a phase with `inputs`, else it goes to every shard as it is. `rows`:
+        the positions of each shard's rows; None: equally many, tokens balanced.
         """
         entry = self._entries.get(phase.name)
         if entry is None or not entry.executables:
             raise RunError(f"phase {phase.name!r} is not compiled; call scheduler.add(...) and scheduler.compile() first")
-        return self._submit(entry, value, warmup=False, deadline_s=deadline_s or self.options.replay_s)
+        return self._submit(entry, value, warmup=False, deadline_s=deadline_s or self.options.replay_s, rows=rows)
 
     def graphs(self) -> dict[str, PhaseGraph]:
         """The traced graph of each phase."""
@@ -162,10 +174,10 @@ class Scheduler:
 
     def finish(self, replay: Replay) -> None:
         """Read the result of `replay`, and of those of its phase submitted before it (called by `Replay.result`)."""
-        with self._lock:
-            in_flight = self._entries[replay.phase].in_flight if replay.phase in self._entries else deque()
+        entry = self._entries[replay.phase]
+        with entry.reading:  # not the scheduler's lock: replays of other phases start while this one is waited for
             while not replay.done:
-                self._finish_one(in_flight.popleft())
+                self._finish_one(entry.in_flight.popleft())
 
     def _finish_one(self, replay: Replay) -> None:
         try:
@@ -233,13 +245,21 @@ class Scheduler:
             for index in range(layouts[role].dp // replicas[role])
         ]
 
-    def _submit(self, entry: _Entry, value: object, *, warmup: bool, deadline_s: float) -> Replay:
+    def _submit(
+        self,
+        entry: _Entry,
+        value: object,
+        *,
+        warmup: bool,
+        deadline_s: float,
+        rows: Sequence[npt.NDArray[np.intp]] | None = None,
+    ) -> Replay:
+        if len(entry.in_flight) >= entry.limits.max_in_flight:
+            self.finish(entry.in_flight[0])
         with self._lock:
             if self._broken:
                 raise RunError(f"{self._broken}; call scheduler.recover() after the workers are whole again")
-            if len(entry.in_flight) >= entry.limits.max_in_flight:
-                self._finish_one(entry.in_flight.popleft())
-            values, split, padding = self._share_out(entry, value)
+            values, split, padding = self._share_out(entry, value, rows)
             for item in values:
                 self._check_size(entry, item)
             tickets = self._take_tickets(entry)
@@ -260,11 +280,13 @@ class Scheduler:
                 f"{entry.limits.input_bytes} from the largest warmed-up input; add it with a larger bucket or input_bytes"
             )
 
-    def _share_out(self, entry: _Entry, value: object) -> tuple[list[object], Split | None, float | None]:
+    def _share_out(
+        self, entry: _Entry, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
+    ) -> tuple[list[object], Split | None, float | None]:
         graphs = len(entry.executables)
         if entry.phase.inputs is None or not isinstance(value, Batch):
             return [value] * graphs, None, None
-        rows = split_rows(value["lengths"].astype("int64"), graphs)
+        rows = rows or split_rows(value["lengths"].astype("int64"), graphs)
         longest = int(value["lengths"].max(initial=1))
         bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), longest)
         shares: list[object] = [value.select(mine).pad(bucket) for mine in rows]

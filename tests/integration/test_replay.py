@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -178,6 +180,23 @@ def test_replays_of_one_group_keep_their_order_and_those_of_two_overlap(schedule
     for history in scheduler.groups["train"].call("history"):
         assert [call for call in history if call.startswith(("slow", "rank:last"))][-2:][1] == "rank:last"
     assert first.timing is not None and first.timing.busy_s >= 0.3
+
+
+def test_a_thread_that_waits_does_not_hold_up_replays_of_other_phases(scheduler: Scheduler) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: scheduler.replay(slow, 1.0).result())
+        time.sleep(0.1)
+        for _ in range(3):
+            assert scheduler.replay(slow_generation, 0.05).result() == ("done",)
+        assert not waiting.done(), "the replays of the other group were over before the slow one"
+        assert waiting.result() == ("done", "done")
+
+
+def test_rows_can_be_dealt_out_by_the_caller(scheduler: Scheduler) -> None:
+    lengths = np.array([3, 1, 2], np.int64)
+    batch = Batch({"tokens": np.ones((3, 3), np.int64), "lengths": lengths})
+    dealt = [np.array([1], np.intp), np.array([0, 2], np.intp)]
+    assert scheduler.replay(count_tokens, batch, rows=dealt).result() == (1 * 3, 5 * 3)
 
 
 def test_replays_can_be_awaited(scheduler: Scheduler) -> None:
