@@ -1,0 +1,108 @@
+"""A vLLM worker at the receiving end of a planned refit; this process sends whole checkpoints as the one train rank."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from dagrl.channels import Channel, ChannelSpec, open_channel
+from dagrl.errors import ChannelError, RunError
+from dagrl.refit import RefitPlan, RefitSender, WeightSlice, plan_refit
+from tests.integration import vllm_calls
+from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
+from tests.integration.vllm_ranks import Engine, Ranks, call, requests
+
+PROMPT = [5, 6, 7, 8]
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [make_checkpoint(root / str(seed), seed=seed, tied=True) for seed in range(3)]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
+def engine(request: pytest.FixtureRequest, vllm_ranks: Ranks, checkpoints: list[Path]) -> Iterator[Engine]:
+    with vllm_ranks.engine(make_config(checkpoints[0]), request.param) as engine:
+        yield engine
+
+
+class Trainer:
+    """The sending side: whole tensors on channel rank 0, the vLLM ranks after it."""
+
+    def __init__(self, engine: Engine, state: Mapping[str, torch.Tensor]) -> None:
+        self.engine, self.tensors = engine, dict(state)
+        self.plan = plan_refit([whole(state)], engine.on_all(vllm_calls.weight_slices), dtype="float32")
+        self.channel = self._join(self.plan)
+        self.sender = RefitSender(self.plan.for_rank(0), self.tensors, self.channel)
+        self.thread = ThreadPoolExecutor(1)
+
+    def _join(self, plan: RefitPlan) -> Channel:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        specs = [ChannelSpec("gloo", address, rank, plan.size, TIMEOUT_S) for rank in range(plan.size)]
+        calls = [("prepare_refit", plan.for_rank(spec.rank), spec) for spec in specs[1:]]
+        with ThreadPoolExecutor(1) as thread:
+            joined = thread.submit(open_channel, specs[0])
+            self.engine.on_each(call, calls)
+            return joined.result()
+
+    def send(self, checkpoint: Path, version: int) -> None:
+        for name, tensor in state_of(checkpoint).items():
+            self.tensors[name].copy_(tensor)
+        sent = self.thread.submit(self.sender.send, version)
+        received = self.engine.on_all(call, "receive_weights", version)
+        reports = [sent.result(), *received]
+        assert {report.version for report in reports} == {version}
+        assert sum(report.bytes_received for report in received) == reports[0].bytes_sent
+
+
+def whole(state: Mapping[str, torch.Tensor]) -> list[WeightSlice]:
+    boxes = {name: tuple((0, size) for size in tensor.shape) for name, tensor in state.items()}
+    return [WeightSlice(name, box, name, box) for name, box in boxes.items()]
+
+
+def check_against_hf(engine: Engine, checkpoint: Path, version: int) -> None:
+    [row] = engine.run(requests([1], [PROMPT], new=16, seed=version))
+    expected = chosen(hf_logprobs(checkpoint, PROMPT, row.tokens), row.tokens)
+    assert (torch.tensor(row.logprobs).double() - expected).abs().max() < 1e-5
+    assert set(row.versions) == {version}
+
+
+def test_each_rank_receives_its_share_again_and_again(engine: Engine, checkpoints: list[Path]) -> None:
+    trainer = Trainer(engine, state_of(checkpoints[0]))
+    for version in (1, 2, 3):
+        trainer.send(checkpoints[version % 3], version)
+        check_against_hf(engine, checkpoints[version % 3], version)
+
+
+def test_a_refit_that_breaks_off_leaves_the_shard_out_of_service_until_a_whole_one(
+    engine: Engine, checkpoints: list[Path]
+) -> None:
+    trainer = Trainer(engine, state_of(checkpoints[0]))
+    trainer.channel.abort("the train worker died")
+    with pytest.raises(ChannelError):
+        engine.on_all(call, "receive_weights", 4)
+    with pytest.raises(RunError, match="torn"):
+        engine.generate(requests([1], [PROMPT]))
+    Trainer(engine, state_of(checkpoints[0])).send(checkpoints[1], 5)
+    check_against_hf(engine, checkpoints[1], 5)
+
+
+def test_calls_out_of_order_are_errors(checkpoints: list[Path]) -> None:
+    from dagrl.layout import ParallelLayout
+    from dagrl.worker import WorkerContext
+    from workers.vllm import VllmWorker
+
+    worker = VllmWorker(WorkerContext("generation", 0, ParallelLayout()), make_config(checkpoints[0]))
+    with pytest.raises(RunError, match="prepare_refit"):
+        worker.receive_weights(1)
+    with pytest.raises(RunError, match="setup"):
+        worker.generate(requests([1], [PROMPT]))

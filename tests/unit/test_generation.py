@@ -1,0 +1,66 @@
+"""Packing of finished requests, and the check that the ranks of a shard agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from dagrl.errors import RunError
+from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
+
+ROWS = [
+    FinishedRequest(9, [4, 5, 6], [-1.0, -2.0, -0.5], [0, 0, 1], "length"),
+    FinishedRequest(2, [7], [-0.25], [1], "stop"),
+]
+
+
+def generated(**changes: object) -> Generated:
+    """The rows with the first one changed."""
+    return pack_generated([dataclasses.replace(ROWS[0], **changes), ROWS[1]], unfinished=3, engine_steps=4)
+
+
+def test_rows_come_back_in_the_order_of_their_ids() -> None:
+    packed = generated()
+    assert packed.request_ids.tolist() == [2, 9]
+    assert packed.tokens.tolist() == [[7, 0, 0], [4, 5, 6]]
+    assert [packed.request(row) for row in range(len(packed))] == [ROWS[1], ROWS[0]]
+    assert (packed.unfinished, packed.engine_steps, packed.finish_reasons) == (3, 4, ("stop", "length"))
+
+
+def test_nothing_finished() -> None:
+    packed = pack_generated([], 2, 4)
+    assert (len(packed), packed.tokens.shape, packed.unfinished) == (0, (0, 0), 2)
+    assert merge_generated([packed, pack_generated([], 2, 4)]) is packed
+
+
+def test_equal_parts_merge_in_a_tree_and_survive_pickling() -> None:
+    parts = [pickle.loads(pickle.dumps(generated())) for _ in range(4)]  # noqa: S301
+    merged = merge_generated([merge_generated(parts[:2]), merge_generated(parts[2:])])
+    assert merged.digest == generated().digest
+    np.testing.assert_array_equal(merged.tokens, parts[0].tokens)
+
+
+def test_a_logprob_may_differ_in_its_last_bits() -> None:
+    assert merge_generated([generated(), generated(logprobs=[-1.0, -2.0, -0.50000006])])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": [4, 5, 7]}, r"request 9 has tokens \[4, 5, 6\] \(length\) and \[4, 5, 7\]"),
+        ({"versions": [0, 1, 1]}, "request 9 "),
+        ({"finish_reason": "stop"}, r"request 9 .*\(length\) and .*\(stop\)"),
+        ({"request_id": 8}, "request 8 finished on one rank only"),
+    ],
+)
+def test_a_rank_that_differs_is_named_with_the_request(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        merge_generated([generated(), generated(), generated(**changes)])
+
+
+def test_unequal_counts_are_an_error() -> None:
+    with pytest.raises(RunError, match=r"\(3, 4\) and \(2, 4\)"):
+        merge_generated([generated(), pack_generated(ROWS, unfinished=2, engine_steps=4)])
