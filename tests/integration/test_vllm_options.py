@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dagrl.errors import RunError
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
-from tests.integration.vllm_ranks import Ranks, requests
+from tests.integration.vllm_ranks import Ranks, call, requests
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 
@@ -29,6 +30,17 @@ def test_nothing_stays_in_shared_memory(vllm_ranks: Ranks, checkpoint: Path) -> 
     after = {name for names in engine.on_all(vllm_calls.shared_memory) for name in names}
     assert not after & during
     assert not any("cpushm" in name for name in during | after)
+
+
+def test_abort_frees_a_rank_whose_peer_does_not_come(vllm_ranks: Ranks, checkpoint: Path) -> None:
+    with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
+        engine.run(requests([1], PROMPTS[:1]))
+        waited, _ = engine.on_ranks(
+            [(vllm_calls.generate_then_abort, (requests([2], PROMPTS[:1]), 0.5)), (vllm_calls.nothing, ())]
+        )
+        assert waited < 5
+        with pytest.raises(RunError, match="restart"):
+            engine.on_ranks([(call, ("generate", requests([3], PROMPTS[:1]))), (vllm_calls.nothing, ())])
 
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 12}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,20 @@ def shared_memory(worker: Any) -> list[str]:
     with open("/proc/self/maps") as maps:
         mapped = {line.split(folder)[1].strip() for line in maps if folder in line}
     return sorted(name for name in os.listdir(folder) if name in mapped or "cpushm" in name)
+
+
+def generate_then_abort(worker: Any, batch: Any, after_s: float) -> float:
+    """Start a quantum and abort it from another thread; the seconds until the error came."""
+    threading.Timer(after_s, worker.abort).start()
+    started = time.monotonic()
+    with contextlib.suppress(RuntimeError):
+        worker.generate(batch)
+        raise AssertionError("the quantum ended well without its peer")
+    return time.monotonic() - started
+
+
+def nothing(worker: Any) -> None:
+    """A rank that does not come to the collective."""
 
 
 def memory_addresses(worker: Any) -> dict[str, int]:

@@ -74,7 +74,12 @@ class Engine:
         return _all(self._pipes, [(function, args)] * self.tp)
 
     def on_each(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """`function(worker, *arguments[rank])` on every rank."""
         return _all(self._pipes, [(function, args) for args in arguments])
+
+    def on_ranks(self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+        """A function of its own on every rank."""
+        return _all(self._pipes, calls)
 
     def generate(self, batch: Batch) -> Generated:
         return merge_generated(self.on_all(call, "generate", batch))
@@ -148,6 +153,8 @@ def _shutdown(worker: Any) -> None:
 
 def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    import vllm.v1.engine.llm_engine  # noqa: F401  # now, in both processes at once
+
     while (message := pipe.recv()) is not None:
         function, args = message
         try:
