@@ -100,6 +100,16 @@ class VllmConfig(Section):
         return ParallelLayout(dp=self.data_parallel_size, tp=self.tensor_parallel_size)
 
 
+class ForcedLengths(Section):
+    """For measurements: completions of lengths drawn from a log-normal distribution, whatever the model says.
+
+    The end of a sequence is ignored, and each request stops at its own length, which its seed decides.
+    """
+
+    median: PositiveFloat
+    sigma: NonNegativeFloat = 1.0
+
+
 class GenerationConfig(Section):
     worker: str = "workers.vllm:VllmWorker"
     max_new_tokens: PositiveInt = 64
@@ -108,7 +118,10 @@ class GenerationConfig(Section):
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    quantum_engine_steps: PositiveInt = 16  # engine steps in one replay of `generate`
+    quantum_engine_steps: PositiveInt = 16  # engine steps in one replay of `generate`; with quantum_seconds the first size
+    quantum_seconds: PositiveFloat | None = None  # what a quantum may last: sizes then follow what was measured
+    request_order: Literal["longest_first", "fifo"] = "longest_first"  # by the past lengths of their prompts
+    forced_lengths: ForcedLengths | None = None
     vllm_cfg: VllmConfig = VllmConfig()
 
 
@@ -139,12 +152,34 @@ class LossConfig(Section):
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None  # lower bound of icepop and seq-mask-tis
 
 
+class AsyncGrpoConfig(Section):
+    enabled: bool = False
+    max_trajectory_age_steps: NonNegativeInt = 1  # versions between a group's start and the step that trains on it
+    in_flight_weight_updates: bool = False  # update between two quanta; off: running requests finish first
+    recompute_kv_cache_after_weight_updates: bool = False  # off: running requests go on from the KV cache they have
+    on_checkpoint: Literal["save", "regenerate"] = "save"  # what a resumed run does with groups not yet trained on
+
+
+class RewardShapingConfig(Section):
+    """Soft punishment of overlong completions (DAPO, arXiv:2503.14476, equation 13)."""
+
+    enabled: bool = False
+    max_response_length: PositiveInt | None = None  # None: policy.generation.max_new_tokens
+    overlong_buffer_length: PositiveInt = 128  # tokens before max_response_length over which the penalty grows
+    overlong_buffer_penalty: NonNegativeFloat = 1.0  # of a completion of max_response_length
+
+
 class GrpoConfig(Section):
     num_prompts_per_step: PositiveInt = 16
     num_generations_per_prompt: PositiveInt = Field(default=8, ge=2)
     max_num_steps: PositiveInt = 100
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
+    use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and generate others in their place
+    dynamic_sampling_max_gen_batches: PositiveInt = 10  # batches generated for one step before the run gives up
+    overlong_filtering: bool = False  # completions cut off by their length teach nothing
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
     val_period: NonNegativeInt = 10  # 0: only at the start and the end
     val_at_start: bool = True
     max_val_samples: PositiveInt = 128
@@ -176,8 +211,21 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     function: str = "dagrl.rewards:exact_match"
+    batched: bool = True  # the function takes lists of texts; off: one sample
     timeout_s: PositiveFloat = 10.0
+    num_workers: PositiveInt = 1  # processes that run it
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples; more ends the run
     shuffle: bool = False  # give every sample another sample's reward: a control run that cannot learn
+
+
+class EnvironmentConfig(Section):
+    """What answers a completion, so that the sequence goes on; see `dagrl.environments`."""
+
+    function: str | None = None  # e.g. my_task:answer; None: a sequence has one turn
+    batched: bool = True
+    max_turns: PositiveInt = 4
+    timeout_s: PositiveFloat = 10.0
+    num_workers: PositiveInt = 1
 
 
 class PhasesConfig(Section):
@@ -253,6 +301,7 @@ class Config(Section):
     sft: SftConfig = SftConfig()  # for algorithm grpo: a short SFT phase first, when sft.max_num_steps > 0
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     phases: PhasesConfig = PhasesConfig()
     checkpointing: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -22,6 +23,8 @@ from dagrl.tokenization import Demonstration, Prompt, encode_demonstrations, enc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 WORKERS_PER_CORE = 8
 """Workers allowed for each CPU core on a machine without GPUs, unless `cluster.max_workers` says otherwise."""
@@ -54,10 +57,13 @@ def preflight(config: Config) -> Inputs:
     _check_packages(config)
     workers = worker_classes(config)
     _check_batches(config)
+    _check_off_policy(config)
     _check_machine(config)
     trace_phases(config, workers)
     if config.algorithm == "grpo":
         load_callable(config.reward.function, "reward.function")
+        if config.environment.function is not None:
+            load_callable(config.environment.function, "environment.function")
     tokenizer = load_tokenizer(config.policy)
     hf_config = model_description(config.policy, len(tokenizer))
     _check_model(config, hf_config, workers)
@@ -169,6 +175,41 @@ def _check_batches(config: Config) -> None:
             f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x num_generations_per_prompt "
             f"{config.grpo.num_generations_per_prompt} = {samples} samples are not divisible into optimizer steps of "
             f"policy.train_global_batch_size {size}; choose a divisor of {samples}"
+        )
+
+
+def _check_off_policy(config: Config) -> None:
+    """Settings of asynchronous training and of the corrections for it that contradict each other."""
+    loss, settings = config.loss_fn, config.grpo.async_grpo
+    if loss.truncated_importance_sampling_ratio is None:
+        if loss.truncated_importance_sampling_type != "tis" or loss.truncated_importance_sampling_ratio_min is not None:
+            raise ConfigError(
+                "loss_fn.truncated_importance_sampling_type or _ratio_min is set, but truncated_importance_sampling_ratio, "
+                "the upper bound, is not; set it (2 is usual), or leave all three out"
+            )
+    elif not loss.use_importance_sampling_correction:
+        raise ConfigError(
+            "loss_fn.truncated_importance_sampling_ratio bounds a correction that is off; set "
+            "loss_fn.use_importance_sampling_correction=true, or leave the bound out"
+        )
+    if not settings.enabled or config.algorithm != "grpo":
+        return
+    if settings.recompute_kv_cache_after_weight_updates and not settings.in_flight_weight_updates:
+        raise ConfigError(
+            "grpo.async_grpo.recompute_kv_cache_after_weight_updates is true, but without in_flight_weight_updates no "
+            "request runs during an update; set in_flight_weight_updates=true, or drop it"
+        )
+    if settings.max_trajectory_age_steps > 1 and not settings.in_flight_weight_updates:
+        logger.warning(
+            "grpo.async_grpo.max_trajectory_age_steps is %d without in_flight_weight_updates: every update then waits until "
+            "all running requests have finished, so that ages above 1 make samples older and little faster; set "
+            "in_flight_weight_updates=true, or max_trajectory_age_steps=1",
+            settings.max_trajectory_age_steps,
+        )
+    if settings.max_trajectory_age_steps and not loss.use_importance_sampling_correction:
+        logger.warning(
+            "grpo.async_grpo trains on samples of older policies, but loss_fn.use_importance_sampling_correction is false: "
+            "the gradient is biased; set it to true, with loss_fn.truncated_importance_sampling_ratio=2 for example"
         )
 
 

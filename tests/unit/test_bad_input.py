@@ -158,6 +158,18 @@ TABLE = [
     Row("matplotlib missing", ("logger.plot_enabled", "dagrl[tracking]"), without="matplotlib"),
     Row("megatron missing", ("policy.worker", "dagrl[megatron]"), without="megatron"),
     Row("vllm missing", ("policy.generation.worker", "dagrl[vllm]", "dagrl[cpu]"), without="vllm"),
+    Row(
+        "bound without a correction",
+        ("use_importance_sampling_correction=true",),
+        ("loss_fn.truncated_importance_sampling_ratio=2",),
+    ),
+    Row("icepop without a bound", ("upper bound",), ("loss_fn.truncated_importance_sampling_type=icepop",)),
+    Row(
+        "nothing in flight to recompute",
+        ("recompute_kv_cache_after_weight_updates", "in_flight_weight_updates=true"),
+        ("grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true}",),
+    ),
+    Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
     Row("characters", ("tokenizer_characters", "'1' more than once"), ('policy.random_init.tokenizer_characters="121"',)),
 ]
@@ -210,6 +222,14 @@ def test_good_input_starts_ray(run: Run) -> None:
     """The rows above fail for their own reasons: without them the run gets as far as Ray."""
     with pytest.raises(AssertionError, match="Ray was started"):
         run()
+
+
+def test_ages_that_need_updates_in_flight_are_warned_about(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "dagrl"):
+        assert run("--dry-run", "grpo.async_grpo={enabled: true, max_trajectory_age_steps: 2}")[0] == 0
+    text = caplog.text
+    assert "every update then waits until all running requests have finished" in text
+    assert "use_importance_sampling_correction is false" in text
 
 
 def test_debug_shows_the_traceback(run: Run) -> None:
