@@ -53,6 +53,15 @@ class SchedulerOptions:
     teardown_s: float = 8.0
 
 
+@dataclass(frozen=True)
+class _Seats:
+    """The workers of one role in one graph: their ranks in the graph's order, and those that the phase has nodes on."""
+
+    role: str
+    ranks: tuple[int, ...]
+    used: tuple[int, ...]
+
+
 @dataclass
 class _Entry:
     """A phase that was added, and what was made of it."""
@@ -64,6 +73,7 @@ class _Entry:
     warmup_value: object
     limits: Limits
     executables: list[Executable] = field(default_factory=list)
+    seats: list[list[_Seats]] = field(default_factory=list)  # of each graph
     in_flight: deque[Replay] = field(default_factory=deque)
     reading: threading.RLock = field(default_factory=threading.RLock)
     replays: int = 0
@@ -122,6 +132,7 @@ class Scheduler:
         for entry in self._entries.values():
             if not entry.executables:
                 entry.executables = self._compile(entry)
+                entry.seats = self._seats(entry)
 
     def warmup(self) -> None:
         """Replay each phase at each of its buckets, largest first. Workers leave their state as it was."""
@@ -296,17 +307,27 @@ class Scheduler:
             padding_share(value["lengths"].astype("int64"), bucket, graphs),
         )
 
+    def _seats(self, entry: _Entry) -> list[list[_Seats]]:
+        used = {node.worker for node in entry.graph.nodes}
+        return [
+            [
+                _Seats(role, tuple(ranks), tuple(rank for at, rank in enumerate(ranks) if WorkerRef(role, at) in used))
+                for role, ranks in ranks_of.items()
+            ]
+            for ranks_of in self._ranks_of_graphs(entry.phase)
+        ]
+
     def _take_tickets(self, entry: _Entry) -> list[dict[str, int | tuple[int, ...]]]:
         """The tickets of each graph's workers; only workers that the phase uses move on to their next."""
-        used = {node.worker for node in entry.graph.nodes}
         taken: list[dict[str, int | tuple[int, ...]]] = []
-        for ranks_of in self._ranks_of_graphs(entry.phase):
+        for seats_of_graph in entry.seats:
             mine: dict[str, int | tuple[int, ...]] = {}
-            for role, ranks in ranks_of.items():
-                tickets = [self._tickets[role][rank] for rank in ranks]
-                mine[role] = tickets[0] if len(set(tickets)) == 1 else tuple(tickets)
-                for position, rank in enumerate(ranks):
-                    self._tickets[role][rank] += WorkerRef(role, position) in used
+            for seats in seats_of_graph:
+                tickets = self._tickets[seats.role]
+                first, *others = [tickets[rank] for rank in seats.ranks]
+                mine[seats.role] = first if others.count(first) == len(others) else (first, *others)
+                for rank in seats.used:
+                    tickets[rank] += 1
             taken.append(mine)
         return taken
 

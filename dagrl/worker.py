@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dagrl.errors import RunError
 from dagrl.layout import Coordinates, ParallelLayout
@@ -37,8 +38,7 @@ class WorkerContext:
         return self.layout.coordinates(self.rank)
 
 
-@dataclass(frozen=True)
-class ReplayContext:
+class ReplayContext(NamedTuple):
     """The replay that is running: `warmup` replays must leave weights, optimizer, RNG and counters as they were."""
 
     phase: str

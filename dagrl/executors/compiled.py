@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,13 +24,18 @@ from ray.actor import ActorHandle
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.dag.compiled_dag_node import CompiledDAG
 from ray.exceptions import RayChannelTimeoutError
+from ray.experimental.channel import ChannelContext
 
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
+from dagrl.executors.edge import EdgeType
 from dagrl.executors.node import relay, run_node
 from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
 
 logger = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""How long a worker's loop sleeps at most before it looks up."""
 
 
 class CompiledGraph:
@@ -40,10 +46,7 @@ class CompiledGraph:
         self._limits = limits
         self._actors = _distinct(actors)
         relays = _leaders(graph, limits.arity)
-        worker_bytes = max(limits.result_bytes, limits.input_bytes if relays else 0)
-        ray.get(
-            [actor.__ray_call__.remote(_set_buffer_bytes, worker_bytes) for actor in self._actors], timeout=limits.compile_s
-        )
+        ray.get([actor.__ray_call__.remote(_prepare_worker) for actor in self._actors], timeout=limits.compile_s)
         with _driver_context(limits), _one_driver_proxy():
             self._dag = _bind(graph, actors, limits, relays).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
@@ -55,11 +58,11 @@ class CompiledGraph:
 
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
         """The outputs' packets."""
+        deadline = time.monotonic() + timeout_s
         try:
-            packets = ray.get(submitted, timeout=timeout_s)
+            return [ref.get(max(0.0, deadline - time.monotonic())) for ref in submitted]
         except RayChannelTimeoutError as late:
             raise TimeoutError(str(late)) from late
-        return list(packets)
 
     def teardown(self, timeout_s: float) -> None:
         """Cancel the loops; after `timeout_s` the actors of this graph are killed."""
@@ -90,15 +93,20 @@ class CompiledExecutor:
 
 def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, int]) -> Any:
     """The Ray DAG: an `__ray_call__` of `run_node` a node, and relays on the leaders."""
+    inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
+    results = EdgeType(limits.result_bytes, limits.max_in_flight)
     with InputNode() as start:
-        hubs = {
-            leader: _actor(graph, actors, leader).__ray_call__.bind(relay, start) for leader in sorted(set(relays.values()))
-        }
+        start.type_hint = inputs
+        hubs = {}
+        for leader in sorted(set(relays.values())):
+            hubs[leader] = _actor(graph, actors, leader).__ray_call__.bind(relay, start)
+            hubs[leader].type_hint = inputs
         bound: list[Any] = []
         for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
             entry = hubs[relays[node.number]] if node.number in relays else start
             packets = [entry if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
+            bound[-1].type_hint = results
         return MultiOutputNode([bound[number] for number in graph.outputs])
 
 
@@ -119,9 +127,15 @@ def _distinct(actors: Actors) -> list[ActorHandle]:
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
-def _set_buffer_bytes(worker: object, size: int) -> None:
-    """Size the channels that this worker writes in the graph compiled next; runs in the worker."""
-    DAGContext.get_current().buffer_size_bytes = size
+def _prepare_worker(worker: object) -> None:
+    """Settings of the loops that run this worker's nodes; runs in the worker.
+
+    A loop that waits for its input looks up only every few seconds (Ray's default is 0.1 s, to notice the errors of other
+    inputs early; ours travel as values). It need not ask torch for a device around each read and write, nor import torch for
+    that, when no edge uses an accelerator.
+    """
+    DAGContext.get_current().read_iteration_timeout = IDLE_S
+    ChannelContext.get_current()._torch_available = False
 
 
 _proxies: dict[str, ActorHandle] = {}

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
 from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
@@ -53,8 +53,7 @@ class NodeCall:
     deadline_s: float  # of the wait for the ticket
 
 
-@dataclass(frozen=True)
-class NodeRun:
+class NodeRun(NamedTuple):
     """One node's run, for the trace; times in nanoseconds since the epoch."""
 
     phase: str
@@ -75,6 +74,8 @@ class TicketGate:
     def enter(self, ticket: int, deadline_s: float) -> None:
         """Wait until `ticket` is next. Raises DeadlineError, or RunError for a ticket that has passed."""
         with self._turn:
+            if self._next == ticket:
+                return
             if not self._turn.wait_for(lambda: self._next >= ticket, timeout=deadline_s):
                 raise DeadlineError(f"waited {deadline_s:.0f} s for ticket {ticket}, while ticket {self._next} is running")
             if self._next != ticket:
@@ -93,11 +94,9 @@ class TicketGate:
             self._turn.notify_all()
 
 
-@dataclass
-class Activity:
+class Activity(NamedTuple):
     """The node a worker is running."""
 
-    header_phase: str
     replay: int
     label: str
     thread_id: int
@@ -140,8 +139,12 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     state = state_of(worker)
     header = packets[0].header
     ticket = header.ticket(state.role, call.position)
-    failures = tuple({id(failure): failure for packet in packets for failure in packet.failures}.values())
-    busy_s = max(packet.busy_s for packet in packets)
+    failures: tuple[WorkerFailure, ...] = ()
+    busy_s = 0.0
+    for packet in packets:
+        busy_s = max(busy_s, packet.busy_s)
+        if packet.failures:
+            failures += tuple(failure for failure in packet.failures if failure not in failures)
     value: object = None
     started = 0.0
     try:
@@ -171,7 +174,7 @@ def relay(worker: HasState, packet: Packet) -> Packet:
 def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     header = packets[0].header
     start_ns = time.time_ns()
-    state.activity = Activity(header.phase, header.replay, call.label, threading.get_ident(), time.monotonic())
+    state.activity = Activity(header.replay, call.label, threading.get_ident(), time.monotonic())
     try:
         with replay_context(ReplayContext(header.phase, header.replay, header.warmup)):
             value = _evaluate(worker, call, packets)

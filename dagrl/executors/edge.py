@@ -1,0 +1,209 @@
+"""The edges of a compiled graph: Ray's channel interface over shared-memory rings.
+
+An edge has one writer and readers of three kinds: the writer itself (the value is passed by reference), workers on its
+host (one ring for all of them), and workers on other hosts (Ray's own channel). Why not Ray's for all: those poll, one core
+for each live graph on every worker (see `futex`); grow by leaking shared memory; and leave semaphores in `/dev/shm`.
+
+Ray makes edges through `ChannelOutputType.create_channel` in the writer's process and sends them pickled to the driver and
+the readers; each finds its memory again when it first uses it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+import weakref
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayChannelError, RayChannelTimeoutError
+from ray.experimental.channel import ChannelOutputType, IntraProcessChannel
+from ray.experimental.channel.common import ChannelInterface
+from ray.experimental.channel.shared_memory_channel import Channel
+
+from dagrl.executors.packet import Packet
+from dagrl.executors.ring import Ring, RingAddress, RingClosedError, RingTimeoutError
+
+_rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
+"""The rings that this process has open, by the name of their edge."""
+
+_written: dict[str, Ring] = {}
+"""Keeps the rings that this process writes until they are closed: readers open them through this process."""
+
+
+class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
+    """The type hint of a node whose result goes over edges with `slots` messages of up to `slot_bytes` bytes."""
+
+    def __init__(self, slot_bytes: int, slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+
+    def create_channel(
+        self, writer: Any, reader_and_node_list: list[tuple[Any, str]], driver_actor_id: str | None = None
+    ) -> Edge:
+        """An edge from this process to the readers. `driver_actor_id`: of a driver that is an actor itself."""
+        here = ray.get_runtime_context().get_node_id()
+        others = [(reader, node) for reader, node in reader_and_node_list if reader != writer]
+        near = [_actor_id(reader) for reader, node in others if node == here]
+        far = [(reader, node) for reader, node in others if node != here]
+        name = uuid.uuid4().hex
+        if near:
+            _written[name] = _rings[name] = Ring.create(self.slots, self.slot_bytes, len(near))
+        return Edge(
+            name=name,
+            address=_rings[name].address if near else None,
+            readers=near,
+            own=IntraProcessChannel(num_readers=1) if len(others) < len(reader_and_node_list) else None,
+            far=Channel(writer, far, self.slot_bytes) if far else None,
+            far_readers=[_actor_id(reader) for reader, _ in far],
+            writer=_actor_id(writer) if writer is not None else "",
+            driver=driver_actor_id,
+            first_reader=_actor_id(reader_and_node_list[0][0]),
+        )
+
+
+class Edge(ChannelInterface):  # type: ignore[misc]
+    """One edge as one process sees it."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        address: RingAddress | None,
+        readers: list[str],
+        own: IntraProcessChannel | None,
+        far: Channel | None,
+        far_readers: list[str],
+        writer: str,
+        driver: str | None,
+        first_reader: str,
+    ) -> None:
+        self._parts: dict[str, Any] = {
+            "name": name,
+            "address": address,
+            "readers": readers,
+            "own": own,
+            "far": far,
+            "far_readers": far_readers,
+            "writer": writer,
+            "driver": driver,
+            "first_reader": first_reader,
+        }
+        self._own = own
+        self._far = far
+        self._ring: Ring | None = None
+        self._reader = -1
+        self._in_driver = False
+        self._read_from: Any = None
+
+    def __reduce__(self) -> Any:
+        return _make_edge, (self._parts,)
+
+    def ensure_registered_as_writer(self) -> None:
+        """Open what this process writes to."""
+        if self._ring is None and self._parts["address"] is not None:
+            self._ring = self._open_ring()
+        if self._far is not None:
+            self._far.ensure_registered_as_writer()
+
+    def ensure_registered_as_reader(self) -> None:
+        """Open what this process reads from."""
+        me = ray.get_runtime_context().get_actor_id()
+        self._in_driver = me is None or me == self._parts["driver"]
+        if self._in_driver:  # Ray lists the driver first, by an actor that stands for it
+            me = self._parts["first_reader"]
+        readers = self._parts["readers"]
+        if me in readers:
+            self._reader = readers.index(me)
+            self._ring = self._read_from = self._open_ring()
+        else:
+            self._read_from = self._far if me in self._parts["far_readers"] else self._own
+
+    def write(self, value: Any, timeout: float | None = None) -> None:
+        """Send a packet (or an error of Ray's) to every reader.
+
+        Raises RayChannelTimeoutError when a reader does not make room in time, RayChannelError when the edge was closed.
+        """
+        if self._ring is None and self._parts["address"] is not None:
+            self.ensure_registered_as_writer()
+        if self._ring is not None:
+            try:
+                self._ring.write(_dump(value.wire() if type(value) is Packet else value), _limit(timeout))
+            except RingTimeoutError as late:
+                raise RayChannelTimeoutError(str(late)) from late
+            except RingClosedError as closed:
+                raise RayChannelError(str(closed)) from closed
+        if self._far is not None:
+            self._far.write(value, timeout)
+        if self._own is not None:
+            self._own.write(value, timeout)
+
+    def read(self, timeout: float | None = None) -> Any:
+        """The next packet. On workers its large arrays are read-only views that must not be kept; the driver gets copies."""
+        if self._read_from is None:
+            self.ensure_registered_as_reader()
+        if self._read_from is not self._ring:
+            return self._read_from.read(timeout)
+        assert self._ring is not None
+        try:
+            content = self._ring.read(self._reader, _limit(timeout), in_place=not self._in_driver)
+        except RingTimeoutError as late:
+            raise RayChannelTimeoutError(str(late)) from late
+        except RingClosedError as closed:
+            raise RayChannelError(str(closed)) from closed
+        return Packet.from_wire(content) if type(content) is tuple else content
+
+    def release_buffer(self, timeout: float | None = None) -> None:
+        """Let the next value go unread."""
+        if self._read_from is None:
+            self.ensure_registered_as_reader()
+        if self._read_from is self._ring and self._ring is not None:
+            self._ring.skip(self._reader, _limit(timeout))
+        else:
+            self._read_from.release_buffer(timeout)
+
+    def close(self) -> None:
+        """End the edge for all its processes."""
+        if self._parts["address"] is not None:
+            try:
+                self._open_ring().close()
+            except RingClosedError:  # its writer is gone, and its readers hear of that from Ray
+                pass
+            _written.pop(self._parts["name"], None)
+        for channel in (self._own, self._far):
+            if channel is not None:
+                channel.close()
+
+    def _open_ring(self) -> Ring:
+        name = self._parts["name"]
+        ring = self._ring or _rings.get(name)
+        if ring is None:
+            ring = _rings[name] = Ring.open(self._parts["address"])
+        return ring
+
+
+def _make_edge(parts: dict[str, Any]) -> Edge:
+    return Edge(**parts)
+
+
+def _actor_id(actor: Any) -> str:
+    return str(actor._actor_id.hex())
+
+
+def _limit(timeout: float | None) -> float | None:
+    return None if timeout is None or timeout < 0 else timeout
+
+
+def _dump(value: object) -> list[bytes | memoryview]:
+    """A value as a pickle and its buffers. What plain pickle cannot send (functions, classes of a script) goes by value."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        by_reference = b"__main__" not in pickled
+    except (pickle.PicklingError, AttributeError, TypeError):
+        by_reference = False
+    if not by_reference:
+        buffers.clear()
+        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return [pickled, *(buffer.raw() for buffer in buffers)]
