@@ -1,4 +1,4 @@
-"""The `dagrl` command: `dagrl train CONFIG [a.b=c ...]`, `dagrl doctor`.
+"""The `dagrl` command: `dagrl train CONFIG [a.b=c ...]`, `dagrl inspect CONFIG [--phase P] [-o F]`, `dagrl doctor`.
 
 Subcommands import what they need when they run, so that `dagrl --help` answers at once. Exit codes: 0 done, 1 the run
 failed, 2 something the user can mend, 130 interrupted.
@@ -10,6 +10,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dagrl.errors import DagrlError, UserError
@@ -53,6 +54,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, and stop")
     train.set_defaults(command=_train)
 
+    inspect = commands.add_parser(
+        "inspect", parents=[common], help="draw the phase graphs, print buckets and the refit plan"
+    )
+    inspect.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
+    inspect.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the file; values are YAML")
+    inspect.add_argument("--phase", metavar="P", help="only this one of `phases`, such as train_step")
+    inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .svg, .mmd or .md file")
+    inspect.set_defaults(command=_inspect)
+
     doctor = commands.add_parser("doctor", parents=[common], help="say what this machine has, and what is known not to work")
     doctor.set_defaults(command=_doctor)
     return parser
@@ -93,6 +103,14 @@ def _run(config: Config) -> None:
         from dagrl.loops.grpo import run_grpo
 
         run_grpo(config)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from dagrl.config_file import load_config
+    from dagrl.inspect import inspect_config
+
+    _log("DEBUG" if options.debug else "WARNING")
+    sys.stdout.write(inspect_config(load_config(options.config, options.overrides), options.phase, options.output))
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -115,9 +115,8 @@ class Scheduler:
         graph = phase.trace({name: group.role for name, group in self.groups.items()}, self.options.arity)
         if phase.inputs is not None:
             self._check_batch_phase(phase, buckets)
-        sample = self._largest_input(phase, buckets, scalars, warmup_value)
         limits = Limits(
-            input_bytes=input_bytes or payload_bytes(sample) + 2 * ENVELOPE_BYTES,
+            input_bytes=input_bytes or channel_bytes(phase, buckets, scalars, warmup_value),
             result_bytes=result_bytes or self.options.result_bytes,
             max_in_flight=self.options.max_in_flight,
             arity=self.options.arity,
@@ -206,13 +205,6 @@ class Scheduler:
                 f"phase {phase.name!r} splits batches over shards, but its groups have different numbers of them: {shards}; "
                 "give them the same data-parallel size, or pass a value that is not a batch"
             )
-
-    def _largest_input(
-        self, phase: Phase, buckets: Sequence[Bucket], scalars: Mapping[str, Scalar] | None, warmup_value: object
-    ) -> object:
-        if phase.inputs is None:
-            return warmup_value
-        return empty_batch(phase.inputs, max(buckets, key=lambda bucket: bucket.sequences * bucket.tokens), scalars)
 
     def _warmup_inputs(self, entry: _Entry) -> list[object]:
         if entry.phase.inputs is None:
@@ -339,6 +331,14 @@ class Scheduler:
                     executable.teardown(max(0.1, deadline - time.monotonic()))
                 entry.executables = []
                 entry.in_flight.clear()
+
+
+def channel_bytes(
+    phase: Phase, buckets: Sequence[Bucket], scalars: Mapping[str, Scalar] | None = None, warmup_value: object = None
+) -> int:
+    """Room that the input of one shard needs in its channel: that of the largest it is warmed up at."""
+    samples = [warmup_value] if phase.inputs is None else [empty_batch(phase.inputs, bucket, scalars) for bucket in buckets]
+    return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES
 
 
 def _executor(name: str) -> Executor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError, RunError
+from dagrl.layout import ParallelLayout
 from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
@@ -45,11 +46,19 @@ class MegatronWorker:
         self._reference: dict[str, Tensor] | None = None
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
+        self._aborted = False
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raise LayoutError or ConfigError, before any actor starts, for a model that cannot be trained in this layout."""
         check_layout(hf_config, config.policy.megatron_cfg.layout)
+
+    @staticmethod
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        """What `rank` of `layout` will hold, without a worker."""
+        from workers.megatron.weights import megatron_weight_slices
+
+        return megatron_weight_slices(hf_config, layout, rank)
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -76,7 +85,7 @@ class MegatronWorker:
         from workers.megatron.model import build_model
         from workers.megatron.optimizer import make_trainer
 
-        with self._device_of_thread():
+        with self._running():
             start_groups(self.context, address, self.config.seed)
             architecture = read_architecture(self._hf_config)
             model = build_model(architecture, self.config.policy, self.context.layout, self._device)
@@ -87,6 +96,7 @@ class MegatronWorker:
         """Break this worker's collectives and channel, so that peers that wait for it raise."""
         from workers.megatron.groups import abort_groups
 
+        self._aborted = True
         if self._channel is not None:
             self._channel.abort(f"train worker {self.context.rank} was aborted")
         abort_groups()
@@ -109,7 +119,7 @@ class MegatronWorker:
         from workers.megatron.step import run_losses
 
         trainer, rate = self._ready(), batch.scalars.get("lr")
-        with self._device_of_thread():
+        with self._running():
             trainer.zero_gradients()
             metrics = run_losses(
                 trainer.chunks, self._cut(batch, self._micro_batch_size), self._loss_step(batch, loss), True
@@ -124,7 +134,7 @@ class MegatronWorker:
         from workers.megatron.step import run_losses
 
         trainer = self._ready()
-        with self._device_of_thread(), torch.no_grad():
+        with self._running(), torch.no_grad():
             metrics = run_losses(
                 trainer.chunks, self._cut(batch, self._micro_batch_size), self._loss_step(batch, loss), False
             )
@@ -145,7 +155,7 @@ class MegatronWorker:
         from workers.megatron.step import run_logprobs
 
         trainer = self._ready()
-        with self._device_of_thread(), self._weights_of(model):
+        with self._running(), self._weights_of(model):
             cut = self._cut(batch, self.config.policy.logprob_batch_size)
             columns = run_logprobs(trainer.chunks, cut, trainer.model.vocabulary_part, self._temperature)
         if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
@@ -186,7 +196,7 @@ class MegatronWorker:
         """Send the current weights as policy version `version`."""
         if self._sender is None:
             raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
-        with self._device_of_thread():
+        with self._running():
             return self._sender.send(version)
 
     def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
@@ -252,12 +262,11 @@ class MegatronWorker:
     def _ready(self) -> Trainer:
         if self._trainer is None:
             raise RunError("the worker is not set up; call setup(address) on all workers of the group first")
+        self._check_standing()
         return self._trainer
 
     def _slices_of(self, rank: int) -> list[WeightSlice]:
-        from workers.megatron.weights import megatron_weight_slices
-
-        return megatron_weight_slices(self._hf_config, self.context.layout, rank)
+        return self.describe(self.config, self._hf_config, self.context.layout, rank)
 
     def _cut(self, batch: Batch, size: int) -> Microbatches:
         from megatron.core import parallel_state
@@ -280,13 +289,24 @@ class MegatronWorker:
         return LossStep(loss, self.config.loss_fn, denominators, self._ready().model.vocabulary_part, temperature)
 
     @contextmanager
-    def _device_of_thread(self) -> Iterator[None]:
-        """A phase may run on any thread, and CUDA's current device is the thread's own."""
+    def _running(self) -> Iterator[None]:
+        """A phase may run on any thread, and CUDA's current device is the thread's own.
+
+        What was launched is waited for, so that a failure belongs to the phase that it happened in. NCCL's collectives do
+        not raise when they are aborted, they end: what they gave must not be used.
+        """
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.set_device(self._device)
         yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize(self._device)
+        self._check_standing()
+
+    def _check_standing(self) -> None:
+        if self._aborted:
+            raise RunError(f"train worker {self.context.rank} was aborted; restart the group")
 
     @property
     def _device(self) -> torch.device:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config, Json
 from dagrl.errors import RunError
 from dagrl.generation import Generated, merge_generated
+from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
@@ -48,6 +49,11 @@ class VllmWorker:
         vllm_weight_slices(hf_config, require_generation(config).vllm_cfg.tensor_parallel_size, 0)
 
     @staticmethod
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        """What `rank` of `layout` will hold, without a worker."""
+        return vllm_weight_slices(hf_config, layout.tp, layout.coordinates(rank).tp)
+
+    @staticmethod
     def environment(config: Config) -> dict[str, str]:
         """Environment variables of the process, set before anything is imported."""
         return vllm_environment(config)
@@ -56,7 +62,7 @@ class VllmWorker:
         """Start the engine together with the other ranks of the shard; `address` is the group's rendezvous."""
         self._hf_config = read_hf_config(self.config)
         self._llm = start_engine(self.config, self.context, meet(self.context, address))
-        self._slices = vllm_weight_slices(self._hf_config, self.context.layout.tp, self.context.coordinates.tp)
+        self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
         self._destinations = self._find_destinations()
         self._engine = QuantumEngine(self._llm, self.generation, _eos_token_ids(self._hf_config))
 

@@ -1,0 +1,145 @@
+"""`dagrl inspect CONFIG`: what a run would compile, without Ray actors: phase graphs, buckets, channels, the refit plan.
+
+dagrl inspect examples/grpo_quickstart.yaml                                # Mermaid on standard output
+dagrl inspect examples/grpo_quickstart.yaml --phase refit -o refit.svg     # a picture; the numbers on standard output
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagrl.config import Config
+from dagrl.draw import Drawing, mermaid, size_text
+from dagrl.draw_svg import svg
+from dagrl.errors import ConfigError
+from dagrl.imports import did_you_mean
+from dagrl.model_init import load_tokenizer, model_description
+from dagrl.preflight import layouts, load_phase, trace_phases, worker_classes
+from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit.slices import WeightSlice
+
+if TYPE_CHECKING:
+    from dagrl.loops.session import PhasePlan
+
+REFIT = "refit"
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """One phase as a run would compile it; `input_bytes` and `result_bytes` are of a channel's slot."""
+
+    plan: PhasePlan
+    path: str
+    drawing: Drawing
+    input_bytes: int
+    result_bytes: int
+
+    def __str__(self) -> str:
+        graph = self.drawing.graph
+        workers = ", ".join(f"{width} {role}" for role, width in graph.widths.items())
+        lines = [
+            f"phase {self.drawing.title} ({self.path})",
+            f"  workers of a graph: {workers}; nodes: {len(graph.nodes)}; fingerprint {graph.fingerprint[:16]}",
+        ]
+        if self.plan.buckets:
+            buckets = ", ".join(map(str, self.plan.buckets))
+            lines.append(f"  buckets of a shard (sequences x tokens): {buckets}")
+        lines.append(f"  channels: {size_text(self.input_bytes)} for the input, {size_text(self.result_bytes)} for a result")
+        return "\n".join(lines)
+
+
+def inspect_config(config: Config, phase: str | None = None, output: Path | None = None) -> str:
+    """What to print for `config`: for one phase (its key in `phases`) or all that the algorithm replays.
+
+    With `output` the pictures go to that file, `.svg`, `.mmd` or `.md`; without it they are in the text, as Mermaid, with
+    everything else as comments of Mermaid. Raises a UserError for what preflight would refuse in layouts and phases.
+    """
+    draw = _drawer(output)
+    reports = phase_reports(config, phase)
+    texts = [str(report) for report in reports]
+    if any(report.plan.name == REFIT for report in reports):
+        texts.append(_refit_text(config))
+    picture = draw([report.drawing for report in reports])
+    if output is None:
+        comments = "\n".join(f"%% {line}".rstrip() for line in "\n".join(texts).splitlines())
+        return f"{comments}\n{picture}"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(picture, encoding="utf-8")
+    return "\n".join([*texts, f"drew {len(reports)} phases in {output}"]) + "\n"
+
+
+def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
+    """Every phase that the run replays, or the one at `phases.<only>`. Raises ConfigError for another name."""
+    plans = _plans(config)
+    names = [plan.name for plan in plans]
+    if only is not None and only not in names:
+        near = did_you_mean(difflib.get_close_matches(only, names))
+        raise ConfigError(f"--phase {only}: algorithm {config.algorithm!r} replays {', '.join(names)}{near}")
+    graphs = trace_phases(config, worker_classes(config))
+    return [_report(config, plan, Drawing(graphs[plan.name])) for plan in plans if only in (None, plan.name)]
+
+
+def plan_config_refit(config: Config) -> RefitPlan | None:
+    """The refit plan of a run, from the worker classes' descriptions; None where a class gives none."""
+    described = [getattr(worker, "describe", None) for worker in worker_classes(config).values()]
+    if None in described:
+        return None
+    hf_config = model_description(config.policy, len(load_tokenizer(config.policy)))
+    sources, destinations = (
+        _shared([describe(config, hf_config, layout, rank) for rank in range(layout.world_size)])
+        for describe, layout in zip(described, layouts(config).values(), strict=True)
+        if describe is not None
+    )
+    aliases = TIED_HEAD if hf_config.get("tie_word_embeddings") else None
+    return plan_refit(sources, destinations, dtype=config.policy.precision, aliases=aliases)
+
+
+def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
+    suffix = ".mmd" if output is None else output.suffix.lower()
+    if suffix == ".svg":
+        return svg
+    if suffix in (".mmd", ".mermaid"):
+        return mermaid
+    if suffix == ".md":
+        return lambda drawings: f"```mermaid\n{mermaid(drawings)}```\n"
+    raise ConfigError(f"-o {output}: the suffix {suffix!r} is no known kind of picture; use .svg, .mmd or .md")
+
+
+def _plans(config: Config) -> list[PhasePlan]:
+    if config.algorithm == "sft":
+        from dagrl.loops.sft import sft_plans
+
+        return sft_plans(config)
+    from dagrl.loops.grpo import grpo_plans
+
+    return grpo_plans(config)
+
+
+def _report(config: Config, plan: PhasePlan, bare: Drawing) -> PhaseReport:
+    from dagrl.scheduler import channel_bytes
+
+    input_bytes = channel_bytes(load_phase(config.phases, plan.name), plan.buckets)
+    result_bytes = plan.result_bytes or config.executor_cfg.result_bytes
+    buffers: dict[int | None, int] = {None: input_bytes}
+    buffers |= dict.fromkeys(range(len(bare.graph.nodes)), result_bytes)
+    groups = {role: layout for role, layout in layouts(config).items() if role in bare.graph.widths}
+    path = str(getattr(config.phases, plan.name))
+    return PhaseReport(plan, path, Drawing(bare.graph, groups, buffers), input_bytes, result_bytes)
+
+
+def _refit_text(config: Config) -> str:
+    plan = plan_config_refit(config)
+    if plan is None:
+        return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
+    train = layouts(config)["train"].world_size
+    return f"{plan.summary()}\n  the first {train} ranks are train workers, the others generation workers"
+
+
+def _shared(ranks: Sequence[list[WeightSlice]]) -> list[list[WeightSlice]]:
+    """Equal lists as one object: the planner plans it once."""
+    known: dict[tuple[WeightSlice, ...], list[WeightSlice]] = {}
+    return [known.setdefault(tuple(slices), slices) for slices in ranks]
