@@ -1,16 +1,22 @@
-"""The process that runs a reward function: `python -m dagrl.reward_process FD module:function`, started by `RewardRunner`.
+"""The process that runs a user's function: `python -m dagrl.function_process FD module:function KEY batched|single`.
 
-It answers every list of rows on the connection `FD` with the function's rewards, or with a text that says what it raised,
-and ends when the other end is closed or its parent dies.
+Started by `dagrl.function_runner`. It answers every list of columns on the connection `FD` with one answer a row, or with a
+text that says what the function raised, and ends when the other end is closed or its parent dies. A coroutine function is
+awaited; one that takes single rows is awaited for all rows of a call at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import inspect
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
+from dagrl.function_runner import Failed
 from dagrl.imports import load_callable
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -20,19 +26,51 @@ def main() -> None:
     """Serve until the connection is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor, path = sys.argv[1:]
-    function = load_callable(path, "reward.function")
+    descriptor, path, key, how = sys.argv[1:]
+    function = load_callable(path, key)
+    answers = answer_batch if how == "batched" else answer_singly
     with Connection(int(descriptor)) as connection:
         connection.send("ready")
         while True:
             try:
-                rows = connection.recv()
+                columns = connection.recv()
             except EOFError:
                 return
-            try:
-                connection.send(list(function(*rows)))
-            except Exception as error:
-                connection.send(f"{type(error).__name__}: {error}")
+            connection.send(answers(function, columns))
+
+
+def answer_batch(function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
+    """The function's answers to all rows at once, or what it raised."""
+    try:
+        result = function(*columns)
+        return list(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+    except Exception as error:
+        return _message(error)
+
+
+def answer_singly(function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
+    """One answer a row, or a `Failed`; coroutines of all rows run side by side."""
+    return asyncio.run(_gather(function, list(zip(*columns, strict=True))))
+
+
+async def _gather(function: Callable[..., Any], rows: Sequence[tuple[str, ...]]) -> list[Any]:
+    return list(await asyncio.gather(*(_one(function, row) for row in rows)))
+
+
+async def _one(function: Callable[..., Any], row: tuple[str, ...]) -> Any:
+    try:
+        result = function(*row)
+        return await result if inspect.isawaitable(result) else result
+    except Exception as error:
+        return Failed(_message(error))
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

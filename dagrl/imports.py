@@ -18,6 +18,7 @@ EXTRAS = {
     "tensorboard": ("tracking",),
     "matplotlib": ("tracking",),
     "wandb": ("tracking",),
+    "math_verify": ("math",),
     "cupy": ("cu13", "cu12"),
 }
 """Top-level module of an optional package -> the extras of dagrl that bring it, the usual one first."""

@@ -1,42 +1,30 @@
-"""Reward functions, and the process that runs one of them under a deadline.
+"""Reward functions, what runs them, and what is added to their rewards.
 
-A reward function takes `(prompts, completions, references)`, three lists of texts of one length, and returns one float each.
-It runs in a process of its own: one that hangs (a regular expression can, holding the interpreter's lock) is killed, and
-one that raises costs the sample it raised for. Both are counted.
+A reward function takes `(prompts, completions, references)`, three lists of texts of one length, and returns one float each
+(or takes one text of each, with `reward.batched: false`); it may be a coroutine function. It runs in processes of its own
+(`dagrl.function_runner`): a sample for which it raises or hangs has the reward 0, and is counted.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.config import RewardConfig
+from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.errors import RunError
-from dagrl.imports import load_callable
+from dagrl.function_runner import Answers, Failed, FunctionRunner
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[[list[str], list[str], list[str]], list[float]]
 FloatArray = npt.NDArray[np.float32]
-Rows = tuple[Sequence[str], Sequence[str], Sequence[str]]
-
-MOST_LOSSES = 3
-"""Samples of one call that may hang or end the process before the rest of the call counts as failed."""
-
-START_S = 60.0
-"""Seconds within which the process has imported the function."""
 
 
 def exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
@@ -59,100 +47,102 @@ def shuffled(rewards: FloatArray, seed: int, step: int) -> FloatArray:
 
 
 class RewardRunner:
-    """Runs the configured function in a process that starts with the first call and ends with `close`."""
+    """Runs the configured function. Use it as a context manager, or call `close`."""
 
     def __init__(self, config: RewardConfig) -> None:
         """Raises ConfigError when the import path leads nowhere."""
-        load_callable(config.function, "reward.function")
         self._function = config.function
-        self._timeout_s = config.timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._runner = FunctionRunner(
+            config.function,
+            "reward.function",
+            timeout_s=config.timeout_s,
+            timeout_key="reward.timeout_s",
+            batched=config.batched,
+            workers=config.num_workers,
+            check=_checked,
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self._runner.close()
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Rewards:
         """Rewards [n] of n samples. The whole list goes to the function at once; one sample at a time only if that fails.
 
         Raises RunError when it fails for every sample, as the function itself is then at fault.
         """
-        rows = (prompts, completions, references)
-        whole = self._ask(rows)
-        answers = self._one_by_one(rows, whole) if isinstance(whole, str) else whole
-        values = np.array([0.0 if isinstance(answer, str) else answer for answer in answers], np.float32)
-        messages = [answer for answer in answers if isinstance(answer, str)]
-        if messages and len(messages) == len(answers):
-            raise RunError(f"reward.function {self._function} failed for all {len(answers)} samples: {messages[0]}")
-        if messages:
-            logger.warning("reward.function failed for %d of %d samples: %s", len(messages), len(answers), messages[0])
-        return Rewards(values, len(messages), messages[0] if messages else "")
-
-    def close(self) -> None:
-        """End the process; nothing happens when there is none."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _one_by_one(self, rows: Rows, failure: str) -> Sequence[float | str]:
-        answers: list[float | str] = []
-        losses = 0
-        for row in zip(*rows, strict=True):
-            if losses >= MOST_LOSSES:
-                answers.append(failure)
-                continue
-            prompt, completion, reference = row
-            answer = self._ask(([prompt], [completion], [reference]))
-            losses += self._connection is None
-            answers.append(answer if isinstance(answer, str) else answer[0])
-        return answers
-
-    def _ask(self, rows: Rows) -> list[float] | str:
-        """The rewards of all rows, or what went wrong."""
-        try:
-            connection = self._running()
-            connection.send([list(texts) for texts in rows])
-            if not connection.poll(self._timeout_s):
-                self.close()
-                return f"no answer within reward.timeout_s = {self._timeout_s:g} s"
-            answer = connection.recv()
-        except (EOFError, OSError):
-            self.close()
-            return "the process that runs it ended"
-        return answer if isinstance(answer, str) else _checked(answer, len(rows[0]))
-
-    def _running(self) -> Connection:
-        """The connection to a process that has imported the function."""
-        if self._connection is None:
-            ours, theirs = Pipe()
-            command = [sys.executable, "-m", "dagrl.reward_process", str(theirs.fileno()), self._function]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            self._process = subprocess.Popen(  # noqa: S603  # our own module, with the user's import path
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        rewards = rewards_of(self.submit(prompts, completions, references).result())
+        if rewards.failed and rewards.failed == len(rewards.values):
+            raise RunError(f"reward.function {self._function} failed for all {rewards.failed} samples: {rewards.message}")
+        if rewards.failed:
+            logger.warning(
+                "reward.function failed for %d of %d samples: %s", rewards.failed, len(rewards.values), rewards.message
             )
-            theirs.close()
-            self._connection = ours
-            if not ours.poll(START_S):
-                self.close()
-                raise RunError(f"reward.function {self._function} was not imported within {START_S:g} s")
-            ours.recv()
-        return self._connection
+        return rewards
+
+    def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Answers]:
+        """The answers to n samples, made beside the caller; see `rewards_of`."""
+        return self._runner.submit(prompts, completions, references)
 
 
-def _checked(answer: object, samples: int) -> list[float] | str:
-    """The rewards, or what is wrong with them."""
-    if not isinstance(answer, list) or len(answer) != samples:
-        found = f"{len(answer)} rewards" if isinstance(answer, list) else repr(answer)[:60]
-        return f"it returned {found}; expected: a list of {samples} numbers"
+def rewards_of(answers: Answers) -> Rewards:
+    """Rewards from what the function answered."""
+    messages = [answer.message for answer in answers if isinstance(answer, Failed)]
+    values = np.array([0.0 if isinstance(answer, Failed) else answer for answer in answers], np.float32)
+    return Rewards(values, len(messages), messages[0] if messages else "")
+
+
+def check_failures(parts: Sequence[Rewards], limit: float) -> None:
+    """Raise RunError when the share of failed samples in all parts together passes `reward.max_failed_share`."""
+    failed, total = sum(part.failed for part in parts), sum(len(part.values) for part in parts)
+    if failed > limit * total:
+        message = next(part.message for part in parts if part.failed)
+        raise RunError(
+            f"reward.function failed for {failed} of {total} samples, a larger share than reward.max_failed_share = "
+            f"{limit:g}: {message}"
+        )
+    if failed:
+        logger.warning("reward.function failed for %d of %d samples", failed, total)
+
+
+def overlong_penalty(lengths: npt.ArrayLike, config: RewardShapingConfig, max_new_tokens: int) -> FloatArray:
+    """What is added to the rewards of completions of `lengths` tokens, [n] float32, 0 or below (DAPO, equation 13).
+
+    0 up to `max_response_length - overlong_buffer_length`, then falling linearly to `-overlong_buffer_penalty` at
+    `max_response_length`, and no further.
+    """
+    longest = config.max_response_length or max_new_tokens
+    beyond = np.asarray(lengths, np.float32) - (longest - config.overlong_buffer_length)
+    share = np.clip(beyond / config.overlong_buffer_length, 0.0, 1.0)
+    return (-config.overlong_buffer_penalty * share).astype(np.float32)
+
+
+def math_answer(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
+    """1 where the completion's final answer equals the reference's as mathematics, else 0; needs `dagrl[math]`.
+
+    References are answers (`72`, `\\frac{1}{2}`) or GSM8K's solutions, whose answer follows `####`; `math-verify` reads the
+    completion's answer from `\\boxed{}`, or else the last expression or number in it.
+    """
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn at each call that its deadlines are off
+    # Deadlines are the runner's: math-verify's own use signals, which work in a main thread alone.
+    wanted = [parse(f"${_final_answer(text)}$", parsing_timeout=None) for text in references]
+    given = [parse(text, parsing_timeout=None) for text in completions]
+    return [float(verify(gold, answer, timeout_seconds=None)) for gold, answer in zip(wanted, given, strict=True)]
+
+
+def _final_answer(reference: str) -> str:
+    return reference.rpartition("####")[2].strip().replace(",", "") if "####" in reference else reference.strip()
+
+
+def _checked(answer: Any) -> float:
     try:
-        rewards = [float(reward) for reward in answer]
+        reward = float(answer)
     except (TypeError, ValueError) as error:
-        return f"it returned a reward that is no number: {error}"
-    return rewards if all(map(math.isfinite, rewards)) else "it returned a reward that is not finite"
+        raise ValueError(f"it returned a reward that is no number: {error}") from error
+    if not math.isfinite(reward):
+        raise ValueError("it returned a reward that is not finite")
+    return reward

@@ -9,9 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dagrl.config import RewardConfig
+from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
-from dagrl.rewards import RewardRunner, exact_match, shuffled
+from dagrl.rewards import (
+    RewardRunner,
+    Rewards,
+    check_failures,
+    exact_match,
+    math_answer,
+    overlong_penalty,
+    rewards_of,
+    shuffled,
+)
 
 FUNCTIONS = """
 import os
@@ -36,6 +45,22 @@ def pid(prompts, completions, references):
 
 def short(prompts, completions, references):
     return [1.0]
+
+async def slowly(prompt, completion, reference):
+    import asyncio
+    await asyncio.sleep(0.3)
+    if completion == "raise":
+        raise ValueError("no such answer")
+    return float(len(completion))
+
+async def slowly_batched(prompts, completions, references):
+    import asyncio
+    await asyncio.sleep(0.01)
+    return [float(len(completion)) for completion in completions]
+
+def sleepy(prompts, completions, references):
+    time.sleep(0.4)
+    return [1.0] * len(prompts)
 
 def undefined(prompts, completions, references):
     return [float("nan") if completion == "nan" else 1.0 for completion in completions]
@@ -109,3 +134,58 @@ def test_shuffled_deals_out_the_same_rewards() -> None:
     assert sorted(dealt.tolist()) == rewards.tolist()
     assert dealt.tolist() != rewards.tolist()
     assert shuffled(rewards, 0, 1).tolist() == dealt.tolist() != shuffled(rewards, 0, 2).tolist()
+
+
+def test_coroutines_of_single_samples_run_side_by_side_and_fail_alone(functions: str) -> None:
+    with RewardRunner(RewardConfig(function=f"{functions}:slowly", batched=False)) as runner:
+        runner(["p"], ["c"], ["r"])  # the process has started
+        started = time.monotonic()
+        rewards = runner(["p"] * 20, ["raise", *["ab"] * 19], ["r"] * 20)
+        assert time.monotonic() - started < 2, "20 samples of 0.3 s each, one after the other, take 6 s"
+    assert rewards.values.tolist() == [0.0, *[2.0] * 19]
+    assert (rewards.failed, rewards.message) == (1, "ValueError: no such answer")
+
+
+def test_a_batched_coroutine(functions: str) -> None:
+    assert run(f"{functions}:slowly_batched", ["a", "abc"]) == ([1.0, 3.0], 0, "")
+
+
+def test_calls_run_beside_the_caller_in_several_processes(functions: str) -> None:
+    with RewardRunner(RewardConfig(function=f"{functions}:sleepy", num_workers=2)) as runner:
+        for warm in [runner.submit(["p"], ["c"], ["r"]) for _ in range(2)]:
+            warm.result()
+        started = time.monotonic()
+        futures = [runner.submit(["p"] * 3, ["c"] * 3, ["r"] * 3) for _ in range(2)]
+        assert time.monotonic() - started < 0.2, "submit does not wait"
+        assert [rewards_of(future.result()).values.tolist() for future in futures] == [[1.0] * 3] * 2
+        assert time.monotonic() - started < 0.75, "two processes: 0.4 s, not 0.8 s"
+
+
+def test_more_failures_than_tolerated_end_the_run() -> None:
+    parts = [Rewards(np.zeros(8, np.float32), failed=3, message="ValueError: why"), Rewards(np.zeros(8, np.float32))]
+    check_failures(parts, 0.2)
+    with pytest.raises(RunError, match=r"3 of 16 samples, a larger share than .*max_failed_share = 0.1: ValueError: why"):
+        check_failures(parts, 0.1)
+
+
+def test_overlong_penalty_is_dapos_equation_13() -> None:
+    """With a maximum of 20480 tokens and a cache of 4096: 0 up to 16384, -0.5 half-way, -1 from the end on."""
+    config = RewardShapingConfig(enabled=True, max_response_length=20480, overlong_buffer_length=4096)
+    found = overlong_penalty([0, 16384, 16385, 18432, 20480, 30000], config, max_new_tokens=1)
+    assert found.tolist() == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
+
+
+def test_math_answers() -> None:
+    pytest.importorskip("math_verify")
+    gsm8k = "She sold 48/2 = <<48/2=24>>24 clips in May.\n48+24 = 72 altogether.\n#### 72"
+    rows = [
+        (r"So the answer is \boxed{72}.", gsm8k, 1.0),
+        ("48 + 24 = 72", gsm8k, 1.0),
+        ("That makes 71.", gsm8k, 0.0),
+        ("no idea", gsm8k, 0.0),
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("1000 dollars", "#### 1,000", 1.0),
+    ]
+    completions, references, expected = (list(column) for column in zip(*rows, strict=True))
+    assert math_answer(["q"] * len(rows), completions, references) == expected

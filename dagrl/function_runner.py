@@ -1,0 +1,178 @@
+"""Runs a user's function of texts (a reward, an environment) in processes of its own, under a deadline.
+
+A function that hangs (a regular expression can, holding the interpreter's lock) is killed with its process, and one that
+raises costs the row it raised for: such rows are answered with `Failed`. Functions take lists of texts and return a list
+(`batched`), or take one text of each list and return one answer; either may be a coroutine function.
+
+    with FunctionRunner("my_task:reward", "reward.function", timeout_s=10.0) as runner:
+        future = runner.submit(prompts, completions, references)       # answered beside the caller, in `workers` processes
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+from dagrl.errors import RunError
+from dagrl.imports import load_callable
+
+MOST_LOSSES = 3
+"""Rows of one call that may hang or end the process before the rest of the call counts as failed."""
+
+START_S = 60.0
+"""Seconds within which the process has imported the function."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The answer to a row that the function has none for, and why."""
+
+    message: str
+
+
+Answers = list[Any]
+"""One answer a row, `Failed` where there is none."""
+
+
+class FunctionRunner:
+    """A function in `workers` processes, which start with the first calls and end with `close`."""
+
+    def __init__(
+        self,
+        path: str,
+        key: str,
+        *,
+        timeout_s: float,
+        timeout_key: str,
+        batched: bool = True,
+        workers: int = 1,
+        check: Callable[[Any], Any] = lambda answer: answer,
+    ) -> None:
+        """`check` turns one answer into what the caller wants, or raises ValueError or TypeError saying what is wrong.
+
+        Raises ConfigError when the import path leads nowhere.
+        """
+        load_callable(path, key)
+        self._check = check
+        self._processes = [_FunctionProcess(path, key, batched, timeout_s, timeout_key) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_FunctionProcess] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __call__(self, *columns: Sequence[str]) -> Answers:
+        """One answer a row; rows are asked one by one where the function fails for all together."""
+        process = self._idle.get()
+        try:
+            whole = process.ask(columns)
+            whole = self._checked(whole, len(columns[0])) if not isinstance(whole, str) else whole
+            return self._one_by_one(process, columns, whole) if isinstance(whole, str) else whole
+        finally:
+            self._idle.put(process)
+
+    def submit(self, *columns: Sequence[str]) -> Future[Answers]:
+        """The same, answered beside the caller."""
+        return self._threads.submit(self, *columns)
+
+    def close(self) -> None:
+        """End the processes; calls that wait for an answer are answered with failures."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close(for_good=True)
+
+    def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]], failure: str) -> Answers:
+        answers: Answers = []
+        losses = 0
+        for row in zip(*columns, strict=True):
+            if losses >= MOST_LOSSES:
+                answers.append(Failed(failure))
+                continue
+            answer = process.ask([[text] for text in row])
+            answer = self._checked(answer, 1) if not isinstance(answer, str) else answer
+            losses += not process.alive
+            answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
+        return answers
+
+    def _checked(self, answers: Answers, rows: int) -> Answers | str:
+        if len(answers) != rows:
+            return f"it returned {len(answers)} answers; expected: a list of {rows}"
+        try:
+            return [answer if isinstance(answer, Failed) else self._check(answer) for answer in answers]
+        except (TypeError, ValueError) as error:
+            return str(error)
+
+
+class _FunctionProcess:
+    """One process; started when first asked, and again after it was lost."""
+
+    def __init__(self, path: str, key: str, batched: bool, timeout_s: float, timeout_key: str) -> None:
+        self._command = [path, key, "batched" if batched else "single"]
+        self._timeout = (timeout_s, timeout_key)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still answers."""
+        return self._connection is not None
+
+    def ask(self, columns: Sequence[Sequence[str]]) -> Answers | str:
+        """The answers to all rows, or what went wrong."""
+        timeout_s, key = self._timeout
+        try:
+            connection = self._running()
+            connection.send([list(column) for column in columns])
+            if not connection.poll(timeout_s):
+                self.close()
+                return f"no answer within {key} = {timeout_s:g} s"
+            answer = connection.recv()
+        except (EOFError, OSError):
+            self.close()
+            return "the process that runs it ended"
+        return answer if isinstance(answer, str | list) else repr(answer)
+
+    def close(self, *, for_good: bool = False) -> None:
+        """End the process; nothing happens when there is none."""
+        self._closed |= for_good
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        if process is not None:
+            process.kill()
+            process.wait()
+        if connection is not None:
+            connection.close()
+
+    def _running(self) -> Connection:
+        """The connection to a process that has imported the function."""
+        if self._closed:
+            raise EOFError
+        if self._connection is None:
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", "dagrl.function_process", str(theirs.fileno()), *self._command]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            self._process = subprocess.Popen(  # noqa: S603  # our own module, with the user's import path
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            theirs.close()
+            self._connection = ours
+            if not ours.poll(START_S):
+                self.close()
+                raise RunError(f"{self._command[1]} {self._command[0]} was not imported within {START_S:g} s")
+            ours.recv()
+        return self._connection
