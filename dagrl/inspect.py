@@ -74,12 +74,12 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
 
 def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
     """Every phase that the run replays, or the one at `phases.<only>`. Raises ConfigError for another name."""
+    graphs = trace_phases(config, worker_classes(config))
     plans = _plans(config)
     names = [plan.name for plan in plans]
     if only is not None and only not in names:
         near = did_you_mean(difflib.get_close_matches(only, names))
         raise ConfigError(f"--phase {only}: algorithm {config.algorithm!r} replays {', '.join(names)}{near}")
-    graphs = trace_phases(config, worker_classes(config))
     return [_report(config, plan, Drawing(graphs[plan.name])) for plan in plans if only in (None, plan.name)]
 
 

@@ -81,7 +81,6 @@ def test_mermaid_has_every_node_and_edge_once(drawings: list[Drawing]) -> None:
     edges = [match for line in lines if (match := EDGE_LINE.match(line))]
     for index, item in enumerate(drawings):
         mine = [match for match in nodes if match[1] == str(index)]
-        assert [int(number) for number in sorted(match[2] for match in mine)] or not item.graph.nodes
         assert Counter(int(match[2]) for match in mine) == Counter(range(len(item.graph.nodes)))
         assert Counter((match[2], match[4]) for match in edges if match[1] == str(index)) == expected_edges(item)
     rest = [line.strip() for line in lines if not NODE_LINE.match(line) and not EDGE_LINE.match(line)]
@@ -111,11 +110,7 @@ def test_mermaid_nodes_stand_in_their_workers_subgraph(drawings: list[Drawing]) 
 def test_mermaid_text_cannot_break_out_of_its_quotes() -> None:
     text = mermaid([drawing(pipeline, train=ParallelLayout(pp=2))])
     label = next(match[3] for line in text.splitlines() if (match := NODE_LINE.match(line)))
-    assert (
-        label
-        == "forward<br/>note=#quot;#lt;0#gt; \\#quot;quoted\\#quot; &amp;"[: len("forward<br/>")]
-        + label[len("forward<br/>") :]
-    )
+    assert label.startswith("forward<br/>note=#quot;#lt;0#gt; ")
     inside = label.replace("<br/>", "")
     assert not set('"<>`') & set(inside)
     assert inside.endswith("…")

@@ -1,0 +1,113 @@
+"""`dagrl inspect`: what a run would compile, told and drawn without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dagrl.cli import main
+from dagrl.config_file import load_config
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.inspect import inspect_config, phase_reports, plan_config_refit
+
+ROOT = Path(__file__).parents[2]
+GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
+GENERATION_DP2_TP2 = [
+    "policy.generation.vllm_cfg.data_parallel_size=2",
+    "policy.generation.vllm_cfg.tensor_parallel_size=2",
+]
+PARAMETERS = 2 * 16 * 64 + 64 + 2 * (64 * (2 * 4 + 2 * 2) * 32 + 2 * 32 + 3 * 256 * 64 + 2 * 64)
+"""Of the quickstart's Qwen3: embedding, head, final norm; each layer's q, o, k, v, their norms, gate, up, down, norms."""
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_everything_comes_as_one_mermaid_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", GRPO]) == 0
+    comments, _, chart = capsys.readouterr().out.partition("flowchart LR\n")
+    assert all(line.startswith("%% ") for line in comments.splitlines())
+    names = ["sft_step", "evaluate", "train_step", "logprobs", "reference_logprobs", "generate", "refit"]
+    assert [line.split()[2].rstrip(":") for line in comments.splitlines() if line.startswith("%% phase")] == names
+    assert all(f'subgraph p{index}["{name}' in chart for index, name in enumerate(names))
+    assert "buckets of a shard (sequences x tokens): 64 x 16" in comments
+    assert "refit of 0.600 MB from 2 to 1 ranks" in comments
+
+
+def test_one_phase_into_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "pictures" / "step.svg"
+    assert main(["inspect", GRPO, "--phase", "train_step", "-o", str(picture), "executor_cfg.result_bytes=65536"]) == 0
+    text = capsys.readouterr().out
+    assert "phase train_step: one of 2 equal graphs (graphs.train:train_step)" in text
+    assert "64 KiB for a result" in text
+    assert "refit" not in text
+    root = ElementTree.parse(picture).getroot()  # noqa: S314  # our own file
+    nodes = [group for group in root.iter("{http://www.w3.org/2000/svg}g") if group.get("class") == "node"]
+    assert len(nodes) == 2
+
+
+def test_markdown_is_fenced(tmp_path: Path) -> None:
+    page = tmp_path / "phases.md"
+    inspect_config(load_config(SFT), None, page)
+    text = page.read_text()
+    assert text.startswith("```mermaid\nflowchart LR\n") and text.endswith("```\n")
+    assert text.count("```") == 2
+
+
+def test_sft_has_no_generation_and_no_refit() -> None:
+    reports = phase_reports(load_config(SFT))
+    assert [report.plan.name for report in reports] == ["sft_step", "evaluate"]
+    assert all(set(report.drawing.graph.widths) == {"train"} for report in reports)
+
+
+def test_layouts_larger_than_any_machine_are_drawn() -> None:
+    sizes = ["data_parallel_size=8", "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"]
+    config = load_config(GRPO, [f"policy.megatron_cfg.{size}" for size in sizes] + GENERATION_DP2_TP2)
+    report = next(report for report in phase_reports(config) if report.plan.name == "refit")
+    assert report.drawing.graph.widths == {"train": 16, "generation": 2}
+    assert "one of 2 equal graphs" in str(report)
+    assert "from 32 to 4 ranks" in inspect_config(config, "refit")
+
+
+@pytest.mark.parametrize(("precision", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_the_refit_plan_moves_each_parameter_to_each_replica_once(precision: str, item: int) -> None:
+    plan = plan_config_refit(load_config(GRPO, [f"policy.precision={precision}"]))
+    assert plan is not None
+    assert plan.summary().received == (PARAMETERS * item,)
+    halves = plan_config_refit(load_config(GRPO, [f"policy.precision={precision}", *GENERATION_DP2_TP2]))
+    assert halves is not None
+    norms = (2 * (2 * 64 + 2 * 32) + 64) * item  # held by every rank
+    padded = 2 * 16 * 64 * item  # 64 rows of padded vocabulary: the first rank has all that are real
+    half = (PARAMETERS * item - norms - padded) // 2 + norms
+    assert halves.summary().received == (half + padded, half, half + padded, half)
+
+
+def test_workers_that_do_not_describe_themselves_have_no_plan() -> None:
+    config = load_config(GRPO, ["policy.worker=tests.unit.phase_worker:Both"])
+    assert plan_config_refit(config) is None
+    assert "no refit plan: a worker class has no static describe" in inspect_config(config, "refit")
+
+
+def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("inspect must not start Ray")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "remote", refuse)
+    assert inspect_config(load_config(GRPO))
+
+
+def test_mistakes() -> None:
+    config = load_config(SFT)
+    with pytest.raises(ConfigError, match="--phase evalute: algorithm 'sft' replays sft_step, evaluate; did you mean"):
+        inspect_config(config, "evalute")
+    with pytest.raises(ConfigError, match=r"-o picture.png: the suffix '.png' is no known kind of picture; use .svg"):
+        inspect_config(config, None, Path("picture.png"))
+    with pytest.raises(LayoutError, match=r"policy\.megatron_cfg: vpp is 2 but pp is 1"):
+        inspect_config(load_config(SFT, ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"]))
