@@ -41,7 +41,7 @@ class TestedWorker(MegatronWorker):
         numbers = {"steps": payload["scheduler"]["num_steps"], "skipped": payload["skipped_steps"]}
         return {
             **numbers,
-            **{name: value.float().numpy().copy() for name, value in values.items() if torch.is_tensor(value)},
+            **{name: value.float().cpu().numpy().copy() for name, value in values.items() if torch.is_tensor(value)},
         }
 
     def logprobs_and_abort_after(self, batch: Batch, seconds: float | None) -> Batch | None:
@@ -64,6 +64,6 @@ class TestedWorker(MegatronWorker):
         from workers.megatron.hf import local_view
 
         return [
-            (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().numpy().copy())
+            (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().numpy().copy())
             for piece in self.weight_slices()
         ]

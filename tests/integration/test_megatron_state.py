@@ -256,5 +256,8 @@ def test_who_waits_for_or_in_an_aborted_worker_raises_at_once(
         with pytest.raises(WorkerError, match=r"pair closure|closed by peer"):
             group.finish(1, timeout_s=10)
         assert time.monotonic() - start < 5
+        with pytest.raises(WorkerError, match="was aborted; restart the group"):
+            group.start(aborted, "logprobs", batch)
+            group.finish(aborted)
     with megatron_pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups
         assert group.call("logprobs", batch)[0] is not None
