@@ -87,7 +87,19 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
     optional = {"async_scheduling", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
     assert arguments.keys() - known <= optional, f"this vLLM lacks engine arguments {sorted(arguments.keys() - known)}"
     engine_config = EngineArgs(**{name: value for name, value in arguments.items() if name in known}).create_engine_config()
-    return LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
+    engine = LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
+    _drop_message_queue()
+    return engine
+
+
+def _drop_message_queue() -> None:
+    """Give back the shared memory in which vLLM's ranks could pass objects: engines in step pass none.
+
+    A killed process would leave it in /dev/shm. (`GroupCoordinator` falls back to its process group where it has none.)
+    """
+    from vllm.distributed import get_tp_group
+
+    get_tp_group().mq_broadcaster = None
 
 
 def break_collectives() -> None:
