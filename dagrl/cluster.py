@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dagrl.config import ClusterConfig
-from dagrl.machine import gpu_count
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +51,6 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
         ray.shutdown()
         if local:
             remove_orphaned_semaphores(semaphores() - before)
-
-
-def gpus_per_worker(config: ClusterConfig) -> float:
-    """GPUs that each worker asks of Ray."""
-    if config.gpus_per_worker is not None:
-        return config.gpus_per_worker
-    return 1.0 if (gpu_count() if config.num_gpus is None else config.num_gpus) else 0.0
 
 
 def remove_orphaned_semaphores(names: set[str]) -> None:

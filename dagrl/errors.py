@@ -101,13 +101,14 @@ class WorkerFailure:
 class PhaseError(RunError):
     """A replay failed; `failures` holds one `WorkerFailure` for each worker known to have failed, the cause first.
 
-    `breaks` says, when a worker died or hung, why the graphs must be compiled again before the next replay.
+    `breaks` says why the graphs must be compiled again before the next replay; empty when they need not, as no worker died
+    or hung.
     """
 
-    def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "") -> None:
+    def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "", breaks: str = "") -> None:
         self.failures = failures
         gone = [failure for failure in failures if failure.kind != "raised"]
-        self.breaks = f"{gone[0].role} worker {gone[0].rank} {gone[0].kind} in phase {gone[0].phase!r}" if gone else ""
+        self.breaks = f"{gone[0].role} worker {gone[0].rank} {gone[0].kind} in phase {gone[0].phase!r}" if gone else breaks
         lines = [failure.describe() for failure in failures]
         lines += [failures[0].traceback.rstrip()] if failures and failures[0].traceback else []
         lines += [advice] if advice else []

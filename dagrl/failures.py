@@ -27,14 +27,18 @@ def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[l
     packets: list[list[Packet]] = []
     failures: list[WorkerFailure] = []
     late = False
+    broken: RayError | None = None
     deadline = replay.deadline
     for executable, submitted in replay.submitted:
         try:
+            if isinstance(submitted, RayError):  # it could not even be sent
+                raise submitted
             outputs = executable.fetch(submitted, max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             late = True
             continue
         except (RayActorError, RayChannelError) as error:
+            broken = error
             failures += _deaths(replay, groups, error)
         else:
             packets.append(outputs)
@@ -45,6 +49,9 @@ def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[l
         raise _phase_error(failures, "")
     if late:
         raise _hang(replay, groups)
+    if broken is not None:
+        text = f"phase {replay.phase!r}, replay {replay.number}: its graph broke, though every worker answers: {broken}"
+        raise PhaseError((), text, breaks=f"the graph of phase {replay.phase!r} broke")
     return packets
 
 

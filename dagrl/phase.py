@@ -28,6 +28,11 @@ from dagrl.shapes import InputSpec
 SHARED_MEMORY = "shm"
 
 
+def group_transports(gpus_per_worker: float) -> frozenset[str]:
+    """The transports that workers with so many GPUs can use."""
+    return frozenset({SHARED_MEMORY, "nccl"} if gpus_per_worker else {SHARED_MEMORY})
+
+
 @dataclass(frozen=True)
 class Role:
     """What tracing needs to know of a worker group: its layout, its workers' methods (without `self`), its transports."""

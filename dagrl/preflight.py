@@ -16,9 +16,9 @@ from dagrl.errors import ConfigError, LayoutError
 from dagrl.graph import PhaseGraph
 from dagrl.imports import load_attribute, load_callable, load_class, require_package
 from dagrl.layout import ParallelLayout
-from dagrl.machine import cpu_count, gpu_count
+from dagrl.machine import cpu_count, gpu_count, gpus_per_worker
 from dagrl.model_init import load_tokenizer, model_description
-from dagrl.phase import Phase, Role, methods_of
+from dagrl.phase import Phase, Role, group_transports, methods_of
 from dagrl.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, Phase
 
     Raises GraphError for a phase that its workers cannot run, ConfigError for an import path that is no phase.
     """
-    roles = {role: Role(role, layout, methods_of(workers[role])) for role, layout in layouts(config).items()}
+    transports = group_transports(gpus_per_worker(config.cluster))
+    roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in layouts(config).items()}
     return {key: load_phase(config.phases, key).trace(roles, config.executor_cfg.arity) for key in _phase_keys(config)}
 
 

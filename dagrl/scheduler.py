@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -267,7 +267,7 @@ class Scheduler:
                 self._check_size(entry, item)
             tickets = self._take_tickets(entry)
             submitted = [
-                (executable, executable.submit(Packet(Header(entry.phase.name, entry.replays, warmup, mine), item)))
+                (executable, _submit_packet(executable, Packet(Header(entry.phase.name, entry.replays, warmup, mine), item)))
                 for executable, mine, item in zip(entry.executables, tickets, values, strict=True)
             ]
             replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
@@ -339,6 +339,14 @@ def channel_bytes(
     """Room that the input of one shard needs in its channel: that of the largest it is warmed up at."""
     samples = [warmup_value] if phase.inputs is None else [empty_batch(phase.inputs, bucket, scalars) for bucket in buckets]
     return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES
+
+
+def _submit_packet(executable: Executable, packet: Packet) -> Any:
+    """What `fetch` takes, or the error of a graph that lost a worker since its last replay, for the result to raise."""
+    try:
+        return executable.submit(packet)
+    except RayError as error:
+        return error
 
 
 def _executor(name: str) -> Executor:

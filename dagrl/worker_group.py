@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from dagrl.errors import DeadlineError, LayoutError, RunError, UserError
 from dagrl.executors.node import NodeRun, drain_runs, install, report_hang, reset_tickets, where
 from dagrl.layout import ParallelLayout
-from dagrl.phase import SHARED_MEMORY, Role, methods_of
+from dagrl.phase import SHARED_MEMORY, Role, group_transports, methods_of
 from dagrl.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
@@ -100,8 +100,7 @@ class WorkerGroup:
         )(worker_class)
         contexts = [WorkerContext(role, rank, layout, seed, collective_timeout_s) for rank in range(layout.world_size)]
         actors = [actor_class.options(name=None).remote(context, config) for context in contexts]
-        transports = {SHARED_MEMORY} | ({"nccl"} if resources.num_gpus else set())
-        traced = Role(role, layout, methods_of(worker_class), frozenset(transports))
+        traced = Role(role, layout, methods_of(worker_class), group_transports(resources.num_gpus))
         try:
             group = cls(
                 traced,

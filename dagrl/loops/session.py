@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
-from dagrl.cluster import gpus_per_worker, ray_cluster
+from dagrl.cluster import ray_cluster
 from dagrl.config import Config
 from dagrl.loops.stop import StopSignal, stop_on_signals
+from dagrl.machine import gpus_per_worker
 from dagrl.metrics import TIMING, StepMetrics, merge_step_metrics
 from dagrl.model_init import prepare_model
 from dagrl.plot import plot_run
