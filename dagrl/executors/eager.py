@@ -7,8 +7,11 @@ from ray.actor import ActorHandle
 
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
 from dagrl.executors.node import NodeCall, run_node
-from dagrl.executors.packet import Packet
+from dagrl.executors.packet import Packet, payload_bytes
 from dagrl.graph import PhaseGraph
+
+INLINE_BYTES = 16 << 10
+"""Inputs up to this size go with the calls: a `ray.put`, and a get on every worker, take longer than sending them again."""
 
 
 class EagerGraph:
@@ -23,7 +26,7 @@ class EagerGraph:
 
     def submit(self, packet: Packet) -> list[ray.ObjectRef]:
         """Send every node's call; results go from actor to actor as object references."""
-        start = ray.put(packet)
+        start = ray.put(packet) if payload_bytes(packet.value) > INLINE_BYTES else packet
         refs: list[ray.ObjectRef] = []
         for actor, call, sources in self._steps:
             packets = [start if source is None else refs[source] for source in sources]

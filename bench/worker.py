@@ -1,0 +1,45 @@
+"""The worker of the overhead benchmarks: it does nothing, so that what is measured is the way there and back."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+SMALL = 100
+"""Bytes up to which a payload is a byte string, as in Ray's own microbenchmarks; larger ones are arrays, as batches are."""
+
+Payload = bytes | npt.NDArray[np.uint8]
+
+
+def payload(size: int) -> Payload:
+    """A value of `size` bytes."""
+    return b"x" * size if size <= SMALL else np.full(size, 7, dtype=np.uint8)
+
+
+class BenchWorker:
+    """Answers every input with a value of a size that was set before."""
+
+    def __init__(self, context: object = None, config: object = None) -> None:
+        self.result = payload(SMALL)
+
+    def step(self, value: object) -> Payload:
+        """One step: the input is there, the result goes back."""
+        return self.result
+
+    def echo(self, value: object) -> object:
+        """The input itself."""
+        return value
+
+    def set_result(self, size: int) -> None:
+        """Answer with `size` bytes from now on."""
+        self.result = payload(size)
+
+    def merge(self, parts: list[object]) -> object:
+        """Join results into one."""
+        return parts[0]
+
+    def pid(self) -> int:
+        """The worker's process."""
+        return os.getpid()

@@ -1,0 +1,161 @@
+"""Rings of messages in shared memory: what is written is read, by every reader, in order, in bounded memory."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from dagrl.executors.ring import IN_PLACE_BYTES, MessageTooLargeError, Ring, RingAddress, RingClosedError, RingTimeoutError
+
+SLOT = 1 << 20
+
+
+def parts(value: object) -> list[bytes | memoryview]:
+    buffers: list[pickle.PickleBuffer] = []
+    return [pickle.dumps(value, protocol=5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    ring = Ring.create(slots=2, slot_bytes=SLOT, readers=1)
+    yield ring
+    ring.close()
+
+
+def echo(there: RingAddress, back: RingAddress, reader: int, count: int) -> None:
+    """Another process: sends back a digest of each message."""
+    incoming, outgoing = Ring.open(there), Ring.open(back)
+    for _ in range(count):
+        value = incoming.read(reader, 20.0, in_place=True)
+        digest = float(value.sum()) if isinstance(value, np.ndarray) else value
+        writeable = isinstance(value, np.ndarray) and value.flags.writeable
+        del value
+        outgoing.write(parts((digest, writeable)), 20.0)
+
+
+def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -> None:
+    readers, values = 3, [1, b"x" * 100, np.arange(10), np.ones(100_000), {"a": [1, "b"]}, np.arange(50_000), None]
+    there = Ring.create(2, SLOT, readers)
+    backs = [Ring.create(2, SLOT, 1) for _ in range(readers)]
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=echo, args=(there.address, back.address, reader, len(values)))
+        for reader, back in enumerate(backs)
+    ]
+    for process in processes:
+        process.start()
+    for value in values:
+        there.write(parts(value), 20.0)
+        expected = float(value.sum()) if isinstance(value, np.ndarray) else value
+        in_place = isinstance(value, np.ndarray) and value.nbytes > IN_PLACE_BYTES
+        for back in backs:
+            digest, writeable = back.read(0, 20.0, in_place=False)  # type: ignore[misc]
+            assert digest == expected
+            assert writeable == (isinstance(value, np.ndarray) and not in_place)
+    for process in processes:
+        process.join(20.0)
+        assert process.exitcode == 0
+
+
+def test_the_writer_waits_until_the_arrays_of_a_slot_are_gone(ring: Ring) -> None:
+    first = np.full(100_000, 1.0)
+    ring.write(parts(first), 1.0)
+    held = ring.read(0, 1.0, in_place=True)
+    ring.write(parts(2), 1.0)
+    assert ring.read(0, 1.0, in_place=True) == 2
+    with pytest.raises(RingTimeoutError, match="still holds its arrays"):
+        ring.write(parts(3), 0.05)
+    np.testing.assert_array_equal(held, first)  # type: ignore[arg-type]  # nothing was written over it
+    view = held[10:20]  # type: ignore[index]
+    del held
+    gc.collect()
+    with pytest.raises(RingTimeoutError):
+        ring.write(parts(3), 0.05)
+    del view
+    gc.collect()
+    ring.write(parts(3), 1.0)
+    assert ring.read(0, 1.0, in_place=True) == 3
+
+
+def test_copies_hold_no_slot(ring: Ring) -> None:
+    kept = []
+    for number in range(6):
+        ring.write(parts(np.full(100_000, number)), 1.0)
+        kept.append(ring.read(0, 1.0, in_place=False))
+    assert [int(array[0]) for array in kept] == list(range(6))  # type: ignore[index]
+    assert all(array.flags.writeable for array in kept)  # type: ignore[attr-defined]
+
+
+def test_a_message_that_does_not_fit_is_an_error_and_the_ring_lives_on(ring: Ring) -> None:
+    with pytest.raises(MessageTooLargeError, match="does not fit a slot"):
+        ring.write(parts(np.zeros(SLOT)), 1.0)
+    ring.write(parts("fits"), 1.0)
+    assert ring.read(0, 1.0, in_place=True) == "fits"
+
+
+def test_a_read_without_a_message_ends_by_its_timeout(ring: Ring) -> None:
+    started = time.monotonic()
+    with pytest.raises(RingTimeoutError):
+        ring.read(0, 0.1, in_place=True)
+    assert 0.1 <= time.monotonic() - started < 2.0
+
+
+def test_closing_wakes_who_waits(ring: Ring) -> None:
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            ring.read(0, 30.0, in_place=True)
+        except RingClosedError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.1)
+    ring.close()
+    waiting.join(5.0)
+    assert errors and not waiting.is_alive()
+    with pytest.raises(RingClosedError):
+        ring.write(parts(1), 1.0)
+
+
+def test_waiting_takes_no_processor_time(ring: Ring) -> None:
+    before = time.process_time()
+    with pytest.raises(RingTimeoutError):
+        ring.read(0, 1.0, in_place=True)
+    assert time.process_time() - before < 0.05
+
+
+def test_a_skipped_message_makes_room(ring: Ring) -> None:
+    for number in range(5):
+        ring.write(parts(number), 1.0)
+        ring.skip(0, 1.0)
+    ring.write(parts("read"), 1.0)
+    assert ring.read(0, 1.0, in_place=True) == "read"
+
+
+def ring_files() -> int:
+    """Descriptors of this process that are memory of rings."""
+    names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("memfd:dagrl" in os.readlink(name) for name in names if os.path.islink(name))
+
+
+def test_a_ring_ends_with_its_processes() -> None:
+    gc.collect()
+    before = ring_files()
+    rings = [Ring.create(2, SLOT, 1) for _ in range(10)]
+    assert ring_files() > before
+    address = rings[0].address
+    del rings
+    gc.collect()
+    assert ring_files() == before
+    with pytest.raises(RingClosedError, match="cannot be reached"):
+        Ring.open(address)
