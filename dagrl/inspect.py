@@ -114,7 +114,7 @@ def _plans(config: Config) -> list[PhasePlan]:
         from dagrl.loops.sft import sft_plans
 
         return sft_plans(config)
-    from dagrl.loops.grpo import grpo_plans
+    from dagrl.loops.grpo_step import grpo_plans
 
     return grpo_plans(config)
 

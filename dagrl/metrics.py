@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 # Names in metrics.jsonl, TensorBoard and the plot: `loss`, `reward`, `kl`, `tokens_per_second` as they are; with a prefix:
 TIMING = "timing/"  # seconds of a phase in the step; `timing/total` is the step's wall time
+IDLE = "idle/"  # share of the step, 0 to 1, in which the workers of a role ran no phase
+STALENESS = "staleness/"  # policy versions between a token and the step that trains on it
+DROPPED = "dropped/"  # groups given up since the run began, by reason
 VALIDATION = "validation/"  # measured on held-out data, on some steps only
 
 

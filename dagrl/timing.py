@@ -9,6 +9,7 @@ progress.summary(clock.totals, paths)
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ class PhaseClock:
     """Adds up wall time by phase; with a trace, every measured block is also a span on the driver's row.
 
     `totals` are the seconds of each phase since the clock was made. Measure phases one after the other, not inside each
-    other, if their sum should not exceed the wall time.
+    other, if their sum should not exceed the wall time. Several threads may measure, each its own phases.
     """
 
     def __init__(self, trace: TraceWriter | None = None) -> None:
@@ -34,8 +35,10 @@ class PhaseClock:
     def measure(self, phase: str) -> Iterator[None]:
         """Add the time of the block to `phase`, also when it raises."""
         start = time.perf_counter()
+        current = threading.current_thread()
+        thread = "main" if current is threading.main_thread() else current.name
         try:
-            with self._trace.span(phase, "step") if self._trace else nullcontext():
+            with self._trace.span(phase, "step", thread) if self._trace else nullcontext():
                 yield
         finally:
             seconds = time.perf_counter() - start

@@ -106,14 +106,14 @@ class TrajectoryBuffer(Generic[Payload]):
     def advance(self, version: int) -> list[int]:
         """The batch taken last was trained on, and generation has `version`, by which later groups are counted.
 
-        Groups that could only be trained too old are dropped; returns those of them that are still generating. That happens
-        only after a version was skipped, or when a resumed run has a smaller `max_age_steps`.
+        Groups that training cannot reach before they are too old are dropped; returns those that are still generating. That
+        happens only after a version was skipped, or when a resumed run has a smaller `max_age_steps`.
         """
         assert version >= self.version
         self._trained += len(self._taken)
         self._taken = ()
         self.version = version
-        too_old = [number for number, born in self._born().items() if version - born > self.max_age_steps]
+        too_old = self._beyond_reach()
         generating = [number for number in too_old if number in self._generating]
         for number in too_old:
             self.drop(number, TOO_OLD)
@@ -134,9 +134,9 @@ class TrajectoryBuffer(Generic[Payload]):
         """Groups under way: number -> version it was started with."""
         return dict(self._generating)
 
-    def finished(self) -> list[Taken[Payload]]:
-        """Groups that wait for training, by number."""
-        return [self._finished[number] for number in sorted(self._finished)]
+    def untrained(self) -> list[Taken[Payload]]:
+        """Groups that are finished and not trained on, by number; those taken for a step that is not done are among them."""
+        return sorted((*self._finished.values(), *self._taken), key=lambda group: group.number)
 
     def _begin(self, number: int, version: int) -> None:
         self._generating[number] = version
@@ -144,6 +144,18 @@ class TrajectoryBuffer(Generic[Payload]):
 
     def _born(self) -> dict[int, int]:
         return self._generating | {number: group.version for number, group in self._finished.items()}
+
+    def _beyond_reach(self) -> list[int]:
+        """Groups too many for the steps until they are due; the earliest due are kept, and finished ones before others."""
+        born = self._born()
+        kept, beyond = 0, []
+        for number in sorted(born, key=lambda number: (born[number], number in self._generating, number)):
+            steps = born[number] + self.max_age_steps - self.version + 1  # until then, the coming one included
+            if kept < self.groups_per_step * steps:
+                kept += 1
+            else:
+                beyond.append(number)
+        return beyond
 
     def _makes_others_late(self, batch: Sequence[Taken[Payload]]) -> bool:
         """Whether, without `batch`, more groups would be due by some later step than training takes until then."""

@@ -1,74 +1,346 @@
-"""Generation for a loop: requests go in with the first quantum, and quanta are replayed until the last has finished."""
+"""Rollouts: groups of sequences on their way through generation, quantum by quantum, turn by turn.
+
+    rollouts = Rollouts(session, environment)
+    rollouts.start(RolloutGroup(...))           # at any time
+    while rollouts.busy:
+        for group in rollouts.advance():        # one quantum of generation; the groups that it completed
+            ...
+
+Two quanta are in flight, so that the engines do not wait for the driver. Requests wait here, not in the engines, until a
+shard has a free slot (`dagrl.dispatch`). Where an environment answers a completion, its text is appended and the sequence
+goes on as a new request. Who asks for a refit between two calls of `advance` gets it between two quanta.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
+from dagrl.environments import EnvironmentRunner, Reply
 from dagrl.generation import FinishedRequest, Generated
 from dagrl.loops.session import Session
+from dagrl.preflight import bucket_widths, generation_config
+from dagrl.replay import Replay
 from dagrl.shapes import Batch
 from dagrl.tokenization import Prompt
+
+IN_FLIGHT = 2
+"""Quanta submitted at once; the engines work on the second while the driver reads the first."""
+
+LOOKAHEAD = 1.25
+"""Requests sent to a shard, as a multiple of those it runs at once, so that a slot freed in a quantum is filled in it."""
+
+ABORTED = "aborted"
+
+
+@dataclass
+class Episode:
+    """One sequence that is being made: what follows its prompt, token by token.
+
+    `sampled` is False on tokens that an environment wrote; those have the log-probability 0 and the version of their turn.
+    """
+
+    prompt: Prompt
+    seed: int
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    finish_reason: str = ""
+    turns: int = 0
+    turn_start: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def turn_left(self) -> int:
+        """New tokens that this turn may still have."""
+        return self.max_new_tokens - (len(self.tokens) - self.turn_start)
+
+    def append(self, made: FinishedRequest) -> None:
+        """Take up what a request made."""
+        self.tokens += made.tokens
+        self.logprobs += made.logprobs
+        self.versions += made.versions
+        self.sampled += [True] * len(made.tokens)
+
+    def answer(self, tokens: Sequence[int]) -> None:
+        """Take up what the environment wrote; a new turn begins."""
+        version = self.versions[-1] if self.versions else 0
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [version] * len(tokens)
+        self.sampled += [False] * len(tokens)
+        self.turn_start = len(self.tokens)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and one completion of it."""
+    """A finished sequence: its prompt, what followed, and the text of that."""
 
     prompt: Prompt
-    completion: FinishedRequest
+    completion: Episode
     text: str
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion.tokens)
+        return len(self.completion)
 
 
-def rollout(session: Session, prompts: Sequence[Prompt], generations: int, stream: int) -> list[Sample]:
-    """`generations` completions of each prompt, prompt by prompt.
+@dataclass
+class RolloutGroup:
+    """The sequences of one prompt. `number` tells groups apart; `key` names the prompt in the history of lengths."""
 
-    `stream` tells rollouts of a run apart: a request's seed depends on the run's seed, the stream and its place alone, so
-    that a resumed run draws the same tokens.
-    """
-    waiting = _requests(session, prompts, generations, stream)
-    count, finished = waiting.rows, dict[int, FinishedRequest]()
-    while len(finished) < count:
-        quanta: Sequence[Generated] = session.replay("generate", waiting)
-        waiting = waiting.select([])
-        for quantum in quanta:
-            finished |= {quantum.request(row).request_id: quantum.request(row) for row in range(len(quantum))}
-        session.stop.check()
-    completions = [finished[request] for request in range(count)]
-    texts = session.inputs.tokenizer.batch_decode([done.tokens for done in completions], skip_special_tokens=True)
-    return [
-        Sample(prompts[request // generations], completion, text)
-        for request, (completion, text) in enumerate(zip(completions, texts, strict=True))
-    ]
+    number: int
+    key: int
+    episodes: list[Episode]
+    cohort: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return all(episode.finish_reason for episode in self.episodes)
 
 
-def _requests(session: Session, prompts: Sequence[Prompt], generations: int, stream: int) -> Batch:
-    """One row a request, with ids from 0."""
-    generation = session.config.policy.generation
-    assert generation is not None
-    rows = len(prompts) * generations
-    width = max(len(prompt) for prompt in prompts)
-    tokens = np.zeros((len(prompts), width), np.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt.tokens
-    return Batch(
-        {
-            "tokens": np.repeat(tokens, generations, axis=0),
-            "lengths": np.repeat(np.array([len(prompt) for prompt in prompts], np.int64), generations),
-            "request_ids": np.arange(rows, dtype=np.int64),
-            "seeds": request_seeds(session.config.seed, stream, rows),
-            "max_new_tokens": np.full(rows, generation.max_new_tokens, np.int64),
-            "greedy": np.zeros(rows, np.int64),
-        }
-    )
+@dataclass
+class _Quantum:
+    replay: Replay
+    engine_steps: int
 
 
-def request_seeds(seed: int, stream: int, count: int) -> npt.NDArray[np.int64]:
-    """Seeds [count] of the requests of one rollout."""
-    return np.random.default_rng((seed, stream)).integers(0, 2**31 - 1, count, dtype=np.int64)
+class Rollouts:
+    """See the module's first lines. For one thread."""
+
+    def __init__(self, session: Session, environment: EnvironmentRunner | None = None) -> None:
+        generation, config = generation_config(session.config), session.config
+        layout = generation.vllm_cfg.layout
+        self._session = session
+        self._environment = environment
+        self._room = bucket_widths(config.policy)[-1]
+        self._longest_first = generation.request_order == "longest_first"
+        slots = request_slots(generation.vllm_cfg.max_num_seqs)
+        self._shards = [ShardLoad(slots) for _ in range(layout.dp)]
+        self._size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds)
+        self.history = LengthHistory(float(generation.max_new_tokens))
+        self._groups: dict[int, RolloutGroup] = {}
+        self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting, or in an engine
+        self._waiting: dict[int, Waiting] = {}
+        self._answers: list[tuple[RolloutGroup, Episode, Future[list[Reply]]]] = []
+        self._quanta: deque[_Quantum] = deque()
+        self._next_request = 0
+        self._read_at = time.perf_counter()
+        self.generated_tokens = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any group is under way."""
+        return bool(self._groups)
+
+    @property
+    def numbers(self) -> set[int]:
+        """The groups under way."""
+        return set(self._groups)
+
+    @property
+    def generating(self) -> bool:
+        """Whether a quantum would have something to do: requests wait or run (not: an environment is asked)."""
+        return bool(self._requests)
+
+    @property
+    def pending(self) -> list[Future[list[Reply]]]:
+        """Questions to the environment that are not answered."""
+        return [future for _, _, future in self._answers]
+
+    def start(self, group: RolloutGroup) -> None:
+        """Let a group's sequences begin, or go on where they have tokens already."""
+        assert group.number not in self._groups
+        self._groups[group.number] = group
+        for episode in group.episodes:
+            if not episode.finish_reason:
+                self._request(group, episode)
+
+    def advance(self) -> list[RolloutGroup]:
+        """Wait for one quantum, while another is under way; the groups that are complete by then."""
+        self._take_answers()
+        while self._requests and len(self._quanta) < IN_FLIGHT:
+            self._submit()
+        if self._quanta:
+            self._read(self._quanta.popleft())
+        return self._take_complete()
+
+    def settle(self) -> list[RolloutGroup]:
+        """Read the quanta in flight and start none, so that the engines rest; the groups that are complete by then."""
+        while self._quanta:
+            self._read(self._quanta.popleft())
+        self._take_answers()
+        return self._take_complete()
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Give up groups, with what they have made so far; call `settle` first, so that the engines are at rest."""
+        for number in numbers:
+            group = self._groups.pop(number)
+            for episode in group.episodes:
+                episode.finish_reason = episode.finish_reason or ABORTED
+        gone = [request for request, (group, _) in self._requests.items() if group.number not in self._groups]
+        self._answers = [item for item in self._answers if item[0].number in self._groups]
+        if gone:
+            assert self._session.generation is not None and not self._quanta
+            self._session.generation.call("abort_requests", gone)
+        for request in gone:
+            self._forget(request)
+
+    def snapshot(self) -> list[RolloutGroup]:
+        """The groups under way with all tokens made so far, the engines at rest; they go on. Call `settle` first."""
+        assert self._session.generation is not None and not self._quanta
+        layout, parts = self._session.generation.layout, self._session.generation.call("unfinished_requests")
+        partial = {made.request_id: made for dp in range(layout.dp) for made in parts[layout.shard(dp)[0]]}
+        return [self._copy(group, partial) for group in self._groups.values()]
+
+    def _copy(self, group: RolloutGroup, partial: Mapping[int, FinishedRequest]) -> RolloutGroup:
+        requests = {id(episode): request for request, (_, episode) in self._requests.items()}
+        episodes = []
+        for episode in group.episodes:
+            copy = Episode(
+                episode.prompt, episode.seed, episode.max_new_tokens, list(episode.tokens), list(episode.logprobs),
+                list(episode.versions), list(episode.sampled), episode.finish_reason, episode.turns, episode.turn_start,
+            )  # fmt: skip
+            if (made := partial.get(requests.get(id(episode), -1))) is not None:
+                copy.append(made)
+            episodes.append(copy)
+        return RolloutGroup(group.number, group.key, episodes, group.cohort)
+
+    def _request(self, group: RolloutGroup, episode: Episode) -> None:
+        request, self._next_request = self._next_request, self._next_request + 1
+        self._requests[request] = (group, episode)
+        expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
+        self._waiting[request] = Waiting(request, group.cohort, min(expected, episode.turn_left))
+
+    def _submit(self) -> None:
+        """Start a quantum with the requests that fit."""
+        sent = dispatch(list(self._waiting.values()), self._shards, longest_first=self._longest_first)
+        chosen = [item.request_id for shard in sent for item in shard]
+        for request in chosen:
+            del self._waiting[request]
+        ends = np.cumsum([len(shard) for shard in sent])
+        rows = np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1])
+        steps = self._size.next()
+        batch = self._batch(chosen).with_scalars(engine_steps=steps)
+        self._quanta.append(_Quantum(self._session.submit("generate", batch, rows=rows), steps))
+
+    def _read(self, quantum: _Quantum) -> None:
+        results = cast("Sequence[Generated]", self._session.collect("generate", quantum.replay))
+        timing, now = quantum.replay.timing, time.perf_counter()
+        assert timing is not None
+        # with two in flight, a quantum's own time is what passed since the one before it was read
+        spent, self._read_at = min(timing.seconds, now - self._read_at), now
+        steps = max(part.engine_steps for part in results)
+        self._size.record(steps, timing.busy_s, max(0.0, spent - timing.busy_s))
+        for part in results:
+            for row in range(len(part)):
+                self._finish(part.request(row))
+
+    def _finish(self, made: FinishedRequest) -> None:
+        group, episode = self._requests[made.request_id]
+        self._forget(made.request_id)
+        episode.append(made)
+        self.generated_tokens += len(made.tokens)
+        episode.turns += 1
+        self.history.record(group.key, len(episode.tokens) - episode.turn_start)
+        if self._environment is None or made.finish_reason != "stop" or episode.turns >= self._environment.max_turns:
+            episode.finish_reason = made.finish_reason
+        else:
+            self._answers.append((group, episode, self._environment.submit(episode.prompt, self._text(episode))))
+
+    def _take_answers(self) -> None:
+        answered = [item for item in self._answers if item[2].done()]
+        self._answers = [item for item in self._answers if not item[2].done()]
+        for group, episode, future in answered:
+            (reply,) = future.result()
+            assert self._environment is not None
+            tokens = [] if reply.text is None else self._environment.encode(reply.text)
+            if not tokens:
+                episode.finish_reason = reply.reason
+            elif len(episode) + len(tokens) >= self._room:
+                episode.finish_reason = "length"
+            else:
+                episode.answer(tokens)
+                self._request(group, episode)
+
+    def _forget(self, request: int) -> None:
+        del self._requests[request]
+        self._waiting.pop(request, None)
+        for shard in self._shards:
+            shard.requests.pop(request, None)
+
+    def _take_complete(self) -> list[RolloutGroup]:
+        complete = [group for group in self._groups.values() if group.complete]
+        for group in complete:
+            del self._groups[group.number]
+        return complete
+
+    def _batch(self, requests: Sequence[int]) -> Batch:
+        """One row a request: the prompt and what follows it so far."""
+        episodes = [self._requests[request][1] for request in requests]
+        tokens = np.zeros((len(episodes), max((len(episode) for episode in episodes), default=1)), np.int64)
+        for row, episode in enumerate(episodes):
+            tokens[row, : len(episode.prompt)] = episode.prompt.tokens
+            tokens[row, len(episode.prompt) : len(episode)] = episode.tokens
+        return Batch(
+            {
+                "tokens": tokens,
+                "lengths": np.array([len(episode) for episode in episodes], np.int64),
+                "request_ids": np.array(requests, np.int64),
+                "seeds": np.array([episode.seed for episode in episodes], np.int64),
+                "max_new_tokens": np.array(
+                    [min(episode.turn_left, self._room - len(episode)) for episode in episodes], np.int64
+                ),
+                "greedy": np.zeros(len(episodes), np.int64),
+            }
+        )
+
+    def _text(self, episode: Episode) -> str:
+        return cast("str", self._session.inputs.tokenizer.decode(episode.tokens, skip_special_tokens=True))
+
+
+def new_group(
+    session: Session, number: int, key: int, prompt: Prompt, seeds: Sequence[int], cohort: int = 0
+) -> RolloutGroup:
+    """A group with one sequence for each seed."""
+    generation = generation_config(session.config)
+    limits = [generation.max_new_tokens] * len(seeds)
+    if generation.forced_lengths is not None:
+        forced = generation.forced_lengths
+        limits = [forced_length(seed, forced.median, forced.sigma, generation.max_new_tokens) for seed in seeds]
+    episodes = [Episode(prompt, seed, limit) for seed, limit in zip(seeds, limits, strict=True)]
+    return RolloutGroup(number, key, episodes, cohort)
+
+
+def samples_of(session: Session, group: RolloutGroup) -> list[Sample]:
+    """A complete group's sequences with their texts."""
+    texts = session.inputs.tokenizer.batch_decode([episode.tokens for episode in group.episodes], skip_special_tokens=True)
+    return [Sample(episode.prompt, episode, text) for episode, text in zip(group.episodes, texts, strict=True)]
+
+
+def request_seeds(seed: int, stream: int, count: int) -> list[int]:
+    """Seeds [count] of a group's requests: they depend on the run's seed and the group's number alone."""
+    drawn: npt.NDArray[np.int64] = np.random.default_rng((seed, stream)).integers(0, 2**31 - 1, count, dtype=np.int64)
+    return cast("list[int]", drawn.tolist())
+
+
+def request_slots(max_num_seqs: int) -> int:
+    """Requests that a shard is sent at most."""
+    return max(max_num_seqs + 1, int(max_num_seqs * LOOKAHEAD))
+
+
+def forced_length(seed: int, median: float, sigma: float, longest: int) -> int:
+    """The length that a request of this seed is given where lengths are forced: log-normal, 1 to `longest`."""
+    drawn = median * np.exp(sigma * np.random.default_rng((seed, 1)).normal())
+    return int(np.clip(round(drawn), 1, longest))

@@ -6,25 +6,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
 from dagrl.cluster import ray_cluster
 from dagrl.config import Config
 from dagrl.loops.stop import StopSignal, stop_on_signals
 from dagrl.machine import gpus_per_worker
-from dagrl.metrics import TIMING, StepMetrics, merge_step_metrics
+from dagrl.metrics import IDLE, TIMING, StepMetrics, merge_step_metrics
 from dagrl.model_init import prepare_model
 from dagrl.plot import plot_run
 from dagrl.preflight import Inputs, layouts, load_phase, preflight, worker_classes
 from dagrl.progress import Progress
 from dagrl.record import RunPaths, RunRecord, prepare_run_directory
 from dagrl.refit.connect import connect_refit
-from dagrl.replay import ReplayTiming
+from dagrl.replay import Replay, ReplayTiming
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket
 from dagrl.timing import PhaseClock
@@ -36,7 +40,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Session:
-    """One run, ready for its first step. `step` is the last finished step, over all stages."""
+    """One run, ready for its first step. `step` is the last finished step, over all stages.
+
+    `savers` write what belongs to a checkpoint beside the workers' and the driver's state into its directory.
+    """
 
     config: Config
     paths: RunPaths
@@ -54,30 +61,50 @@ class Session:
     step: int = 0
     saved_step: int = 0
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
-    timings: list[ReplayTiming] = field(default_factory=list)
+    timings: list[tuple[tuple[str, ...], ReplayTiming]] = field(default_factory=list)
+    savers: list[Callable[[Path], None]] = field(default_factory=list)
 
     def replay(self, name: str, value: object) -> Any:
         """Replay the phase `phases.<name>`, wait for it, and count its time and overhead."""
         with self.clock.measure(name):
-            replay = self.scheduler.replay(load_phase(self.config.phases, name), value)
-            result = replay.result()
+            return self._result(name, self.submit(name, value))
+
+    def submit(self, name: str, value: object, rows: Sequence[npt.NDArray[np.intp]] | None = None) -> Replay:
+        """Start a replay to be read by `collect`; `rows` are those of each shard (see `Scheduler.replay`)."""
+        return self.scheduler.replay(load_phase(self.config.phases, name), value, rows=rows)
+
+    def collect(self, name: str, replay: Replay) -> Any:
+        """Wait for a replay started by `submit`, and count the time waited and the overhead."""
+        with self.clock.measure(name):
+            return self._result(name, replay)
+
+    def _result(self, name: str, replay: Replay) -> Any:
+        result = replay.result()
         assert replay.timing is not None
-        self.timings.append(replay.timing)
+        self.timings.append((load_phase(self.config.phases, name).roles, replay.timing))
         return result
 
     def lap(self, tokens: int) -> dict[str, float]:
         """Timing metrics of the step that ends here, in which `tokens` tokens were trained on.
 
-        `replay_overhead_s` is the time of its replays in which no worker on the longest path was computing.
+        `replay_overhead_s` is the time of its replays in which no worker on the longest path was computing; `idle/<role>` is
+        the share of the step in which the workers of a role ran no phase.
         """
         times = self.clock.lap()
-        overhead = sum(timing.overhead_s for timing in self.timings)
-        batches = [timing.padding_share for timing in self.timings if timing.padding_share is not None]
-        replays = len(self.timings)
-        self.timings.clear()
+        total = times[TIMING + "total"]
+        counted, self.timings = self.timings, []
+        timings = [timing for _, timing in counted]
+        overhead = sum(timing.overhead_s for timing in timings)
+        batches = [timing.padding_share for timing in timings if timing.padding_share is not None]
+        replays = len(timings)
+        busy = {group.role.name: 0.0 for group in self.groups}
+        for roles, timing in counted:
+            for role in roles:
+                busy[role] += timing.busy_s
         return {
             **times,
-            "tokens_per_second": tokens / times[TIMING + "total"],
+            **{f"{IDLE}{role}": max(0.0, 1.0 - seconds / total) for role, seconds in busy.items()},
+            "tokens_per_second": tokens / total,
             "replays": float(replays),
             "replay_overhead_s": overhead,
             "padding_share": sum(batches) / len(batches) if batches else 0.0,
@@ -111,6 +138,8 @@ class Session:
         self.progress.status("saving a checkpoint")
         with self.clock.measure("checkpoint"), self.store.saving(self.state) as directory:
             self.train.call("save_checkpoint", str(directory / "train"), {}, timeout_s=self.config.timeouts.checkpoint_s)
+            for saver in self.savers:
+                saver(directory)
         self.saved_step = self.step
 
     def write_trace(self) -> None:

@@ -111,12 +111,23 @@ class QuantumEngine:
             del self._running[name]
         return len(names)
 
-    def change_version(self, version: int) -> None:
-        """From now on tokens are made by `version`. Running requests go on from the KV cache that they have."""
+    def change_version(self, version: int, *, recompute: bool = False) -> None:
+        """From now on tokens are made by `version`.
+
+        Running requests go on from the KV cache that they have, or with `recompute` have it made anew by the new weights.
+        """
         for name, made in self._tokens_made():
             self._running[name].starts.append((version, made))
         self._version = version
-        self.reset_prefix_cache()
+        if recompute:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        else:
+            self.reset_prefix_cache()
+
+    def snapshot(self) -> list[FinishedRequest]:
+        """What the requests that are not finished have made so far; they go on. The finish reason is `unfinished`."""
+        states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
+        return [self._partial(running, states.get(name)) for name, running in self._running.items()]
 
     def reset_prefix_cache(self) -> bool:
         """Free cached prefixes; False while running requests hold blocks (then the version in the cache key parts them)."""
@@ -152,15 +163,17 @@ class QuantumEngine:
         from vllm.sampling_params import RequestOutputKind
 
         config = self._config
+        forced = config.forced_lengths is not None
         return SamplingParams(
             temperature=0.0 if request.greedy else config.temperature,
             top_p=config.top_p,
             top_k=config.top_k or 0,
             seed=request.seed,
             max_tokens=min(request.max_new_tokens, self.max_model_len - len(request.prompt)),
-            stop=list(config.stop_strings),
-            stop_token_ids=self._stop_token_ids,
-            detokenize=bool(config.stop_strings),
+            stop=[] if forced else list(config.stop_strings),
+            stop_token_ids=[] if forced else self._stop_token_ids,
+            ignore_eos=forced,
+            detokenize=bool(config.stop_strings) and not forced,
             logprobs=0,  # of the sampled token alone
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -176,6 +189,13 @@ class QuantumEngine:
             versions=_token_versions(running.starts, len(tokens)),
             finish_reason=str(completion.finish_reason),
         )
+
+    def _partial(self, running: _Running, state: Any) -> FinishedRequest:
+        tokens = [] if state is None else [int(token) for token in state.detokenizer.output_token_ids]
+        table = state.logprobs_processor.logprobs if tokens else []
+        logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, table, strict=True)]
+        versions = _token_versions(running.starts, len(tokens))
+        return FinishedRequest(running.request_id, tokens, logprobs, versions, "unfinished")
 
     def _tokens_made(self) -> Iterator[tuple[str, int]]:
         for state in self._engine.output_processor.request_states.values():

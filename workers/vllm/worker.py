@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
 from dagrl.errors import RunError
-from dagrl.generation import Generated, merge_generated
+from dagrl.generation import FinishedRequest, Generated, merge_generated
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
@@ -94,6 +94,10 @@ class VllmWorker:
         """Drop requests (None: all); returns how many were there."""
         return self._require_engine().abort(request_ids)
 
+    def unfinished_requests(self) -> list[FinishedRequest]:
+        """What the requests that have not finished have made so far, for a checkpoint; they go on."""
+        return self._require_engine().snapshot()
+
     def weight_slices(self) -> list[WeightSlice]:
         """What this rank holds of the Hugging Face parameters, and where; after setup()."""
         return self._slices
@@ -137,7 +141,7 @@ class VllmWorker:
         if in_warmup():
             engine.reset_prefix_cache()
         else:
-            engine.change_version(version)
+            engine.change_version(version, recompute=self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates)
             self.version = version
         self._torn = None
 

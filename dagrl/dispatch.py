@@ -1,0 +1,111 @@
+"""Which request goes to which generation shard next, and how long a quantum is: decided on the driver, between quanta.
+
+Requests wait on the driver and are bound late: a shard is sent new ones when it has free slots. Those that are likely to be
+long go first, and to the shard with the least left to do, so that shards finish together: list scheduling by longest
+processing time (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", 4/3 of the optimum at worst). How long a request
+will be is guessed from the past completions of its prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LengthHistory:
+    """Mean completion length by prompt; prompts not seen yet count as the mean of all, and before any as `default`."""
+
+    default: float
+    _sums: dict[Hashable, tuple[float, int]] = field(default_factory=dict)
+    _total: tuple[float, int] = (0.0, 0)
+
+    def record(self, key: Hashable, length: int) -> None:
+        """A completion of prompt `key` had `length` tokens."""
+        total, count = self._sums.get(key, (0.0, 0))
+        self._sums[key] = (total + length, count + 1)
+        self._total = (self._total[0] + length, self._total[1] + 1)
+
+    def expected(self, key: Hashable) -> float:
+        """Tokens that the next completion of prompt `key` is likely to have."""
+        total, count = self._sums.get(key, self._total)
+        return total / count if count else self.default
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that no shard has yet: its id, `cohort` (lower goes first, whatever its length), and likely tokens."""
+
+    request_id: int
+    cohort: int
+    expected: float
+
+
+@dataclass
+class ShardLoad:
+    """What a shard has: the expected tokens of each request that it has not finished, and how many it may hold."""
+
+    slots: int
+    requests: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def free(self) -> int:
+        """Requests that it can take."""
+        return self.slots - len(self.requests)
+
+    @property
+    def work(self) -> float:
+        """Expected tokens that it has to make."""
+        return sum(self.requests.values())
+
+
+def dispatch(waiting: Sequence[Waiting], shards: Sequence[ShardLoad], *, longest_first: bool = True) -> list[list[Waiting]]:
+    """What each shard is sent now, and noted in its load; the rest stays where it is.
+
+    Example: expected lengths 9, 5, 4 over two free shards of two slots give [9] and [5, 4]; first in, first out in turn
+    gives [9, 4] and [5].
+    """
+    order = sorted(waiting, key=lambda item: (item.cohort, -item.expected if longest_first else 0.0))
+    sent: list[list[Waiting]] = [[] for _ in shards]
+    work = [shard.work for shard in shards]
+    for item in order:
+        free = [index for index, shard in enumerate(shards) if shard.free > 0]
+        if not free:
+            break
+        index = min(free, key=lambda i: (work[i] if longest_first else len(shards[i].requests), i))
+        shards[index].requests[item.request_id] = item.expected
+        work[index] += item.expected
+        sent[index].append(item)
+    return sent
+
+
+@dataclass
+class QuantumSize:
+    """Engine steps of the next quantum: enough that starting one costs under 1 %, and no more than `seconds` take.
+
+    Without `seconds` the size is fixed. Times are smoothed over about ten quanta. The size is the same for all ranks, as it
+    travels with the requests: a clock on each rank would let tensor-parallel ranks part.
+    """
+
+    engine_steps: int
+    seconds: float | None = None
+    overhead_share: float = 0.01
+    step_s: float | None = None
+    overhead_s: float = 0.0
+
+    def record(self, engine_steps: int, busy_s: float, overhead_s: float) -> None:
+        """A quantum of `engine_steps` steps kept the engine busy for `busy_s`, and cost `overhead_s` beside that."""
+        if engine_steps < 1:
+            return
+        per_step = busy_s / engine_steps
+        self.step_s = per_step if self.step_s is None else 0.9 * self.step_s + 0.1 * per_step
+        self.overhead_s = 0.9 * self.overhead_s + 0.1 * overhead_s
+
+    def next(self) -> int:
+        """Engine steps of the next quantum."""
+        if self.seconds is None or not self.step_s:
+            return self.engine_steps
+        cheap = math.ceil(self.overhead_s / (self.overhead_share * self.step_s))
+        allowed = max(1, int(self.seconds / self.step_s))
+        return min(max(cheap, 1), allowed)

@@ -1,0 +1,69 @@
+"""The asynchronous GRPO loop: generation goes on while the train workers learn. Read it from top to bottom.
+
+One thread, the main one, replays quanta of generation, looks after rewards, and asks for refits; another replays the
+training phases of one step at a time. Between two quanta the engines are at rest, so a refit there needs no protocol: what
+runs goes on from the KV cache it has (`in_flight_weight_updates`), or has it recomputed, or has finished before. How old
+samples may become is decided by how many groups may start (`dagrl.trajectories`).
+
+Sources: NeMo-RL's asynchronous GRPO (docs/guides/async-grpo.md); PipelineRL (Piche et al. 2025, arXiv:2509.19128) for
+updates in flight, AReaL (Fu et al. 2025, arXiv:2505.24298) for ages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+
+from dagrl.loops.experience import Experience
+from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, start_policy
+from dagrl.loops.session import Session
+from dagrl.rewards import RewardRunner
+
+
+def train_async(session: Session, reward: RewardRunner) -> None:
+    """All GRPO steps that are left, as `train_grpo`; with `max_trajectory_age_steps: 0` its losses exactly."""
+    settings = session.config.grpo.async_grpo
+    last = session.config.sft.max_num_steps + session.config.grpo.max_num_steps
+    learning: Future[Metrics] | None = None
+    metrics = Metrics()
+    with (
+        Experience(session, reward, max_age_steps=settings.max_trajectory_age_steps) as experience,
+        training_thread() as thread,
+    ):
+        start_policy(session, experience)
+        while session.step < last:
+            experience.fill()
+            if learning is None:
+                session.stop.check()
+                if (groups := experience.take()) is not None:
+                    metrics |= experience.metrics(groups)
+                    learning = thread.submit(learn, session, groups, session.step + 1)
+            if learning is None or not learning.done():
+                with exposed(metrics) if learning is None else nullcontext():
+                    experience.work(learning)
+                continue
+            metrics |= learning.result()
+            learning = None
+            update(session, experience, in_flight=settings.in_flight_weight_updates)
+            finish_step(session, experience, metrics)
+            metrics = Metrics()
+
+
+def update(session: Session, experience: Experience, *, in_flight: bool) -> None:
+    """Give generation the new weights, between two quanta."""
+    if not in_flight:
+        experience.finish_running()
+    version = session.step + 1
+    session.replay("refit", version)
+    experience.advance(version)
+
+
+@contextmanager
+def training_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread for the training phases; when the loop fails, it is left to fail by itself with the next replay."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="train")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

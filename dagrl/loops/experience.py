@@ -1,0 +1,276 @@
+"""Where training batches come from: prompts are drawn, completed and scored here, and wait in the buffer of trajectories.
+
+    experience = Experience(session, reward, max_age_steps=0)
+    experience.fill()                 # start as many groups as their ages allow
+    experience.work()                 # one quantum of generation, and whatever has been scored by then
+    groups = experience.take()        # a batch for a training step, or None
+    experience.advance(version)       # the step is done, and generation has its weights
+
+The synchronous and the asynchronous loop differ in nothing but when they call these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import numpy as np
+
+from dagrl.config import Config, Json
+from dagrl.data import Sampler
+from dagrl.environments import EnvironmentRunner
+from dagrl.errors import RunError
+from dagrl.function_runner import Answers
+from dagrl.loops.rollout import RolloutGroup, Rollouts, Sample, new_group, request_seeds, samples_of
+from dagrl.loops.session import Session
+from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
+from dagrl.metrics import DROPPED, STALENESS, VALIDATION
+from dagrl.preflight import generation_config
+from dagrl.rewards import FloatArray, RewardRunner, Rewards, check_failures, overlong_penalty, rewards_of
+from dagrl.tokenization import Prompt
+from dagrl.trajectories import TrajectoryBuffer
+
+VALIDATION_STREAM = 1 << 32
+"""Numbers of validation groups start here; those of training groups count from 0."""
+
+ZERO_VARIANCE = "zero_variance"
+WAIT_S = 1.0  # between two looks at the stop signal while there is nothing to generate
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group's samples with their rewards; `values` [n] are the rewards with what shaping added."""
+
+    group: RolloutGroup
+    samples: list[Sample]
+    rewards: Rewards
+    values: FloatArray
+
+
+@dataclass
+class _Scoring:
+    group: RolloutGroup
+    samples: list[Sample]
+    answers: Future[Answers]
+
+
+class Experience:
+    """See the module's first lines. For one thread; use it as a context manager."""
+
+    def __init__(self, session: Session, reward: RewardRunner, *, max_age_steps: int) -> None:
+        config = session.config
+        self._session = session
+        self._reward = reward
+        self._stack = ExitStack()
+        self._first = config.sft.max_num_steps
+        self.sampler = Sampler(len(session.inputs.prompts), config.data.seed, config.data.shuffle)
+        self.buffer: TrajectoryBuffer[ScoredGroup] = TrajectoryBuffer(
+            config.grpo.num_prompts_per_step, max_age_steps, version=session.step
+        )
+        self.rollouts = Rollouts(session, self._environment())
+        self._scoring: list[_Scoring] = []
+        self._validated: list[RolloutGroup] = []
+        self._scored: list[Rewards] = []  # since the last batch was taken, dropped groups included
+        self._keys: dict[int, int] = {}  # group number -> position of its prompt in the data
+
+    def __enter__(self) -> Self:
+        self._session.savers.append(self.save)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def fill(self) -> None:
+        """Start the groups that may start now, and that the steps left will need."""
+        left = self._first + self._session.config.grpo.max_num_steps - self._session.step
+        counts = self.buffer.counts()
+        needed = self.buffer.groups_per_step * left - counts.generating - counts.finished - counts.taken
+        for _ in range(min(self.buffer.room(), needed)):
+            number = self.buffer.start()
+            (key,) = self.sampler.take(1)
+            self._start(number, key)
+
+    def work(self, other: Future[Any] | None = None) -> None:
+        """One quantum of generation. With nothing to generate, wait for a score, an environment's answer, or `other`."""
+        if self.rollouts.generating:
+            self._sort(self.rollouts.advance())
+        else:
+            awaited: list[Future[Any]] = [scoring.answers for scoring in self._scoring] + list(self.rollouts.pending)
+            wait(awaited + ([other] if other is not None else []), WAIT_S, FIRST_COMPLETED)
+            self._sort(self.rollouts.advance())
+        self._take_scores()
+
+    def take(self) -> list[ScoredGroup] | None:
+        """A batch for the next training step, or None while there is none.
+
+        Raises RunError when too many rewards failed, or dynamic sampling finds no groups to learn from.
+        """
+        taken = self.buffer.take()
+        if taken is None:
+            self._check_yield()
+            return None
+        self._check_failures()
+        return [group.payload for group in taken]
+
+    def advance(self, version: int) -> None:
+        """The batch taken last was trained on, and generation has `version`."""
+        too_old = self.buffer.advance(version)
+        if too_old:
+            self._sort(self.rollouts.settle())
+            self.rollouts.abort(set(too_old) & self.rollouts.numbers)
+            self._scoring = [item for item in self._scoring if item.group.number not in too_old]
+
+    def finish_running(self) -> None:
+        """Generate until nothing runs, and start nothing new."""
+        while self.rollouts.busy:
+            self.work()
+
+    def validate(self) -> dict[str, float]:
+        """Mean reward on held-out prompts, one completion each, sampled as in training."""
+        prompts = self._session.inputs.validation_prompts
+        if not prompts:
+            return {}
+        self._session.progress.status("validating")
+        seeds = request_seeds(self._session.config.seed, VALIDATION_STREAM + self._session.step, len(prompts))
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            number = VALIDATION_STREAM + index
+            self.rollouts.start(new_group(self._session, number, -1 - index, prompt, [seed], cohort=-1))
+        while len(self._validated) < len(prompts):
+            self.work()  # without a look at the stop signal: the step that ends here is not recorded yet
+        groups, self._validated = sorted(self._validated, key=lambda group: group.number), []
+        samples = [sample for group in groups for sample in samples_of(self._session, group)]
+        with self._session.clock.measure("reward"):
+            rewards = self._reward(*_texts(samples))
+        return {VALIDATION + "reward": float(rewards.values.mean())}
+
+    def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """What the groups of a batch are like, how old they are for the step that trains on them, and what was dropped."""
+        samples = [sample for group in groups for sample in group.samples]
+        made = [np.array(sample.completion.versions)[np.array(sample.completion.sampled)] for sample in samples]
+        ages = self.buffer.version - np.concatenate(made)
+        lengths = [len(sample.completion.tokens) for sample in samples]
+        return {
+            "reward": float(np.concatenate([group.rewards.values for group in groups]).mean()),
+            "reward_failures": float(sum(group.rewards.failed for group in groups)),
+            "completion_tokens": float(np.mean(lengths)),
+            "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
+            "turns": float(np.mean([sample.completion.turns for sample in samples])),
+            STALENESS + "policy_age_mean": float(ages.mean()),
+            STALENESS + "policy_age_max": float(ages.max()),
+            **{DROPPED + reason: float(count) for reason, count in self.buffer.counts().dropped.items()},
+        }
+
+    def state(self) -> dict[str, Json]:
+        """Where the data stands, for the driver's state in a checkpoint."""
+        return {"grpo_sampler": self.sampler.state(), "grpo_next_group": self.buffer.next_number}
+
+    def restore(self, counters: Mapping[str, Json], directory: Path) -> None:
+        """Go on from a checkpoint: the data's position, and the groups that were not yet trained on."""
+        saved = read_trajectories(directory)
+        position = saved.state if saved is not None else counters
+        self.sampler.restore(cast("Mapping[str, Json]", position["grpo_sampler"]))
+        self.buffer.next_number = cast(int, position["grpo_next_group"])
+        for group in () if saved is None else saved.groups:
+            self._restart(group)
+        self.advance(self._session.step)
+
+    def save(self, directory: Path) -> None:
+        """Write the groups not yet trained on, or their prompts alone (`grpo.async_grpo.on_checkpoint`)."""
+        self._sort(self.rollouts.settle())
+        whole = self._session.config.grpo.async_grpo.on_checkpoint == "save"
+        groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]
+        groups += self.rollouts.snapshot()
+        born = self.buffer.generating() | {group.number: group.version for group in self.buffer.untrained()}
+        write_trajectories(
+            directory,
+            [SavedGroup(group, born[group.number], whole) for group in sorted(groups, key=lambda group: group.number)],
+            self.state(),
+        )
+
+    def _environment(self) -> EnvironmentRunner | None:
+        config = self._session.config.environment
+        if config.function is None:
+            return None
+        return self._stack.enter_context(EnvironmentRunner(config, self._session.inputs.tokenizer))
+
+    def _start(self, number: int, key: int) -> None:
+        config = self._session.config
+        seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
+        prompt = self._session.inputs.prompts[key]
+        self.rollouts.start(new_group(self._session, number, key, prompt, seeds, cohort=self.buffer.version))
+
+    def _restart(self, saved: SavedGroup) -> None:
+        """A group of the run before: from its tokens, or from its prompt with the present policy."""
+        number, key = saved.group.number, saved.group.key
+        self.buffer.restart(number, saved.version if saved.whole else self._session.step)
+        if not saved.whole:
+            self._start(number, key)
+            return
+        prompt: Prompt = self._session.inputs.prompts[key]
+        for episode in saved.group.episodes:
+            episode.prompt = prompt
+        if saved.group.complete:
+            self._score(saved.group)
+        else:
+            self.rollouts.start(saved.group)
+
+    def _sort(self, complete: Sequence[RolloutGroup]) -> None:
+        for group in complete:
+            if group.number >= VALIDATION_STREAM:
+                self._validated.append(group)
+            else:
+                self._score(group)
+
+    def _score(self, group: RolloutGroup) -> None:
+        samples = samples_of(self._session, group)
+        self._scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples))))
+
+    def _take_scores(self) -> None:
+        done = [item for item in self._scoring if item.answers.done()]
+        self._scoring = [item for item in self._scoring if not item.answers.done()]
+        config = self._session.config
+        for item in done:
+            rewards = rewards_of(item.answers.result())
+            self._scored.append(rewards)
+            if config.grpo.use_dynamic_sampling and rewards.values.max() == rewards.values.min():
+                self.buffer.drop(item.group.number, ZERO_VARIANCE)
+            else:
+                self.buffer.finish(item.group.number, _scored_group(config, item, rewards))
+
+    def _check_failures(self) -> None:
+        scored, self._scored = self._scored, []
+        check_failures(scored, self._session.config.reward.max_failed_share)
+
+    def _check_yield(self) -> None:
+        """End a run whose groups are all dropped, rather than generate for ever."""
+        config = self._session.config.grpo
+        if len(self._scored) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
+            scored = len(self._scored)
+            self._check_failures()
+            raise RunError(
+                f"{scored} groups were generated for one step, and fewer than grpo.num_prompts_per_step = "
+                f"{config.num_prompts_per_step} of them had rewards that differ: the task is too hard or too easy, or its "
+                "reward is wrong. Raise grpo.dynamic_sampling_max_gen_batches, or set grpo.use_dynamic_sampling=false"
+            )
+
+
+def _scored_group(config: Config, item: _Scoring, rewards: Rewards) -> ScoredGroup:
+    values, shaping = rewards.values, config.grpo.reward_shaping
+    if shaping.enabled:
+        lengths = [len(sample.completion.tokens) for sample in item.samples]
+        values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
+    return ScoredGroup(item.group, item.samples, rewards, values)
+
+
+def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
+    """Prompts, completions and references."""
+    return (
+        [sample.prompt.text for sample in samples],
+        [sample.text for sample in samples],
+        [sample.prompt.reference for sample in samples],
+    )

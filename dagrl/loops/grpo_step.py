@@ -1,0 +1,164 @@
+"""What a GRPO step consists of, for both loops: batches of scored groups, log-probabilities, the optimizer step, records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.advantages import group_advantages
+from dagrl.checkpoint import TrainState
+from dagrl.config import Config
+from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.rollout import Sample, request_slots
+from dagrl.loops.session import PhasePlan, Session
+from dagrl.loops.sft import sft_plans, train_buckets
+from dagrl.metrics import TIMING
+from dagrl.preflight import bucket_widths, generation_config
+from dagrl.rewards import shuffled
+from dagrl.shapes import Batch, Bucket
+
+Metrics = dict[str, float]
+
+
+def start_policy(session: Session, experience: Experience) -> None:
+    """Make the current weights the reference policy and give them to generation; after a resume, go on where it stood."""
+    first, total = session.config.sft.max_num_steps, session.config.grpo.max_num_steps
+    resumed = session.resumed is not None and "grpo_sampler" in session.state.counters
+    if not resumed:
+        session.train.call("snapshot_reference")
+        session.train.call("reset_optimizer")
+    session.replay("refit", session.step)
+    session.progress.step(session.step - first, total, {}, stage="grpo")
+    if session.step == first and session.config.grpo.val_at_start:
+        session.record.log(session.step, "grpo", experience.validate())
+    if resumed:
+        assert session.resumed is not None
+        experience.restore(session.state.counters, session.resumed.directory)
+
+
+def learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> Metrics:
+    """One training step on a batch of groups, up to the new weights in the train workers."""
+    samples = [sample for group in groups for sample in group.samples]
+    drop = session.config.grpo.overlong_filtering
+    batch, metrics = with_logprobs(
+        session, train_batch(samples, advantages(session.config, groups, step), drop_truncated=drop)
+    )
+    session.stop.check()  # the last point at which the weights are those of the last finished step
+    return metrics | optimize(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
+
+
+def finish_step(session: Session, experience: Experience, metrics: Metrics) -> None:
+    """Validate if it is time to, and record the step."""
+    config, first = session.config, session.config.sft.max_num_steps
+    position, total = session.step + 1 - first, config.grpo.max_num_steps
+    if position == total or (config.grpo.val_period and position % config.grpo.val_period == 0):
+        metrics |= experience.validate()
+    metrics |= session.lap(tokens=int(metrics["trained_tokens"]))
+    step = session.step + 1
+    state = TrainState(step, policy_version=step, counters=experience.state(), metric=session.metric(metrics))
+    session.finish_step("grpo", position, total, metrics, state)
+
+
+@contextmanager
+def exposed(metrics: Metrics) -> Iterator[None]:
+    """Count the time of the block as generation that training waits for."""
+    start = time.perf_counter()
+    yield
+    name = TIMING + "exposed_generation"
+    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
+
+
+def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
+    """Advantage of each sample, [samples] float32."""
+    values = np.concatenate([group.values for group in groups])
+    values = shuffled(values, config.seed, step) if config.reward.shuffle else values
+    table = group_advantages(
+        values.reshape(len(groups), -1),
+        leave_one_out=config.grpo.use_leave_one_out_baseline,
+        normalize=config.grpo.normalize_rewards,
+    )
+    return table.reshape(-1).astype(np.float32)
+
+
+def train_batch(samples: Sequence[Sample], advantage: npt.NDArray[np.float32], *, drop_truncated: bool = False) -> Batch:
+    """Samples as rows, token aligned: the loss mask and the advantages are on the tokens that the policy made alone.
+
+    With `drop_truncated`, completions that were cut off by their length have no token in the loss.
+    """
+    shape = (len(samples), max(len(sample) for sample in samples))
+    tokens = np.zeros(shape, np.int64)
+    mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for row, sample in enumerate(samples):
+        start, end = len(sample.prompt), len(sample)
+        tokens[row, :start] = sample.prompt.tokens
+        tokens[row, start:end] = sample.completion.tokens
+        generation_logprobs[row, start:end] = sample.completion.logprobs
+        if not (drop_truncated and sample.completion.finish_reason == "length"):
+            mask[row, start:end] = sample.completion.sampled
+    return Batch(
+        {
+            "tokens": tokens,
+            "lengths": np.array([len(sample) for sample in samples], np.int64),
+            "loss_mask": mask,
+            "advantages": mask * advantage[:, None],
+            "generation_logprobs": mask * generation_logprobs,
+        }
+    )
+
+
+def with_logprobs(session: Session, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """The batch with the policy's and the reference's log-probabilities, and the policy's mean entropy."""
+    rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
+    policy: Batch = session.replay("logprobs", rows)
+    mask = batch["loss_mask"]
+    fields = {"prev_logprobs": policy["logprobs"] * mask, "reference_logprobs": np.zeros_like(policy["logprobs"])}
+    if session.config.loss_fn.reference_policy_kl_penalty:
+        reference: Batch = session.replay("reference_logprobs", rows)
+        fields["reference_logprobs"] = reference["logprobs"] * mask
+    entropy = float((policy["entropy"] * mask).sum() / mask.sum())
+    return batch.with_fields(**fields), {"entropy": entropy}
+
+
+def optimize(session: Session, batch: Batch) -> dict[str, float]:
+    """One optimizer step for each `policy.train_global_batch_size` rows; metrics of the last, agreement of the whole."""
+    size = session.config.policy.train_global_batch_size
+    parts = [
+        session.train_on("train_step", batch.select(range(start, start + size))) for start in range(0, batch.rows, size)
+    ]
+    return parts[-1]
+
+
+def grpo_plans(config: Config) -> list[PhasePlan]:
+    """The phases of GRPO (and of its SFT phase), at the shapes they will meet."""
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    steps = train_buckets(config, config.policy.train_global_batch_size)
+    scored = train_buckets(config, samples)
+    generation = generation_config(config)
+    requests = request_slots(generation.vllm_cfg.max_num_seqs)
+    widest = bucket_widths(config.policy)[-1]
+    answers = requests * (generation.max_new_tokens * 3 * 8 + 256) + (1 << 16)  # ids, log-probabilities, versions
+    plans = [
+        PhasePlan("train_step", steps),
+        PhasePlan("logprobs", scored, result_bytes=_rows_bytes(scored)),
+        PhasePlan("reference_logprobs", scored, result_bytes=_rows_bytes(scored)),
+        PhasePlan("generate", _request_buckets(requests, widest), result_bytes=answers),
+        PhasePlan("refit"),
+    ]
+    if not config.loss_fn.reference_policy_kl_penalty:
+        plans = [plan for plan in plans if plan.name != "reference_logprobs"]
+    return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
+
+
+def _request_buckets(requests: int, widest: int) -> tuple[Bucket, ...]:
+    """None, a few or many new requests: quanta differ in how many they bring, and padding is copied."""
+    sizes = sorted({min(4, requests), min(32, requests), requests})
+    return (Bucket(1, 1), *(Bucket(size, widest) for size in sizes))
+
+
+def _rows_bytes(buckets: Sequence[Bucket]) -> int:
+    """Room for log-probabilities and entropy of the largest bucket."""
+    return max(bucket.sequences * (bucket.tokens * 8 + 8) for bucket in buckets) + (1 << 16)
