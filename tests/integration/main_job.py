@@ -1,0 +1,273 @@
+"""`dagrl train` as a person runs it: in a terminal of its own, stopped with Ctrl-C, with an account of what it leaves.
+
+Each run has a pseudo terminal, so that Ctrl-C reaches the whole foreground process group, as on a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dagrl.record import read_metrics
+from dagrl.rewards import exact_match
+
+ROOT = Path(__file__).parents[2]
+GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+COMPLETIONS = "DAGRL_TEST_COMPLETIONS"
+PATIENCE_S = 180.0  # for what takes 10 s on two free cores
+TIMED = ("time", "timing/", "tokens_per_second", "replay_overhead_s")
+ESCAPE = r"\x1b\[[0-9;?]*[A-Za-z]"
+TAKE_TERMINAL = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.argv[2], sys.argv[2:])"
+
+Metrics = dict[str, Any]
+
+SMALL_SFT_STEPS, SMALL_STEPS = 8, 14
+SMALL = (
+    f"sft.max_num_steps={SMALL_SFT_STEPS}",
+    f"grpo.max_num_steps={SMALL_STEPS - SMALL_SFT_STEPS}",
+    "sft.max_val_samples=64",
+    "grpo.max_val_samples=32",
+    "grpo.val_period=3",
+    "checkpointing.save_period=3",
+    "reward.function=tests.integration.main_job:recorded_exact_match",
+)
+"""The GRPO quickstart in seconds: too short to learn, long enough to compare."""
+
+
+def recorded_exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
+    """The quickstart's reward, which also writes down what it was asked; runs in the reward process."""
+    with Path(os.environ[COMPLETIONS]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps([prompts, completions]) + "\n")
+    return exact_match(prompts, completions, references)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told from a later one of the same id by its start time."""
+
+    pid: int
+    started: str
+    name: str
+
+
+class Run:
+    """One `dagrl` command in a terminal of its own; `directory` is where its run is written."""
+
+    def __init__(self, config: str, output: Path, name: str, *overrides: str) -> None:
+        self.directory = output / name
+        self.completions = output / f"{name}.completions"
+        self.seen: set[Process] = set()
+        self._before = set(os.listdir(SHARED_MEMORY))
+        self._terminal, inside = os.openpty()
+        termios.tcsetwinsize(inside, (50, 160))
+        command = [str(Path(sys.executable).with_name("dagrl")), "train", config, f"output_dir={output}", f"name={name}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", COMPLETIONS: str(self.completions)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_TERMINAL, os.ttyname(inside), *command, *overrides],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        os.close(inside)
+        self._shown: list[bytes] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while text := os.read(self._terminal, 1 << 16):
+                self._shown.append(text)
+        except OSError:  # the last process that had the terminal is gone
+            return
+
+    @property
+    def drawn(self) -> str:
+        """All that has been on the terminal, also what was drawn over since, without colours."""
+        return re.sub(ESCAPE, "", b"".join(self._shown).decode(errors="replace"))
+
+    @property
+    def shown(self) -> str:
+        """What stands on the terminal now."""
+        return screen(b"".join(self._shown).decode(errors="replace"))
+
+    @property
+    def metrics(self) -> list[Metrics]:
+        """The lines of `metrics.jsonl` by now."""
+        path = self.directory / "metrics.jsonl"
+        return list(read_metrics(path)) if path.exists() else []
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Return as soon as it holds, while the command runs."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.shown}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}\n{self.shown}"
+            time.sleep(0.02)
+        self.notice()
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when `step` has been recorded."""
+        self.wait_until(lambda: any(line["step"] >= step for line in self.metrics), f"step {step}")
+
+    def wait_for_text(self, text: str) -> None:
+        """Return when `text` has been drawn."""
+        self.wait_until(lambda: text in self.drawn, f"{text!r} on the terminal")
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self.notice()
+        os.write(self._terminal, b"\x03")
+
+    def finish(self, timeout_s: float = 2 * PATIENCE_S) -> int:
+        """The exit code."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.shown}"
+            self.notice()
+            time.sleep(0.1)
+        self._reader.join(1.0)
+        return self.process.returncode
+
+    def notice(self) -> None:
+        """Remember the processes that stand now."""
+        self.seen |= set(descendants(self.process.pid))
+
+    def left_processes(self) -> list[Process]:
+        """Processes of this command that are still there."""
+        session = {process for process in processes().values() if _session(process.pid) == self.process.pid}
+        return sorted((self.seen | session) & set(processes().values()), key=lambda process: process.pid)
+
+    def left_shared_memory(self) -> list[str]:
+        """Segments and semaphores that came while it ran, less those of other commands that still run."""
+        new = set(os.listdir(SHARED_MEMORY)) - self._before
+        return sorted(new - _in_use(new))
+
+    def end(self) -> None:
+        """Kill what still runs, after a failed test."""
+        self.notice()
+        for process in [Process(self.process.pid, "", ""), *self.left_processes()]:
+            if process.pid != self.process.pid or self.process.poll() is None:
+                _kill(process.pid)
+        self.process.wait()
+        os.close(self._terminal)
+
+
+@contextmanager
+def running(config: str, output: Path, name: str, *overrides: str) -> Iterator[Run]:
+    """A command that is started, and gone at the end."""
+    run = Run(config, output, name, *overrides)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def train(config: str, output: Path, name: str, *overrides: str) -> Run:
+    """A command that ran to its end, and well."""
+    with running(config, output, name, *overrides) as run:
+        assert run.finish() == 0, run.shown
+    return run
+
+
+def screen(text: str) -> str:
+    """What a terminal shows after `text`: as much of its ways as rich uses."""
+    lines, row = [""], 0
+    for part in re.findall(rf"{ESCAPE}|\n|[^\x1b\n]+", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part.startswith("\x1b") and part.endswith("A"):
+            row = max(0, row - int(re.sub(r"\D", "", part) or 1))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith("\x1b"):
+            lines[row] += part.replace("\r", "")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def copy_run(source: Path, target: Path, last_step: int) -> None:
+    """A run as if it had been stopped after `last_step`, of which it has a checkpoint."""
+    shutil.copytree(source, target)
+    for directory in (target / "checkpoints").iterdir():
+        if int(directory.name.removeprefix("step_")) > last_step:
+            shutil.rmtree(directory)
+
+
+def untimed(lines: Sequence[Metrics]) -> list[Metrics]:
+    """Metrics less what the clock says."""
+    return [{name: value for name, value in line.items() if not name.startswith(TIMED)} for line in lines]
+
+
+def processes() -> dict[int, Process]:
+    """All processes of this machine but zombies."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[1] != "Z":
+            found[int(entry.name)] = Process(int(entry.name), fields[20], fields[0])
+    return found
+
+
+def descendants(pid: int) -> list[Process]:
+    """The process and all that it started, and they."""
+    everyone = processes()
+    children: dict[int, list[int]] = {}
+    for other in everyone:
+        if fields := _stat(other):
+            children.setdefault(int(fields[2]), []).append(other)
+    found, waiting = [], [pid]
+    while waiting:
+        current = waiting.pop()
+        waiting += children.get(current, [])
+        found += [everyone[current]] if current in everyone else []
+    return found
+
+
+def _session(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[4]) if fields else -1
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Name, state, parent, group, session ... start time (at 20) of a process (proc(5)); None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    return [name, *rest.split()]
+
+
+def _in_use(names: set[str]) -> set[str]:
+    """Those that a running process has mapped, or whose name tells a running process as their maker."""
+    used = {name for name in names if any(int(number) in processes() for number in re.findall(r"\d{2,}", name))}
+    for pid in processes():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except OSError:
+            continue
+        used |= {name for name in names if f"{SHARED_MEMORY}/{name}" in maps}
+    return used
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
