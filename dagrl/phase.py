@@ -216,6 +216,15 @@ class Tracer:
                         f"group cannot use; it has {', '.join(sorted(available))}. Send the value over one of these"
                     )
 
+    def check_outputs(self, outputs: Sequence[int]) -> None:
+        """Raise GraphError for an output over a transport that the driver, which reads outputs, is no part of."""
+        for number in outputs:
+            if self.nodes[number].transport != SHARED_MEMORY:
+                raise self.error(
+                    f"node {self.nodes[number].label} is an output via {self.nodes[number].transport!r}, but the driver "
+                    f"reads {SHARED_MEMORY!r} alone; leave the .via() out, or return another node's value"
+                )
+
     def _check_call(self, role: Role, method: str, positional: int, constants: Mapping[str, Json]) -> None:
         if method not in role.methods:
             raise self.error(
@@ -288,6 +297,7 @@ class Phase:
         returned = self.function(**shards, **{self.input_name: Input(self.input_name)})
         outputs = self._single_outputs(tracer, returned)
         tracer.check_readers()
+        tracer.check_outputs(outputs)
         widths = {name: len(shard) for name, shard in shards.items()}
         graph = PhaseGraph(self.name, widths, tuple(tracer.nodes), outputs)
         graph.validate()

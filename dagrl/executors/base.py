@@ -74,6 +74,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             closes_turn=last[node.worker] == node.number,
             result_limit=limits.result_bytes,
             deadline_s=limits.replay_s,
+            transport=node.transport,
         )
         for node in graph.nodes
     ]

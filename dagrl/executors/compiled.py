@@ -31,6 +31,7 @@ from dagrl.executors.edge import EdgeType
 from dagrl.executors.node import relay, run_node
 from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
+from dagrl.phase import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class CompiledGraph:
         self._limits = limits
         self._actors = _distinct(actors)
         relays = _leaders(graph, limits.arity)
-        ray.get([actor.__ray_call__.remote(_prepare_worker) for actor in self._actors], timeout=limits.compile_s)
+        settings = (limits.result_bytes, bool(_accelerated(graph)))
+        ray.get([actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors], timeout=limits.compile_s)
         with _driver_context(limits), _one_driver_proxy():
             self._dag = _bind(graph, actors, limits, relays).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
@@ -95,6 +97,7 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, i
     """The Ray DAG: an `__ray_call__` of `run_node` a node, and relays on the leaders."""
     inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
     results = EdgeType(limits.result_bytes, limits.max_in_flight)
+    accelerated = _accelerated(graph)
     with InputNode() as start:
         start.type_hint = inputs
         hubs = {}
@@ -107,6 +110,8 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, i
             packets = [entry if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
             bound[-1].type_hint = results
+            if node.number in accelerated:
+                bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
 
 
@@ -118,6 +123,16 @@ def _leaders(graph: PhaseGraph, arity: int) -> dict[int, int]:
     return {number: readers[place - place % arity] for place, number in enumerate(readers)}
 
 
+def _accelerated(graph: PhaseGraph) -> set[int]:
+    """Nodes whose result goes to another worker over an accelerator; a worker passes results to itself by reference."""
+    return {
+        number
+        for node in graph.nodes
+        for number in node.upstream
+        if graph.nodes[number].transport != SHARED_MEMORY and graph.nodes[number].worker != node.worker
+    }
+
+
 def _actor(graph: PhaseGraph, actors: Actors, number: int) -> ActorHandle:
     worker = graph.nodes[number].worker
     return actors[worker.role][worker.position]
@@ -127,15 +142,18 @@ def _distinct(actors: Actors) -> list[ActorHandle]:
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
-def _prepare_worker(worker: object) -> None:
+def _prepare_worker(worker: object, result_bytes: int, accelerated: bool) -> None:
     """Settings of the loops that run this worker's nodes; runs in the worker.
 
     A loop that waits for its input looks up only every few seconds (Ray's default is 0.1 s, to notice the errors of other
     inputs early; ours travel as values). It need not ask torch for a device around each read and write, nor import torch for
-    that, when no edge uses an accelerator.
+    that, when no edge uses an accelerator. Where one does, what is no tensor goes over a channel of Ray's of `result_bytes`.
     """
     DAGContext.get_current().read_iteration_timeout = IDLE_S
-    ChannelContext.get_current()._torch_available = False
+    context = ChannelContext.get_current()
+    context._torch_available = accelerated or bool(context._torch_available)
+    if accelerated:
+        DAGContext.get_current().buffer_size_bytes = result_bytes
 
 
 _proxies: dict[str, ActorHandle] = {}

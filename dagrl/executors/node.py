@@ -18,7 +18,9 @@ from typing import NamedTuple, Protocol
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
 from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
+from dagrl.executors.tensors import accelerator_tensors
 from dagrl.graph import Json
+from dagrl.phase import SHARED_MEMORY
 from dagrl.worker import ReplayContext, replay_context
 
 TRACE_CAPACITY = 65_536
@@ -51,6 +53,7 @@ class NodeCall:
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
     result_limit: int  # bytes
     deadline_s: float  # of the wait for the ticket
+    transport: str = SHARED_MEMORY
 
 
 class NodeRun(NamedTuple):
@@ -186,6 +189,8 @@ def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Pac
 
 def _check_size(call: NodeCall, value: object) -> None:
     needed = payload_bytes(value) + ENVELOPE_BYTES
+    if call.transport != SHARED_MEMORY:  # tensors on the GPU go beside the channel
+        needed -= sum(map(payload_bytes, accelerator_tensors(value)))
     if needed > call.result_limit:
         raise ResultTooLargeError(
             f"the result of {call.label} needs {needed} bytes, but its channel has room for {call.result_limit}; "

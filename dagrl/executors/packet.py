@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dagrl.errors import WorkerFailure
+from dagrl.executors.tensors import is_tensor, tensor_bytes
 from dagrl.shapes import Batch
 
 
@@ -82,6 +83,8 @@ def payload_bytes(value: object) -> int:
         return 64 + sum(payload_bytes(key) + payload_bytes(item) for key, item in value.items())
     if type(value) in (list, tuple):
         return 64 + sum(map(payload_bytes, value))  # type: ignore[call-overload]
+    if is_tensor(value):
+        return tensor_bytes(value)
     return _pickled_bytes(value)
 
 

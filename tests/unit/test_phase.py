@@ -253,6 +253,10 @@ def reader_without_transport(train: Shard, generation: Shard, x: Input) -> Value
     return generation.map("forward", train[0].map("forward", x).via("nccl"))
 
 
+def output_over_nccl(train: Shard, x: Input) -> Value:
+    return train[0].map("forward", x).via("nccl")
+
+
 def returns_nothing(train: Shard, x: Input) -> None:
     train.map("forward", x)
 
@@ -308,6 +312,7 @@ def joins_nothing(train: Shard, x: Input) -> Value:
         (wrong_width, "train.forward: an argument has 4 values for 3 workers; pass one value for each worker"),
         (foreign_reduce, r"train.reduce\('total'\) was given values of another role; reduce them on their own shard"),
         (reader_without_transport, r"generation\[0\].forward reads train\[0\].forward via 'nccl', which the generation"),
+        (output_over_nccl, r"train\[0\].forward is an output via 'nccl', but the driver reads 'shm' alone; leave the .via"),
         (returns_nothing, "it returns None; return what map, reduce or join gave"),
         (returns_the_input, r"it returns Input\(name='x'\); return what map"),
         (array_constant, "train.scaled, argument 'factor': the constant .*2.0.* has a float32; constants are"),
@@ -322,7 +327,7 @@ def joins_nothing(train: Shard, x: Input) -> Value:
     ids=lambda item: getattr(item, "__name__", ""),
 )
 def test_mistakes_name_phase_node_and_remedy(function: Callable[..., Any], words: str) -> None:
-    others = () if function is not reader_without_transport else ("nccl",)
+    others = ("nccl",) if function in (reader_without_transport, output_over_nccl) else ()
     with pytest.raises(GraphError, match=words) as caught:
         trace(function, role("train", *others, tp=4), role("generation", tp=4))
     assert function is joins_nothing or f"phase {function.__name__!r}" in str(caught.value)
