@@ -28,10 +28,10 @@ from ray.experimental.channel import ChannelContext
 
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
 from dagrl.executors.edge import EdgeType
+from dagrl.executors.gather import Gathering
 from dagrl.executors.node import relay, run_node
 from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
-from dagrl.phase import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,10 @@ class CompiledGraph:
         self._phase = graph.phase
         self._limits = limits
         self._actors = _distinct(actors)
+        self._gathering = Gathering.of(graph)
+        graph = self._gathering.graph
         relays = _leaders(graph, limits.arity)
-        settings = (limits.result_bytes, bool(_accelerated(graph)))
-        ray.get([actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors], timeout=limits.compile_s)
+        ray.get([actor.__ray_call__.remote(_prepare_worker) for actor in self._actors], timeout=limits.compile_s)
         with _driver_context(limits), _one_driver_proxy():
             self._dag = _bind(graph, actors, limits, relays).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
@@ -62,9 +63,10 @@ class CompiledGraph:
         """The outputs' packets."""
         deadline = time.monotonic() + timeout_s
         try:
-            return [ref.get(max(0.0, deadline - time.monotonic())) for ref in submitted]
+            packets = [ref.get(max(0.0, deadline - time.monotonic())) for ref in submitted]
         except RayChannelTimeoutError as late:
             raise TimeoutError(str(late)) from late
+        return self._gathering.put_together(packets)
 
     def teardown(self, timeout_s: float) -> None:
         """Cancel the loops; after `timeout_s` the actors of this graph are killed."""
@@ -97,7 +99,6 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, i
     """The Ray DAG: an `__ray_call__` of `run_node` a node, and relays on the leaders."""
     inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
     results = EdgeType(limits.result_bytes, limits.max_in_flight)
-    accelerated = _accelerated(graph)
     with InputNode() as start:
         start.type_hint = inputs
         hubs = {}
@@ -110,8 +111,6 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, i
             packets = [entry if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
             bound[-1].type_hint = results
-            if node.number in accelerated:
-                bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
 
 
@@ -123,16 +122,6 @@ def _leaders(graph: PhaseGraph, arity: int) -> dict[int, int]:
     return {number: readers[place - place % arity] for place, number in enumerate(readers)}
 
 
-def _accelerated(graph: PhaseGraph) -> set[int]:
-    """Nodes whose result goes to another worker over an accelerator; a worker passes results to itself by reference."""
-    return {
-        number
-        for node in graph.nodes
-        for number in node.upstream
-        if graph.nodes[number].transport != SHARED_MEMORY and graph.nodes[number].worker != node.worker
-    }
-
-
 def _actor(graph: PhaseGraph, actors: Actors, number: int) -> ActorHandle:
     worker = graph.nodes[number].worker
     return actors[worker.role][worker.position]
@@ -142,18 +131,15 @@ def _distinct(actors: Actors) -> list[ActorHandle]:
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
-def _prepare_worker(worker: object, result_bytes: int, accelerated: bool) -> None:
+def _prepare_worker(worker: object) -> None:
     """Settings of the loops that run this worker's nodes; runs in the worker.
 
     A loop that waits for its input looks up only every few seconds (Ray's default is 0.1 s, to notice the errors of other
     inputs early; ours travel as values). It need not ask torch for a device around each read and write, nor import torch for
-    that, when no edge uses an accelerator. Where one does, what is no tensor goes over a channel of Ray's of `result_bytes`.
+    that, when no edge uses an accelerator.
     """
     DAGContext.get_current().read_iteration_timeout = IDLE_S
-    context = ChannelContext.get_current()
-    context._torch_available = accelerated or bool(context._torch_available)
-    if accelerated:
-        DAGContext.get_current().buffer_size_bytes = result_bytes
+    ChannelContext.get_current()._torch_available = False
 
 
 _proxies: dict[str, ActorHandle] = {}

@@ -6,6 +6,7 @@ import ray
 from ray.actor import ActorHandle
 
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
+from dagrl.executors.gather import Gathering
 from dagrl.executors.node import NodeCall, run_node
 from dagrl.executors.packet import Packet, payload_bytes
 from dagrl.graph import PhaseGraph
@@ -18,6 +19,8 @@ class EagerGraph:
     """A graph replayed as one actor call a node."""
 
     def __init__(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> None:
+        self._gathering = Gathering.of(graph)
+        graph = self._gathering.graph
         self._steps: list[tuple[ActorHandle, NodeCall, tuple[int | None, ...]]] = [
             (actors[node.worker.role][node.worker.position], call, packet_sources(node))
             for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True)
@@ -39,7 +42,7 @@ class EagerGraph:
             packets: list[Packet] = ray.get(submitted, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as late:
             raise TimeoutError(str(late)) from late
-        return packets
+        return self._gathering.put_together(packets)
 
     def teardown(self, timeout_s: float) -> None:
         """Nothing runs between replays."""
