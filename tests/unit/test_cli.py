@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -45,6 +46,15 @@ def test_dry_run_prints_the_resolved_configuration(
     assert main(["train", EXAMPLE, *order]) == 0
     resolved = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
     assert (resolved.seed, resolved.algorithm) == (5, "sft")
+
+
+def test_sft_quickstart_takes_a_file_of_chat_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    monkeypatch.chdir(ROOT)
+    assert main(["train", EXAMPLE, f"data.path={tmp_path / 'chat.jsonl'}", "--dry-run"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
