@@ -50,8 +50,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, width]
         normed = self.norm(x)
-        counts = torch.arange(1, x.shape[1] + 1, device=x.device, dtype=x.dtype)[:, None]
-        past = normed.cumsum(dim=1) / counts
+        past = normed.cumsum(dim=1) / torch.ones_like(normed).cumsum(dim=1)
         return x + self.down(nn.functional.gelu(self.up(torch.cat([normed, past], dim=-1))))
 
 

@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from dagrl.executors.node import NodeCall, Take
 from dagrl.executors.packet import Packet
 from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph
+from dagrl.phase import SHARED_MEMORY
 
 Actors = Mapping[str, Sequence[ActorHandle]]
 """Actors of each role, in the order of the graph's worker positions."""
@@ -59,6 +60,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
     """The constant part of every node, in the graph's order."""
     first: dict[object, int] = {}
     last: dict[object, int] = {}
+    beside = accelerated(graph)
     for node in graph.nodes:
         first.setdefault(node.worker, node.number)
         last[node.worker] = node.number
@@ -74,10 +76,23 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             closes_turn=last[node.worker] == node.number,
             result_limit=limits.result_bytes,
             deadline_s=limits.replay_s,
-            transport=node.transport,
+            accelerated=node.number in beside,
         )
         for node in graph.nodes
     ]
+
+
+def accelerated(graph: PhaseGraph) -> set[int]:
+    """Nodes whose result goes to another worker over an accelerator.
+
+    What only its own worker reads is passed by reference, and the driver is on no accelerator.
+    """
+    return {
+        number
+        for node in graph.nodes
+        for number in node.upstream
+        if graph.nodes[number].transport != SHARED_MEMORY and graph.nodes[number].worker != node.worker
+    } - set(graph.outputs)
 
 
 def packet_sources(node: Node) -> tuple[int | None, ...]:

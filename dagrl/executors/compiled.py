@@ -26,7 +26,7 @@ from ray.dag.compiled_dag_node import CompiledDAG
 from ray.exceptions import RayChannelTimeoutError
 from ray.experimental.channel import ChannelContext
 
-from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
+from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
 from dagrl.executors.edge import EdgeType
 from dagrl.executors.gather import Gathering
 from dagrl.executors.node import relay, run_node
@@ -49,7 +49,8 @@ class CompiledGraph:
         self._gathering = Gathering.of(graph)
         graph = self._gathering.graph
         relays = _leaders(graph, limits.arity)
-        ray.get([actor.__ray_call__.remote(_prepare_worker) for actor in self._actors], timeout=limits.compile_s)
+        settings = (limits.result_bytes, bool(accelerated(graph)))
+        ray.get([actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors], timeout=limits.compile_s)
         with _driver_context(limits), _one_driver_proxy():
             self._dag = _bind(graph, actors, limits, relays).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
@@ -111,6 +112,8 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, i
             packets = [entry if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
             bound[-1].type_hint = results
+            if call.accelerated:
+                bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
 
 
@@ -131,15 +134,18 @@ def _distinct(actors: Actors) -> list[ActorHandle]:
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
-def _prepare_worker(worker: object) -> None:
+def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> None:
     """Settings of the loops that run this worker's nodes; runs in the worker.
 
     A loop that waits for its input looks up only every few seconds (Ray's default is 0.1 s, to notice the errors of other
     inputs early; ours travel as values). It need not ask torch for a device around each read and write, nor import torch for
-    that, when no edge uses an accelerator.
+    that, when no edge uses an accelerator. Where one does, what is no tensor goes over a channel of Ray's of `result_bytes`.
     """
     DAGContext.get_current().read_iteration_timeout = IDLE_S
-    ChannelContext.get_current()._torch_available = False
+    context = ChannelContext.get_current()
+    context._torch_available = accelerator or bool(context._torch_available)
+    if accelerator:
+        DAGContext.get_current().buffer_size_bytes = result_bytes
 
 
 _proxies: dict[str, ActorHandle] = {}

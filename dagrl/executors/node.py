@@ -20,7 +20,6 @@ from dagrl.errors import DeadlineError, RunError, WorkerFailure
 from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.executors.tensors import accelerator_tensors
 from dagrl.graph import Json
-from dagrl.phase import SHARED_MEMORY
 from dagrl.worker import ReplayContext, replay_context
 
 TRACE_CAPACITY = 65_536
@@ -53,7 +52,7 @@ class NodeCall:
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
     result_limit: int  # bytes
     deadline_s: float  # of the wait for the ticket
-    transport: str = SHARED_MEMORY
+    accelerated: bool = False  # tensors of the result go from GPU to GPU
 
 
 class NodeRun(NamedTuple):
@@ -189,7 +188,7 @@ def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Pac
 
 def _check_size(call: NodeCall, value: object) -> None:
     needed = payload_bytes(value) + ENVELOPE_BYTES
-    if call.transport != SHARED_MEMORY:  # tensors on the GPU go beside the channel
+    if call.accelerated:  # tensors on the GPU go beside the channel
         needed -= sum(map(payload_bytes, accelerator_tensors(value)))
     if needed > call.result_limit:
         raise ResultTooLargeError(

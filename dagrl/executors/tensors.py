@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
@@ -21,8 +21,11 @@ PLAIN = (type(None), bool, int, float, str, bytes, np.ndarray)
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
     """Whether `value` is a dense torch tensor."""
-    torch = sys.modules.get("torch")
-    return torch is not None and type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized
+    torch: Any = sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor:
+        return False
+    tensor: Any = value
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def tensor_bytes(tensor: Tensor) -> int:
