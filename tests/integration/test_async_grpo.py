@@ -1,0 +1,274 @@
+"""Both GRPO loops end to end with the unigram model: equal losses at age 0, ages kept, versions true, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import Config
+from dagrl.loops import grpo_step
+from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.grpo import run_grpo
+from dagrl.loops.rollout import Sample
+from dagrl.loops.stop import StopRequestedError
+from dagrl.record import read_metrics
+from tests.integration.unigram_task import ASKED
+from tests.integration.unigram_workers import SIZE, TRUTH
+
+STEPS, PROMPTS, GENERATIONS = 5, 4, 3
+HF_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+ASYNC = {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True}
+Trained = list[list[ScoredGroup]]
+
+
+def configuration(output: Path, name: str, **sections: Any) -> Config:
+    """The unigram run; `sections` are laid over it."""
+    base: dict[str, Any] = {
+        "name": name,
+        "algorithm": "grpo",
+        "output_dir": str(output),
+        "executor": "eager",
+        "policy": {
+            "worker": "tests.integration.unigram_workers:UnigramTrainer",
+            "random_init": {"hf_config": HF_CONFIG, "tokenizer_characters": "0123456789+="},
+            "train_global_batch_size": PROMPTS * GENERATIONS,
+            "max_total_sequence_length": 64,
+            "megatron_cfg": {"optimizer": {"lr": 2.0}},
+            "generation": {
+                "worker": "tests.integration.unigram_workers:UnigramGenerator",
+                "max_new_tokens": 12,
+                "quantum_engine_steps": 2,
+                "vllm_cfg": {"data_parallel_size": 2, "max_num_seqs": 8},
+            },
+        },
+        "sft": {"max_num_steps": 0},
+        "grpo": {
+            "num_prompts_per_step": PROMPTS,
+            "num_generations_per_prompt": GENERATIONS,
+            "max_num_steps": STEPS,
+            "val_period": 2,
+        },
+        "data": {"task": "tests.integration.unigram_task:numbers"},
+        "reward": {"function": "tests.integration.unigram_task:likes_sevens"},
+        "checkpointing": {"export_hf": False, "save_period": 2},
+        "logger": {"tensorboard_enabled": False, "trace_enabled": False, "plot_enabled": False, "log_level": "WARNING"},
+        "cluster": {"num_cpus": 2},
+    }
+    return Config.model_validate(merge(base, sections))
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {key: merge(base[key], value) if isinstance(base.get(key), dict) else value for key, value in over.items()}
+    return {**base, **both}
+
+
+@pytest.fixture(autouse=True)
+def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of this module joins the session's cluster."""
+
+    @contextmanager
+    def joined(*args: object) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr("dagrl.loops.session.ray_cluster", joined)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """The batches that were trained on, as the learner saw them."""
+    batches: Trained = []
+    learn = grpo_step.learn
+
+    def watched(session: Any, groups: list[ScoredGroup], step: int) -> dict[str, float]:
+        batches.append(groups)
+        return learn(session, groups, step)
+
+    for module in ("grpo", "async_grpo"):
+        monkeypatch.setattr(f"dagrl.loops.{module}.learn", watched)
+    return batches
+
+
+def steps_of(config: Config) -> list[dict[str, Any]]:
+    lines = read_metrics(Path(config.output_dir) / config.name / "metrics.jsonl")
+    return [line for line in lines if "loss" in line]
+
+
+def numbers_of(batches: Trained) -> list[int]:
+    return [group.group.number for batch in batches for group in batch]
+
+
+def check_versions(config: Config, batches: Trained, first: int = 0, max_age: int = 2) -> Counter[int]:
+    """Ages within the maximum, and each log-probability that of the version noted beside it; counts ages by token."""
+    lines = (Path(config.output_dir) / config.name / TRUTH).read_text().splitlines()
+    logits = {line["version"]: np.array(line["logits"]) for line in map(json.loads, lines)}
+    ages: Counter[int] = Counter()
+    for version, batch in enumerate(batches, start=first):
+        for episode in (episode for group in batch for episode in group.group.episodes):
+            for token, logprob, made_by, sampled in zip(
+                episode.tokens, episode.logprobs, episode.versions, episode.sampled, strict=True
+            ):
+                if sampled:
+                    table = logits[made_by] - np.log(np.exp(logits[made_by]).sum())
+                    assert logprob == pytest.approx(table[token % SIZE], abs=1e-5)
+                    ages[version - made_by] += 1
+    assert min(ages) >= 0 and max(ages) <= max_age
+    return ages
+
+
+def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And both ask for the reward of every group once."""
+    monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
+    runs = {}
+    for name, settings in (("sync", {}), ("async", {**ASYNC, "max_trajectory_age_steps": 0})):
+        config = configuration(tmp_path, name, grpo={"async_grpo": settings})
+        run_grpo(config)
+        runs[name] = steps_of(config)
+    names = ("step", "loss", "kl", "reward", "entropy", "clip_fraction", "completion_tokens", "validation/reward")
+    for sync, asynchronous in zip(runs["sync"], runs["async"], strict=True):
+        assert [sync.get(name) for name in names] == [asynchronous.get(name) for name in names]
+        assert asynchronous["staleness/policy_age_max"] == 0
+    assert len(runs["sync"]) == STEPS
+    assert runs["sync"][-1]["reward"] != runs["sync"][0]["reward"]
+    assert numbers_of(trained) == 2 * list(range(STEPS * PROMPTS))
+    asked = [json.loads(line)[0] for line in (tmp_path / "asked").read_text().splitlines()]
+    groups = [prompts[0] for prompts in asked if len(prompts) == GENERATIONS]
+    assert len(groups) == 2 * len(set(groups)) == 2 * STEPS * PROMPTS
+
+
+@pytest.mark.parametrize("in_flight", [True, False], ids=["in flight", "finish first"])
+def test_ages_versions_and_numbers(tmp_path: Path, trained: Trained, in_flight: bool) -> None:
+    settings = {**ASYNC, "in_flight_weight_updates": in_flight, "max_trajectory_age_steps": 2 if in_flight else 1}
+    config = configuration(
+        tmp_path,
+        "ages",
+        grpo={"async_grpo": settings, "max_num_steps": 8},
+        data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004}},
+        loss_fn={"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
+    )
+    run_grpo(config)
+    ages = check_versions(config, trained, max_age=settings["max_trajectory_age_steps"])
+    assert len(ages) > 1, "generation went on while training ran"
+    assert sorted(numbers_of(trained)) == list(range(8 * PROMPTS)), "every group once"
+    mixed = [len(set(episode.versions)) for batch in trained for group in batch for episode in group.group.episodes]
+    assert (max(mixed) > 1) == in_flight, "updates in flight, and only they, leave several versions in one sequence"
+    lines = steps_of(config)
+    assert max(line["staleness/policy_age_max"] for line in lines) == max(ages)
+    assert all(0 <= line[f"idle/{role}"] <= 1 for line in lines for role in ("train", "generation"))
+
+
+@pytest.mark.parametrize("choice", ["save", "regenerate"])
+def test_a_stopped_run_goes_on_with_what_was_under_way(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    """Stopped in its fourth step, with groups finished, scored and half-way: no step counts twice, no group is lost."""
+    settings = {**ASYNC, "on_checkpoint": choice}
+    slow = {"task_args": {"train_s": 0.03, "engine_step_s": 0.004}}
+    config = configuration(tmp_path, "stopped", grpo={"async_grpo": settings, "max_num_steps": 8}, data=slow)
+    stop_after(monkeypatch, steps=4)
+    with pytest.raises(StopRequestedError):
+        run_grpo(config)
+    monkeypatch.undo_stop()  # type: ignore[attr-defined]
+    before = len(steps_of(config))
+    assert 4 <= before < 8
+    under_way = saved_groups(config)
+    assert under_way, "there must be something to go on with"
+    resumed = configuration(
+        tmp_path,
+        "stopped",
+        grpo={"async_grpo": settings, "max_num_steps": 8},
+        data=slow,
+        checkpointing={"resume": True},
+    )
+    seen = len(trained)
+    run_grpo(resumed)
+    assert [line["step"] for line in steps_of(resumed)] == list(range(1, 9))
+    done = trained[:before] + trained[seen:]
+    assert sorted(numbers_of(done)) == list(range(8 * PROMPTS)), "every group once, over both processes"
+    ages = check_versions(resumed, done)
+    assert max(ages) <= 2
+    kept = {number: tokens for number, tokens in under_way.items() if tokens}
+    assert bool(kept) == (choice == "save")
+    finals = {group.group.number: group.group for batch in trained[seen:] for group in batch}
+    for number, rows in kept.items():
+        for tokens, episode in zip(rows, finals[number].episodes, strict=True):
+            assert episode.tokens[: len(tokens)] == tokens, "saved tokens are kept, and gone on from"
+
+
+def test_groups_that_teach_nothing_are_replaced_and_environments_continue_sequences(
+    tmp_path: Path, trained: Trained
+) -> None:
+    config = configuration(
+        tmp_path,
+        "dynamic",
+        grpo={"use_dynamic_sampling": True, "max_num_steps": 3, "val_at_start": False, "val_period": 0},
+        reward={"function": "tests.integration.unigram_task:likes_some"},
+        environment={"function": "tests.integration.unigram_task:says_nines", "max_turns": 4},
+    )
+    run_grpo(config)
+    groups = [group for batch in trained for group in batch]
+    assert [len(batch) for batch in trained] == [PROMPTS] * 3
+    assert all(int(group.samples[0].prompt.text[:-1]) % 2 for group in groups)
+    assert all(group.rewards.values.max() > group.rewards.values.min() for group in groups)
+    assert steps_of(config)[-1]["dropped/zero_variance"] > 0
+    check_turns([sample for group in groups for sample in group.samples])
+
+
+def check_turns(samples: list[Sample]) -> None:
+    """What the environment wrote is no part of the loss, and the sequence goes on after it up to the last turn."""
+    several = [sample for sample in samples if sample.completion.turns > 1]
+    assert several and all(sample.completion.turns == 1 for sample in samples if sample.prompt.text == "3=")
+    for sample in samples:
+        episode = sample.completion
+        written = [token for token, sampled in zip(episode.tokens, episode.sampled, strict=True) if not sampled]
+        assert len(written) == 2 * len(turn_ends(episode.sampled)) and len(set(written)) <= 1
+        assert episode.turns <= 3, "the environment answers twice"
+    row, episode = several[0], several[0].completion
+    batch = grpo_step.train_batch([row], np.ones(1, np.float32))
+    assert batch["loss_mask"][0, len(row.prompt) : len(row)].tolist() == [float(made) for made in episode.sampled]
+    assert not batch["loss_mask"][0, : len(row.prompt)].any()
+
+
+def turn_ends(sampled: list[bool]) -> list[int]:
+    return [index for index in range(1, len(sampled)) if sampled[index - 1] and not sampled[index]]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Ask for a stop as soon as `steps` steps are done and a later batch is being trained on."""
+    work: Callable[..., None] = Experience.work
+
+    def watched(self: Experience, other: Any = None) -> None:
+        if self._session.step >= steps and other is not None:
+            self._session.stop.requested = True
+        work(self, other)
+
+    monkeypatch.setattr(Experience, "work", watched)
+    monkeypatch.undo_stop = lambda: setattr(Experience, "work", work)  # type: ignore[attr-defined]
+
+
+def saved_groups(config: Config) -> dict[int, list[list[int]]]:
+    """Tokens of the sequences in the newest checkpoint, by group."""
+    from dagrl.loops.trajectory_file import read_trajectories
+
+    directory = sorted((Path(config.output_dir) / config.name / "checkpoints").iterdir())[-1]
+    saved = read_trajectories(directory)
+    assert saved is not None
+    return {group.group.number: [episode.tokens for episode in group.group.episodes] for group in saved.groups}

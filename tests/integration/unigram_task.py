@@ -1,0 +1,41 @@
+"""The task of the unigram runs: prompts that are numbers, a reward that likes one digit, an environment that talks back.
+
+What is asked of these functions is written down, as they run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from dagrl.data import Example, Splits
+
+ASKED = "DAGRL_TEST_ASKED"
+
+
+def numbers(count: int = 40, train_s: float = 0.0, engine_step_s: float = 0.0) -> Splits:
+    """`count` prompts; the two times are read by the workers."""
+    examples = tuple(Example(f"{number}=", str(number % 10), source=f"number {number}") for number in range(count))
+    return Splits(examples, examples, examples[:8])
+
+
+def likes_sevens(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
+    """The share of sevens."""
+    if ASKED in os.environ:
+        with Path(os.environ[ASKED]).open("a") as file:
+            file.write(json.dumps([prompts, completions]) + "\n")
+    return [text.count("7") / max(len(text), 1) for text in completions]
+
+
+def likes_some(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
+    """Equal rewards for prompts of even numbers, which teach nothing."""
+    liked = likes_sevens(prompts, completions, references)
+    return [0.5 if int(prompt[:-1]) % 2 == 0 else reward for prompt, reward in zip(prompts, liked, strict=True)]
+
+
+def says_nines(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
+    """Answers 99 as long as there are fewer than two answers; ends the sequence of prompt 3 at once."""
+    return [
+        None if prompt == "3=" or text.count("99") >= 2 else "99" for prompt, text in zip(prompts, completions, strict=True)
+    ]

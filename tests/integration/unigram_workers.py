@@ -1,0 +1,171 @@
+"""The smallest language model there is, as workers: the next token's distribution is the same after any text.
+
+Its logits are one vector, so the loops run end to end in milliseconds a step, with real phases, a real refit, real losses,
+and truths that a test can compute: the log-probability of any token under any policy version.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dagrl.config import Config, Json
+from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
+from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.refit.slices import WeightSlice
+from dagrl.shapes import Batch
+from dagrl.worker import WorkerContext, in_warmup
+
+SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
+TRUTH = "truth.jsonl"  # beside the run: the logits of each version, as generation received them
+
+
+class UnigramWorker:
+    """What train and generation workers have in common: `logits` [SIZE] and the refit's methods."""
+
+    def __init__(self, context: WorkerContext, config: Config) -> None:
+        self.context, self.config = context, config
+
+    def setup(self, address: str) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.logits = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float32)
+
+    def weight_slices(self) -> list[WeightSlice]:
+        return [WeightSlice("logits", ((0, SIZE),), "logits", ((0, SIZE),))]
+
+    def prepare_refit(self, plan: Any, channel: Any) -> None:
+        from dagrl.channels import open_channel
+        from dagrl.refit.run import RefitReceiver, RefitSender
+
+        end = RefitSender if self.context.role == "train" else RefitReceiver
+        self.end = end(plan, {"logits": self.logits}, open_channel(channel))
+
+
+class UnigramTrainer(UnigramWorker):
+    """One optimizer step is one step of plain gradient descent on `dagrl.losses`."""
+
+    def train_step(self, batch: Batch, loss: str) -> StepMetrics:
+        import torch
+
+        from dagrl.losses import LOSSES, Denominators, row_sums
+
+        data = {name: torch.tensor(array) for name, array in batch.fields.items()}
+        data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
+        leaf = self.logits.clone().requires_grad_()
+        logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
+        counts = Denominators(*(float(batch.scalars[f"global_valid_{unit}"]) for unit in ("tokens", "sequences")))
+        output = LOSSES[loss](logprobs, data, self.config.loss_fn, counts)
+        output.loss.backward()
+        assert leaf.grad is not None
+        time.sleep(0.0 if in_warmup() else float(self.config.data.task_args.get("train_s", 0.0)))  # type: ignore[arg-type]
+        if not in_warmup():
+            self.logits -= self.config.policy.megatron_cfg.optimizer.lr * leaf.grad
+        return StepMetrics({name: float(value) for name, value in output.sums.items()})
+
+    def logprobs(self, batch: Batch, model: str) -> Batch:
+        import torch
+
+        table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).numpy()
+        values = table[np.array(batch["tokens"]) % SIZE]
+        entropy = np.full_like(values, -(np.exp(table) * table).sum())
+        return Batch({"lengths": batch["lengths"], "logprobs": values, "entropy": entropy}, batch.scalars)
+
+    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
+        return merge_step_metrics(parts)
+
+    def merge_rows(self, parts: list[Batch]) -> Batch:
+        return parts[0]
+
+    def snapshot_reference(self) -> None:
+        self.reference = self.logits.clone()
+
+    def reset_optimizer(self) -> None:
+        pass
+
+    def send_weights(self, version: int) -> Any:
+        return self.end.send(version)
+
+    def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        content = {"logits": self.logits.tolist(), "reference": self.reference.tolist()}
+        (Path(directory) / "logits.json").write_text(json.dumps(content))
+
+    def load_checkpoint(self, directory: str) -> dict[str, Json]:
+        import torch
+
+        content = json.loads((Path(directory) / "logits.json").read_text())
+        self.logits.copy_(torch.tensor(content["logits"]))
+        self.reference = torch.tensor(content["reference"])
+        return {}
+
+
+class UnigramGenerator(UnigramWorker):
+    """One engine step makes one token of every running request, drawn by the request's seed and the token's place."""
+
+    def setup(self, address: str) -> None:
+        super().setup(address)
+        self.version = 0
+        self.running: dict[int, dict[str, Any]] = {}
+
+    def generate(self, batch: Batch) -> Generated:
+        if in_warmup():
+            return pack_generated([], 0, 0)
+        generation = self.config.policy.generation
+        assert generation is not None
+        for row, length in enumerate(batch["lengths"].tolist()):
+            if length:
+                names = ("request_ids", "seeds", "max_new_tokens")
+                request, seed, limit = (int(batch[name][row]) for name in names)
+                self.running[request] = {"seed": seed, "limit": limit, "start": length, "made": []}
+        finished: list[FinishedRequest] = []
+        steps = 0
+        while steps < int(batch.scalars["engine_steps"]) and self.running:
+            steps += 1
+            time.sleep(float(self.config.data.task_args.get("engine_step_s", 0.0)))  # type: ignore[arg-type]
+            for request in list(self.running)[: generation.vllm_cfg.max_num_seqs]:
+                if reason := self._step(self.running[request]):
+                    finished.append(self._as_finished(request, reason))
+                    del self.running[request]
+        return pack_generated(finished, len(self.running), steps)
+
+    def _step(self, request: dict[str, Any]) -> str:
+        import torch
+
+        table = torch.log_softmax(self.logits, 0).numpy().astype(np.float64)
+        place = request["start"] + len(request["made"])
+        drawn = np.random.default_rng((request["seed"], place)).random()
+        token = min(int(np.searchsorted(np.cumsum(np.exp(table)), drawn)), SIZE - 1)
+        request["made"].append((token, float(table[token]), self.version))
+        if token == 1 and self.config.policy.generation.forced_lengths is None:  # type: ignore[union-attr]
+            return "stop"
+        return "length" if len(request["made"]) == request["limit"] else ""
+
+    def _as_finished(self, request: int, reason: str) -> FinishedRequest:
+        tokens, logprobs, versions = zip(*self.running[request]["made"], strict=True)
+        return FinishedRequest(request, list(tokens), list(logprobs), list(versions), reason)
+
+    def merge_generated(self, parts: list[Generated]) -> Generated:
+        return merge_generated(parts)
+
+    def abort_requests(self, requests: list[int]) -> int:
+        return sum(self.running.pop(request, None) is not None for request in requests)
+
+    def unfinished_requests(self) -> list[FinishedRequest]:
+        started = [request for request, state in self.running.items() if state["made"]]
+        return [self._as_finished(request, "unfinished") for request in started]
+
+    def receive_weights(self, version: int) -> Any:
+        report = self.end.receive(version)
+        if not in_warmup():
+            self.version = version
+            if self.context.rank == 0:
+                path = Path(self.config.output_dir) / self.config.name / TRUTH
+                with path.open("a") as file:
+                    file.write(json.dumps({"version": version, "logits": self.logits.tolist()}) + "\n")
+        return report
