@@ -1,0 +1,105 @@
+"""Pipeline stages on two GPUs, their edges over NCCL: equal to one process on the CPU, also after a failure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.errors import PhaseError
+from dagrl.layout import ParallelLayout
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Batch, Bucket
+from dagrl.worker_group import Resources, WorkerGroup
+from graphs.pipeline import one_forward_one_backward, pipeline_phase
+from tests.integration.pipeline_stage import MODEL, RecordedStage, ragged_batch, train_in_one_process
+
+pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+STAGES, MICROBATCHES, LENGTH = 2, 4, 64
+RESULT_BYTES = 1 << 15  # less than one microbatch's activations: 2 rows x 64 tokens x 64 features x 8 bytes = 64 KiB
+CPU = dataclasses.replace(MODEL, width=64)
+STEP = pipeline_phase(MICROBATCHES, "nccl")
+SCALARS = {"global_valid_tokens": 1.0, "fail_stage": -1, "fail_microbatch": -1}
+
+
+class GpuStage(RecordedStage):
+    """A stage on the GPU that Ray gave it; what it is handed must lie there too."""
+
+    @staticmethod
+    def environment(config: object) -> dict[str, str]:
+        return {"NCCL_NVLS_ENABLE": "0"}  # multicast, which point-to-point transfers do not use
+
+    def forward(self, activations: torch.Tensor | None, microbatch: int) -> torch.Tensor | None:
+        assert activations is None or activations.is_cuda
+        return super().forward(activations, microbatch)
+
+    def backward(self, gradients: torch.Tensor | None, microbatch: int) -> torch.Tensor | None:
+        assert gradients is None or gradients.is_cuda
+        return super().backward(gradients, microbatch)
+
+
+@pytest.fixture(scope="module")
+def group(cluster: None) -> Iterator[WorkerGroup]:
+    config = dataclasses.replace(CPU, device="cuda")
+    layout = ParallelLayout(dp=1, pp=STAGES)
+    group = WorkerGroup.create("train", GpuStage, layout, config, resources=Resources(num_gpus=1))
+    yield group
+    group.shutdown(5.0)
+
+
+@pytest.fixture(scope="module", params=["compiled", "eager"])
+def scheduler(request: pytest.FixtureRequest, group: WorkerGroup) -> Iterator[Scheduler]:
+    group.reset_tickets([0] * group.layout.world_size)
+    options = SchedulerOptions(executor=request.param, fallback="error", result_bytes=RESULT_BYTES, replay_s=60.0)
+    with Scheduler([group], options) as scheduler:
+        scheduler.add(STEP, buckets=[Bucket(8, LENGTH)], scalars=SCALARS)
+        scheduler.compile()
+        scheduler.warmup()
+        yield scheduler
+
+
+def check_steps(scheduler: Scheduler, group: WorkerGroup, batches: list[Batch]) -> None:
+    """Train from the start on `batches`, and compare with one process on the CPU."""
+    group.call("restart")
+    losses, gradients, weights = train_in_one_process(batches, CPU)
+    for batch, loss, expected in zip(batches, losses, gradients, strict=True):
+        (metrics,) = scheduler.replay(STEP, batch).result()
+        assert metrics.sums["loss"] == pytest.approx(loss, rel=1e-6)
+        found = [gradient for _, _, stage, _ in group.call("recorded") for gradient in stage]
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
+    for one, other in zip([w for *_, stage in group.call("recorded") for w in stage], weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_three_steps_equal_one_process_on_the_cpu(scheduler: Scheduler, group: WorkerGroup) -> None:
+    check_steps(scheduler, group, [ragged_batch(7, LENGTH, seed) for seed in range(3)])
+
+
+def test_the_order_is_1f1b(scheduler: Scheduler, group: WorkerGroup) -> None:
+    scheduler.replay(STEP, ragged_batch(8, LENGTH, 0)).result()
+    for stage, (order, most_held, _, _) in enumerate(group.call("recorded")):
+        assert order == [*one_forward_one_backward(stage, STAGES, MICROBATCHES), ("optimizer_step", 0)]
+        assert most_held == STAGES - stage
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_a_stage_that_fails_is_named_and_the_graph_lives_on(scheduler: Scheduler, group: WorkerGroup, stage: int) -> None:
+    with pytest.raises(PhaseError, match="told to raise") as caught:
+        scheduler.replay(STEP, ragged_batch(8, LENGTH, 0, fail_stage=stage, fail_microbatch=2)).result()
+    assert caught.value.failures[0].node == f"train[{stage}].forward"
+    check_steps(scheduler, group, [ragged_batch(8, LENGTH, 4)])
+
+
+def test_a_pipeline_can_be_torn_down_and_compiled_again(scheduler: Scheduler, group: WorkerGroup) -> None:
+    scheduler.recover()
+    scheduler.warmup()
+    check_steps(scheduler, group, [ragged_batch(8, LENGTH, 5)])

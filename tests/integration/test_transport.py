@@ -1,0 +1,59 @@
+"""A node's transport reaches Ray: NCCL asks for GPUs, which the actors here lack; the eager executor does without."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from dagrl.errors import RunError
+from dagrl.layout import ParallelLayout
+from dagrl.phase import Shard, phase
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.worker_group import WorkerGroup
+from tests.integration.fake_workers import FakeWorker
+
+
+@phase
+def over_nccl(train: Shard, value):
+    first, second = train.stages()
+    return second.map("add_one", first.map("add_one", value).via("nccl"))
+
+
+@phase
+def to_itself(train: Shard, value):
+    first = train[0].map("add_one", value).via("nccl")
+    return train[0].map("add_one", first)
+
+
+@pytest.fixture(scope="module")
+def group(cluster: None) -> Iterator[WorkerGroup]:
+    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=1, pp=2), None)
+    group.role = dataclasses.replace(group.role, transports=frozenset({"shm", "nccl"}))
+    yield group
+    group.shutdown(5.0)
+
+
+def test_an_edge_over_nccl_needs_gpus(group: WorkerGroup) -> None:
+    with Scheduler([group], SchedulerOptions(fallback="error")) as scheduler:
+        scheduler.add(over_nccl, warmup_value=0)
+        with pytest.raises(RunError, match=r"'over_nccl' could not be compiled: .*accelerator"):
+            scheduler.compile()
+
+
+def test_without_gpus_the_phase_runs_eagerly(group: WorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
+    with Scheduler([group], SchedulerOptions(fallback="eager")) as scheduler, caplog.at_level(logging.WARNING):
+        scheduler.add(over_nccl, warmup_value=0)
+        scheduler.compile()
+        assert "runs eagerly" in caplog.text
+        assert scheduler.replay(over_nccl, 40).result() == (42,)
+
+
+def test_a_worker_passes_results_to_itself_without_a_transport(group: WorkerGroup) -> None:
+    group.reset_tickets([0] * group.layout.world_size)
+    with Scheduler([group], SchedulerOptions(fallback="error")) as scheduler:
+        scheduler.add(to_itself, warmup_value=0)
+        scheduler.compile()
+        assert scheduler.replay(to_itself, 40).result() == (42,)
