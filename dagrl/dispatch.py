@@ -8,7 +8,6 @@ will be is guessed from the past completions of its prompt.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -92,20 +91,23 @@ class QuantumSize:
     seconds: float | None = None
     overhead_share: float = 0.01
     step_s: float | None = None
-    overhead_s: float = 0.0
+    overhead_s: float | None = None
 
     def record(self, engine_steps: int, busy_s: float, overhead_s: float) -> None:
         """A quantum of `engine_steps` steps kept the engine busy for `busy_s`, and cost `overhead_s` beside that."""
         if engine_steps < 1:
             return
-        per_step = busy_s / engine_steps
-        self.step_s = per_step if self.step_s is None else 0.9 * self.step_s + 0.1 * per_step
-        self.overhead_s = 0.9 * self.overhead_s + 0.1 * overhead_s
+        self.step_s = _smooth(self.step_s, busy_s / engine_steps)
+        self.overhead_s = _smooth(self.overhead_s, overhead_s)
 
     def next(self) -> int:
         """Engine steps of the next quantum."""
-        if self.seconds is None or not self.step_s:
+        if self.seconds is None or not self.step_s or self.overhead_s is None:
             return self.engine_steps
-        cheap = math.ceil(self.overhead_s / (self.overhead_share * self.step_s))
-        allowed = max(1, int(self.seconds / self.step_s))
-        return min(max(cheap, 1), allowed)
+        cheap = round(self.overhead_s / (self.overhead_share * self.step_s) + 0.49)  # up, but for a rounding error
+        allowed = round(self.seconds / self.step_s - 0.49)
+        return max(min(max(cheap, 1), allowed), 1)
+
+
+def _smooth(before: float | None, value: float) -> float:
+    return value if before is None else 0.9 * before + 0.1 * value

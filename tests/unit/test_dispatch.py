@@ -1,0 +1,116 @@
+"""Which shard gets which request, measured against first in, first out; the size of quanta against what it must keep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
+
+
+def simulate(lengths: list[int], expected: list[float], shards: int, slots: int, *, longest_first: bool) -> list[int]:
+    """Engine steps until each shard is done, if every running request makes one token a step."""
+    loads = [ShardLoad(slots) for _ in range(shards)]
+    waiting = {number: Waiting(number, 0, value) for number, value in enumerate(expected)}
+    left = dict(enumerate(lengths))
+    done, step = [0] * shards, 0
+    while left:
+        for sent in dispatch(list(waiting.values()), loads, longest_first=longest_first):
+            for item in sent:
+                del waiting[item.request_id]
+        step += 1
+        for index, shard in enumerate(loads):
+            for request in list(shard.requests):
+                left[request] -= 1
+                if not left[request]:
+                    del left[request], shard.requests[request]
+                    done[index] = step
+    return done
+
+
+def long_tailed(seed: int, prompts: int = 64, generations: int = 4) -> tuple[list[int], list[float]]:
+    """Lengths of a step's requests, and what the history of their prompts makes of them: its mean of 4 earlier ones."""
+    random = np.random.default_rng(seed)
+    medians = 40 * np.exp(random.normal(size=prompts))
+    drawn = np.clip(medians[:, None] * np.exp(0.5 * random.normal(size=(prompts, 2 * generations))), 1, 1000).astype(int)
+    history = LengthHistory(default=1000)
+    for prompt, lengths in enumerate(drawn[:, generations:].tolist()):
+        for length in lengths:
+            history.record(prompt, length)
+    expected = [history.expected(prompt) for prompt in range(prompts) for _ in range(generations)]
+    return drawn[:, :generations].reshape(-1).tolist(), expected
+
+
+def test_longest_first_ends_sooner_and_more_evenly_than_fifo() -> None:
+    gains, spreads, above = [], [], []
+    for seed in range(10):
+        lengths, expected = long_tailed(seed)
+        ends = {way: simulate(lengths, expected, 4, 8, longest_first=way) for way in (True, False)}
+        gains.append(max(ends[False]) / max(ends[True]))
+        spreads.append(np.ptp(ends[True]) / np.ptp(ends[False]))
+        above.append(max(ends[True]) / max(max(lengths), sum(lengths) / (4 * 8)))
+    assert np.mean(gains) > 1.2, gains
+    assert np.mean(spreads) < 0.8, spreads
+    assert np.mean(above) < 1.1, "against the least that any order needs"
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    expected=st.lists(st.floats(1, 1000), max_size=40),
+    shards=st.integers(1, 4),
+    slots=st.integers(1, 8),
+    longest_first=st.booleans(),
+)
+def test_every_slot_is_used_and_none_twice(expected: list[float], shards: int, slots: int, longest_first: bool) -> None:
+    loads = [ShardLoad(slots) for _ in range(shards)]
+    waiting = [Waiting(number, 0, value) for number, value in enumerate(expected)]
+    sent = dispatch(waiting, loads, longest_first=longest_first)
+    ids = [item.request_id for shard in sent for item in shard]
+    assert len(ids) == len(set(ids)) == min(len(expected), shards * slots)
+    assert [set(load.requests) for load in loads] == [{item.request_id for item in shard} for shard in sent]
+    if longest_first and ids:
+        kept_back = [item.expected for item in waiting if item.request_id not in ids]
+        assert max(kept_back, default=0) <= min(expected[number] for number in ids)
+
+
+def test_earlier_cohorts_go_first_whatever_their_length() -> None:
+    waiting = [Waiting(1, cohort=1, expected=100), Waiting(2, cohort=0, expected=1)]
+    assert dispatch(waiting, [ShardLoad(1)])[0][0].request_id == 2
+
+
+def test_the_docstrings_example() -> None:
+    waiting = [Waiting(number, 0, value) for number, value in enumerate((9.0, 5.0, 4.0))]
+    for longest_first, lengths in ((True, [[9, 5][:1], [5, 4]]), (False, [[9, 4], [5]])):
+        sent = dispatch(waiting, [ShardLoad(2), ShardLoad(2)], longest_first=longest_first)
+        assert [[item.expected for item in shard] for shard in sent] == lengths
+
+
+def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
+    history = LengthHistory(default=64)
+    assert history.expected("a") == 64
+    history.record("a", 10)
+    history.record("a", 20)
+    history.record("b", 60)
+    assert [history.expected(key) for key in ("a", "b", "c")] == [15, 60, 30]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step_s", "overhead_s", "expected"),
+    [
+        (None, 0.01, 0.001, 16),  # no bound: the configured size
+        (1.0, 0.01, 0.0002, 2),  # 0.2 ms is 1 % of two steps of 10 ms
+        (1.0, 0.01, 0.002, 20),
+        (0.1, 0.01, 0.002, 10),  # the bound on time wins
+        (0.001, 0.01, 0.002, 1),  # but one step there must be
+    ],
+)
+def test_quantum_size(seconds: float | None, step_s: float, overhead_s: float, expected: int) -> None:
+    size = QuantumSize(16, seconds)
+    assert size.next() == 16
+    for _ in range(100):
+        size.record(8, 8 * step_s, overhead_s)
+    assert size.next() == expected
+    if seconds is not None and expected > 1:
+        assert expected * step_s <= seconds + 1e-9
