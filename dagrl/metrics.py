@@ -10,6 +10,7 @@ TIMING = "timing/"  # seconds of a phase in the step; `timing/total` is the step
 IDLE = "idle/"  # share of the step, 0 to 1, in which the workers of a role ran no phase
 STALENESS = "staleness/"  # policy versions between a token and the step that trains on it
 DROPPED = "dropped/"  # groups given up since the run began, by reason
+SPANS = frozenset({TIMING + "total", TIMING + "exposed_generation"})  # these contain phases, and are not phases themselves
 VALIDATION = "validation/"  # measured on held-out data, on some steps only
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import DataError
-from dagrl.metrics import TIMING, VALIDATION
+from dagrl.metrics import SPANS, TIMING, VALIDATION
 from dagrl.record import read_metrics
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _time_panel(axis: Axes, stages: Sequence[Stage]) -> None:
     """Seconds of each step, one band a phase, the costliest at the bottom; what no phase accounts for on top."""
     steps = np.concatenate([np.array(stage.steps) for stage in stages])
     total = _joined(stages, TIMING + "total")
-    names = {name for stage in stages for name in stage.columns if name.startswith(TIMING)} - {TIMING + "total"}
+    names = {name for stage in stages for name in stage.columns if name.startswith(TIMING)} - SPANS
     phases = sorted(((name, _joined(stages, name)) for name in names), key=lambda phase: (-phase[1].sum(), phase[0]))
     shown, rest = phases[: len(PHASE_COLORS)], phases[len(PHASE_COLORS) :]
     other = np.maximum(total - sum((seconds for _, seconds in shown), np.zeros_like(total)), 0)

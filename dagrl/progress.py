@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dagrl.config import LoggerConfig
-from dagrl.metrics import TIMING, VALIDATION
+from dagrl.metrics import SPANS, TIMING, VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,11 @@ def _headline(training: Training) -> str:
 
 def _phases(metrics: Mapping[str, float]) -> str:
     """Time per phase of a step, the costliest first."""
-    phases = [(name.removeprefix(TIMING), value) for name, value in metrics.items() if name.startswith(TIMING)]
+    phases = [
+        (name.removeprefix(TIMING), value)
+        for name, value in metrics.items()
+        if name.startswith(TIMING) and name not in SPANS
+    ]
     ordered = sorted((item for item in phases if item[0] != "total"), key=lambda item: -item[1])
     return "  ".join(f"{name} {value:.2f} s" for name, value in ordered)
 

@@ -40,19 +40,24 @@ class Split:
 
 @dataclass(frozen=True)
 class ReplayTiming:
-    """Seconds of one replay: from submit to result, and the compute on its longest path; the rest is overhead.
+    """When a replay was submitted and its result read (`time.perf_counter`), and the compute on its longest path.
 
     `padding_share` is None where the input was not a batch.
     """
 
-    seconds: float
+    started: float
+    finished: float
     busy_s: float
     padding_share: float | None
 
     @property
-    def overhead_s(self) -> float:
-        """Time that no worker of the longest path was computing."""
-        return max(0.0, self.seconds - self.busy_s)
+    def seconds(self) -> float:
+        """From submit to result."""
+        return self.finished - self.started
+
+    def overhead_s(self, free: float = 0.0) -> float:
+        """Time in which no worker of the longest path was computing, since `free`, when its workers ended what came before."""
+        return max(0.0, self.finished - max(self.started, free) - self.busy_s)
 
 
 class Replay:
@@ -104,7 +109,7 @@ class Replay:
         busy_s = max(packet.busy_s for outputs in packets for packet in outputs)
         outputs = [self._merge([packet.value for packet in column]) for column in zip(*packets, strict=True)]
         self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        self.timing = ReplayTiming(time.perf_counter() - self._started, busy_s, self._padding_share)
+        self.timing = ReplayTiming(self._started, time.perf_counter(), busy_s, self._padding_share)
 
     def fail(self, error: Exception) -> None:
         """Take the error (called by the scheduler)."""

@@ -62,6 +62,7 @@ class Session:
     saved_step: int = 0
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
     timings: list[tuple[tuple[str, ...], ReplayTiming]] = field(default_factory=list)
+    free: dict[str, float] = field(default_factory=dict)  # when each role's last replay was read
     savers: list[Callable[[Path], None]] = field(default_factory=list)
 
     def replay(self, name: str, value: object) -> Any:
@@ -93,19 +94,19 @@ class Session:
         times = self.clock.lap()
         total = times[TIMING + "total"]
         counted, self.timings = self.timings, []
-        timings = [timing for _, timing in counted]
-        overhead = sum(timing.overhead_s for timing in timings)
-        batches = [timing.padding_share for timing in timings if timing.padding_share is not None]
-        replays = len(timings)
+        batches = [timing.padding_share for _, timing in counted if timing.padding_share is not None]
         busy = {group.role.name: 0.0 for group in self.groups}
+        overhead = 0.0
         for roles, timing in counted:
+            overhead += timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
             for role in roles:
                 busy[role] += timing.busy_s
+                self.free[role] = timing.finished
         return {
             **times,
             **{f"{IDLE}{role}": max(0.0, 1.0 - seconds / total) for role, seconds in busy.items()},
             "tokens_per_second": tokens / total,
-            "replays": float(replays),
+            "replays": float(len(counted)),
             "replay_overhead_s": overhead,
             "padding_share": sum(batches) / len(batches) if batches else 0.0,
         }
