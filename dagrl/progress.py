@@ -211,13 +211,9 @@ def _headline(training: Training) -> str:
 
 def _phases(metrics: Mapping[str, float]) -> str:
     """Time per phase of a step, the costliest first."""
-    phases = [
-        (name.removeprefix(TIMING), value)
-        for name, value in metrics.items()
-        if name.startswith(TIMING) and name not in SPANS
-    ]
-    ordered = sorted((item for item in phases if item[0] != "total"), key=lambda item: -item[1])
-    return "  ".join(f"{name} {value:.2f} s" for name, value in ordered)
+    phases = [item for item in metrics.items() if item[0].startswith(TIMING) and item[0] not in SPANS]
+    ordered = sorted(phases, key=lambda item: -item[1])
+    return "  ".join(f"{name.removeprefix(TIMING)} {value:.2f} s" for name, value in ordered)
 
 
 def _seconds(seconds: float) -> str:

@@ -56,7 +56,7 @@ class ReplayTiming:
         return self.finished - self.started
 
     def overhead_s(self, free: float = 0.0) -> float:
-        """Time in which no worker of the longest path was computing, since `free`, when its workers ended what came before."""
+        """Time with no worker of the longest path computing, after `free`, when its workers had ended what came before."""
         return max(0.0, self.finished - max(self.started, free) - self.busy_s)
 
 
