@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ class Effort:
     """How long to measure: `rounds` turns of at most `samples` steps or `seconds`, after `warmup` steps each."""
 
     rounds: int = 4
-    samples: int = 150
+    samples: int = 200
     seconds: float = 0.5
     warmup: int = 10
 
@@ -41,14 +41,13 @@ class Timing:
         return Timing(round(float(middle), 1), round(float(late), 1), round(float(high - low), 1), len(samples))
 
 
-def side_by_side(steps: Sequence[Step], inputs: Callable[[Step], object], effort: Effort) -> dict[str, Timing]:
-    """A timing for each variant; `inputs` gives what each is called with."""
+def side_by_side(steps: Sequence[Step], inputs: Mapping[str, object], effort: Effort) -> dict[str, Timing]:
+    """A timing for each variant; `inputs` is what each is called with."""
     samples: dict[str, list[float]] = {step.variant: [] for step in steps}
-    arguments = {step.variant: inputs(step) for step in steps}
     for _ in range(effort.rounds):
         for step in steps:
             with step.awake():
-                samples[step.variant] += _turn(step.run, arguments[step.variant], effort)
+                samples[step.variant] += _turn(step.run, inputs[step.variant], effort)
     return {variant: Timing.of(taken) for variant, taken in samples.items()}
 
 

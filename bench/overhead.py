@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
     base = QUICK_PLAN if options.quick else Plan()
     plan = Plan(
@@ -66,45 +66,53 @@ def run(options: argparse.Namespace) -> int:
         hosts=options.hosts,
         effort=base.effort,
     )
-    report = Report(measure(plan), command_line())
+    keep = (lambda rows: Report(rows, command_line()).write(options.json)) if options.json else (lambda rows: None)
+    report = Report(measure(plan, keep), command_line())
     for shape in plan.shapes:
         print_table(report, shape)
-    if options.json:
-        report.write(options.json)
     if options.plot:
         plot(report, options.plot)
-    return 0
 
 
-def measure(plan: Plan) -> list[Row]:
-    """All rows of a plan, on a cluster of its own."""
+def measure(plan: Plan, so_far: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+    """All rows of a plan, on a cluster of its own; `so_far` is called whenever there are more."""
     rows: list[Row] = []
     with bench_cluster(plan.hosts) as host_resources:
         actors = Actors.start(max(plan.workers), host_resources)
         for workers in plan.workers:
             for shape in plan.shapes:
                 rows += _measure_shape(plan, shape, workers, actors.first(workers))
+                so_far(rows)
     return rows
 
 
 def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors) -> list[Row]:
-    """One shape on some workers: compiled once for its largest sizes, measured at each."""
-    scatter = shape == "scatter-gather"
-    cases = [(size, SMALL) for size in plan.payloads] if scatter else [(SMALL, SMALL)]
-    if shape == "multiple args":
-        cases += [(size, SMALL) for size in (MIB,) if size in plan.payloads]
-    if scatter:
-        cases += [(SMALL, size) for size in plan.results]
+    """One shape on some workers, compiled once for each size of results."""
     rows: list[Row] = []
-    largest = max(size for size, _ in cases), max(size for _, size in cases)
-    with steps(shape, actors, plan.variants, *largest) as made:
-        for payload_bytes, result_bytes in cases:
-            actors.set_result(result_bytes)
-            value = payload(payload_bytes)
-            timings = side_by_side(made, lambda step: argument(shape, step.variant, workers, value), plan.effort)  # noqa: B023
-            what = {"workers": workers, "hosts": plan.hosts, "payload_bytes": payload_bytes, "result_bytes": result_bytes}
-            rows += [as_row(timing, variant=variant, shape=shape, **what) for variant, timing in timings.items()]
+    for result_bytes, payloads in _cases(plan, shape).items():
+        actors.set_result(result_bytes)
+        with steps(shape, actors, plan.variants, max(payloads), result_bytes) as made:
+            for payload_bytes in payloads:
+                what = {
+                    "workers": workers,
+                    "hosts": plan.hosts,
+                    "payload_bytes": payload_bytes,
+                    "result_bytes": result_bytes,
+                }
+                value = payload(payload_bytes)
+                inputs = {step.variant: argument(shape, step.variant, workers, value) for step in made}
+                timings = side_by_side(made, inputs, plan.effort)
+                rows += [as_row(timing, variant=variant, shape=shape, **what) for variant, timing in timings.items()]
     return rows
+
+
+def _cases(plan: Plan, shape: str) -> dict[int, tuple[int, ...]]:
+    """For each size of results, the sizes of inputs."""
+    if shape == "scatter-gather":
+        return {SMALL: plan.payloads, **{size: (SMALL,) for size in plan.results}}
+    if shape == "multiple args":
+        return {SMALL: tuple(size for size in plan.payloads if size in (SMALL, MIB))}
+    return {SMALL: (SMALL,)}
 
 
 @contextmanager
@@ -135,14 +143,3 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
-
-
-def main() -> int:
-    """`python -m bench.overhead`."""
-    parser = argparse.ArgumentParser(prog="bench.overhead", description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    return run(parser.parse_args())
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

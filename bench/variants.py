@@ -200,7 +200,8 @@ def _dagrl(executor: Any) -> Callable[[str, Actors, int, int], Made]:
         count = len(mine)
         layout = ParallelLayout(dp=count) if shape == "multiple args" else ParallelLayout(tp=count)
         group = WorkerGroup.from_actors(mine, layout)
-        returned = (payload_bytes if shape == "chain" else result_bytes * count) + ENVELOPE
+        # small results are joined on the workers, into one list that must fit
+        returned = {"chain": payload_bytes, "multiple args": result_bytes}.get(shape, result_bytes * count) + ENVELOPE
         scheduler = Scheduler(
             [group],
             SchedulerOptions(

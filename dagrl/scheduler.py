@@ -119,7 +119,6 @@ class Scheduler:
             input_bytes=input_bytes or channel_bytes(phase, buckets, scalars, warmup_value),
             result_bytes=result_bytes or self.options.result_bytes,
             max_in_flight=self.options.max_in_flight,
-            arity=self.options.arity,
             compile_s=self.options.compile_s,
             replay_s=self.options.replay_s,
             teardown_s=self.options.teardown_s,

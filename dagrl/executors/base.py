@@ -28,7 +28,6 @@ class Limits:
     input_bytes: int
     result_bytes: int
     max_in_flight: int
-    arity: int  # workers behind one input leader
     compile_s: float
     replay_s: float
     teardown_s: float

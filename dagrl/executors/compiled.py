@@ -6,7 +6,7 @@ What the engine imposes, and how it is kept here (docs/runtime.md tells the whol
   input that would not fit is refused by the scheduler, a result by the worker.
 - One live graph an actor is the default; actors made by `WorkerGroup` have a thread for each of several graphs.
 - Each graph would start an actor, a whole process, only to stand for the driver as a reader; all of ours share one.
-- Large graphs get their input through leaders, one for each `arity` workers, so that the driver's channel has few readers.
+- Ray's shared-memory channels poll, grow and leave semaphores behind; `edge.py` has ours, of a fixed size.
 - `teardown` of a hung graph waits for ever; ours has a deadline, then kills the graph's actors.
 """
 
@@ -29,7 +29,7 @@ from ray.experimental.channel import ChannelContext
 from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
 from dagrl.executors.edge import EdgeType
 from dagrl.executors.gather import Gathering
-from dagrl.executors.node import relay, run_node
+from dagrl.executors.node import run_node
 from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
 
@@ -46,13 +46,12 @@ class CompiledGraph:
         self._phase = graph.phase
         self._limits = limits
         self._actors = _distinct(actors)
-        self._gathering = Gathering.of(graph)
+        self._gathering = Gathering.of(graph, limits.result_bytes)
         graph = self._gathering.graph
-        relays = _leaders(graph, limits.arity)
         settings = (limits.result_bytes, bool(accelerated(graph)))
         ray.get([actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors], timeout=limits.compile_s)
         with _driver_context(limits), _one_driver_proxy():
-            self._dag = _bind(graph, actors, limits, relays).experimental_compile(
+            self._dag = _bind(graph, actors, limits).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
             )
 
@@ -96,33 +95,20 @@ class CompiledExecutor:
         return CompiledGraph(graph, actors, limits)
 
 
-def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, relays: dict[int, int]) -> Any:
-    """The Ray DAG: an `__ray_call__` of `run_node` a node, and relays on the leaders."""
+def _bind(graph: PhaseGraph, actors: Actors, limits: Limits) -> Any:
+    """The Ray DAG: an `__ray_call__` of `run_node` a node."""
     inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
     results = EdgeType(limits.result_bytes, limits.max_in_flight)
     with InputNode() as start:
         start.type_hint = inputs
-        hubs = {}
-        for leader in sorted(set(relays.values())):
-            hubs[leader] = _actor(graph, actors, leader).__ray_call__.bind(relay, start)
-            hubs[leader].type_hint = inputs
         bound: list[Any] = []
         for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
-            entry = hubs[relays[node.number]] if node.number in relays else start
-            packets = [entry if source is None else bound[source] for source in packet_sources(node)]
+            packets = [start if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
             bound[-1].type_hint = results
             if call.accelerated:
                 bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
-
-
-def _leaders(graph: PhaseGraph, arity: int) -> dict[int, int]:
-    """Node -> the node whose worker leads it, for nodes that read the input; empty when few enough to read it directly."""
-    readers = [node.number for node in graph.nodes if node.reads_input]
-    if len(readers) <= arity:
-        return {}
-    return {number: readers[place - place % arity] for place, number in enumerate(readers)}
 
 
 def _actor(graph: PhaseGraph, actors: Actors, number: int) -> ActorHandle:

@@ -19,7 +19,7 @@ class EagerGraph:
     """A graph replayed as one actor call a node."""
 
     def __init__(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> None:
-        self._gathering = Gathering.of(graph)
+        self._gathering = Gathering.of(graph, limits.result_bytes)
         graph = self._gathering.graph
         self._steps: list[tuple[ActorHandle, NodeCall, tuple[int | None, ...]]] = [
             (actors[node.worker.role][node.worker.position], call, packet_sources(node))

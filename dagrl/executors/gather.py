@@ -1,7 +1,7 @@
 """Where the parts of an output that is a list are put together: on the workers, in a tree, or in the driver.
 
 A tree costs a hop a level and copies large parts at each of them; reading every part in the driver costs the driver some
-microseconds a part, one after the other. So a short list is read part by part, a long one as a tree.
+10 us a part, one after the other. So lists that are short, or whose parts are large, are read part by part.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from dagrl.executors.packet import Packet
 from dagrl.graph import Node, NodeRef, PhaseGraph
 
-DRIVER_PARTS = 16
-"""The longest list that the driver puts together itself."""
+DRIVER_PARTS = 8
+"""The longest list of small parts that the driver puts together itself: with 8 workers that is as fast as a tree, with 32 a
+tree takes three quarters of the time (docs/scaling.md)."""
+
+LARGE_BYTES = 4 << 20
+"""A phase whose results may be larger than this is taken to have large parts."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,11 @@ class Gathering:
     parts: tuple[int, ...]  # 0: the output as it is
 
     @staticmethod
-    def of(graph: PhaseGraph) -> Gathering:
-        """Take the short lists out of `graph`."""
+    def of(graph: PhaseGraph, result_bytes: int) -> Gathering:
+        """Take the lists that the driver makes out of `graph`, whose nodes have results of up to `result_bytes`."""
+        longest = DRIVER_PARTS if result_bytes <= LARGE_BYTES else len(graph.nodes)
         leaves = [_leaves(graph, number) for number in graph.outputs]
-        short = [len(parts) if len(parts) <= DRIVER_PARTS else 0 for parts in leaves]
+        short = [len(parts) if len(parts) <= longest else 0 for parts in leaves]
         outputs = [
             number
             for output, parts, count in zip(graph.outputs, leaves, short, strict=True)

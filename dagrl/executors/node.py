@@ -168,11 +168,6 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     return Packet(header, value, busy_s + (time.perf_counter() - started if started else 0.0), failures)
 
 
-def relay(worker: HasState, packet: Packet) -> Packet:
-    """Pass a packet on; a leader's share in fanning an input out."""
-    return packet
-
-
 def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     header = packets[0].header
     start_ns = time.time_ns()
