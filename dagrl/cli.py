@@ -1,4 +1,5 @@
-"""The `dagrl` command: `dagrl train CONFIG [a.b=c ...]`, `dagrl inspect CONFIG [--phase P] [-o F]`, `dagrl doctor`.
+"""The `dagrl` command: `dagrl train CONFIG [a.b=c ...]`, `dagrl inspect CONFIG [--phase P] [-o F]`,
+`dagrl bench SUITE [...]`, `dagrl doctor`.
 
 Subcommands import what they need when they run, so that `dagrl --help` answers at once. Exit codes: 0 done, 1 the run
 failed, 2 something the user can mend, 130 interrupted.
@@ -7,6 +8,7 @@ failed, 2 something the user can mend, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -14,12 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dagrl.errors import DagrlError, UserError
+from dagrl.imports import require_package
 from dagrl.loops.stop import StopRequestedError
 
 if TYPE_CHECKING:
     from dagrl.config import Config
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+BENCHES = ("overhead", "step")
+"""Modules of the package `bench`, each with `add_arguments(parser)` and `run(options)`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--phase", metavar="P", help="only this one of `phases`, such as train_step")
     inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .svg, .mmd or .md file")
     inspect.set_defaults(command=_inspect)
+
+    bench = commands.add_parser("bench", help="measure; `dagrl bench NAME --help` says more")
+    bench.add_argument("name", choices=BENCHES, help="what to measure")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="options of that measurement")
+    bench.set_defaults(command=_bench, debug=False)
 
     doctor = commands.add_parser("doctor", parents=[common], help="say what this machine has, and what is known not to work")
     doctor.set_defaults(command=_doctor)
@@ -111,6 +123,17 @@ def _inspect(options: argparse.Namespace) -> None:
 
     _log("DEBUG" if options.debug else "WARNING")
     sys.stdout.write(inspect_config(load_config(options.config, options.overrides), options.phase, options.output))
+
+
+def _bench(options: argparse.Namespace) -> None:
+    require_package("bench", f"dagrl bench {options.name}", otherwise=" from the repository")
+    module = importlib.import_module(f"bench.{options.name}")
+    parser = argparse.ArgumentParser(
+        prog=f"dagrl bench {options.name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    _log("WARNING")
+    module.run(parser.parse_intermixed_args(options.arguments))
 
 
 def _doctor(options: argparse.Namespace) -> None:

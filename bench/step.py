@@ -1,0 +1,200 @@
+"""Whole GRPO steps: synchronous, asynchronous, and asynchronous with updates in flight, from one seed on equal workers.
+
+    dagrl bench step                                  the setting of bench/step.yaml, minutes on two cores
+    dagrl bench step --json F --plot F [--steps N] [--config YAML] [a.b=c ...]
+
+One session serves all ways: the workers, their graphs and the first weights are the same, and every way trains on the same
+number of groups. Lengths are forced (`policy.generation.forced_lengths`), so that equal seeds make equal work whatever the
+weights are. The first step of each way is left out: it has no step before it to overlap with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.report import Report, command_line
+
+if TYPE_CHECKING:
+    from dagrl.config import Config
+    from dagrl.loops.session import Session
+    from dagrl.rewards import RewardRunner
+
+CONFIG = Path(__file__).with_name("step.yaml")
+Metrics = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row: whether the loop is asynchronous, whether it updates in flight, and the maximal age."""
+
+    name: str
+    enabled: bool = True
+    in_flight: bool = True
+    age: int = 0
+
+
+WAYS = (
+    Way("sync", enabled=False),
+    Way("async, age 1", in_flight=False, age=1),
+    *(Way(f"in flight, age {age}", age=age) for age in (1, 2, 4, 8)),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Means over the steps that count; seconds, shares of 0 to 1, and tokens of prompts and completions trained on."""
+
+    way: str
+    steps: int
+    tokens_per_s: float
+    tokens_per_s_per_worker: float
+    step_s: float
+    exposed_generation_s: float
+    idle_train: float
+    idle_generation: float
+    update_s: float
+    policy_age_mean: float
+    policy_age_max: float
+    speedup: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dagrl bench step`."""
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="another setting, for other machines and models")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
+    parser.add_argument("--steps", type=int, help="steps of each way, the first of which does not count")
+    parser.add_argument("--ways", help=f"some of: {'; '.join(way.name for way in WAYS)} (separated by semicolons)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, write what was asked for."""
+    from dagrl.config_file import load_config
+
+    logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
+    names = [name.strip() for name in options.ways.split(";")] if options.ways else [way.name for way in WAYS]
+    ways = [way for way in WAYS if way.name in names]
+    with tempfile.TemporaryDirectory() as directory:
+        steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
+        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
+        results = measure(config, ways, Path(directory) / "first_weights")
+    print_table(results)
+    if options.json:
+        Report([asdict(result) for result in results], command_line()).write(options.json)
+    if options.plot:
+        plot(results, options.plot)
+
+
+def measure(config: Config, ways: Sequence[Way], first_weights: Path) -> list[Result]:
+    """Every way on one session, each from the first weights."""
+    from dagrl.loops.grpo_step import grpo_plans
+    from dagrl.loops.session import open_session
+    from dagrl.rewards import RewardRunner
+
+    results: list[Result] = []
+    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+        session.train.call("snapshot_reference")
+        session.train.call("save_checkpoint", str(first_weights), {})
+        for way in ways:
+            steps = run_way(session, reward, way, first_weights)
+            results.append(as_result(config, way, steps[1:], results[0] if results else None))
+    return results
+
+
+def run_way(session: Session, reward: RewardRunner, way: Way, first_weights: Path) -> Sequence[Metrics]:
+    """The metrics of each step of one way."""
+    from dagrl.checkpoint import TrainState
+    from dagrl.loops.async_grpo import train_async
+    from dagrl.loops.grpo import train_grpo
+    from dagrl.record import read_metrics
+
+    settings = session.config.grpo.async_grpo.model_copy(
+        update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}
+    )
+    grpo = session.config.grpo.model_copy(update={"async_grpo": settings})
+    session.config = session.config.model_copy(update={"grpo": grpo})
+    session.train.call("load_checkpoint", str(first_weights))
+    session.step, session.state = 0, TrainState(0)
+    before = len(read_metrics(session.paths.metrics))
+    session.lap(tokens=0)
+    (train_async if way.enabled else train_grpo)(session, reward)
+    session.savers.clear()
+    return read_metrics(session.paths.metrics)[before:]
+
+
+def as_result(config: Config, way: Way, steps: Sequence[Metrics], sync: Result | None) -> Result:
+    """One row from the metrics of its steps."""
+    from dagrl.preflight import layouts
+
+    def mean(name: str) -> float:
+        return sum(float(step.get(name, 0.0)) for step in steps) / len(steps)
+
+    seconds = sum(float(step["timing/total"]) for step in steps)
+    rate = sum(float(step["trained_tokens"]) for step in steps) / seconds
+    workers = sum(layout.world_size for layout in layouts(config).values())
+    return Result(
+        way=way.name,
+        steps=len(steps),
+        tokens_per_s=rate,
+        tokens_per_s_per_worker=rate / workers,
+        step_s=mean("timing/total"),
+        exposed_generation_s=mean("timing/exposed_generation"),
+        idle_train=mean("idle/train"),
+        idle_generation=mean("idle/generation"),
+        update_s=mean("timing/refit"),
+        policy_age_mean=mean("staleness/policy_age_mean"),
+        policy_age_max=max(float(step["staleness/policy_age_max"]) for step in steps),
+        speedup=rate / sync.tokens_per_s if sync else 1.0,
+    )
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """The rows, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("way", "tokens/s", "of sync", "step s", "exposed s", "idle train", "idle gen", "update ms", "age", "max")
+    for row in results:
+        table.add_row(
+            row.way,
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.speedup:.2f}x",
+            f"{row.step_s:.2f}",
+            f"{row.exposed_generation_s:.2f}",
+            f"{row.idle_train:.0%}",
+            f"{row.idle_generation:.0%}",
+            f"{row.update_s * 1000:.0f}",
+            f"{row.policy_age_mean:.2f}",
+            f"{row.policy_age_max:.0f}",
+        )
+    Console(width=110).print(table)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Tokens a second, and the idle share of each role, by way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (speed, idle) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    names, places = [row.way for row in results], range(len(results))
+    speed.barh(names, [row.tokens_per_s for row in results], color="#4477aa")
+    speed.set(title="trained tokens a second", xlabel="tokens/s")
+    idle.barh([place - 0.2 for place in places], [row.idle_train for row in results], 0.4, label="train", color="#ee6677")
+    idle.barh(
+        [place + 0.2 for place in places], [row.idle_generation for row in results], 0.4, label="generation", color="#228833"
+    )
+    idle.set(title="idle share of the step", yticks=list(places), yticklabels=names, xlim=(0, 1))
+    idle.legend()
+    for axes in (speed, idle):
+        axes.invert_yaxis()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
