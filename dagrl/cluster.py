@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dagrl.config import ClusterConfig
+from dagrl.errors import RunError
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps POSIX semaphores, not a temporary file of ours
 _SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-")
 """Semaphores that compiled graphs make for each channel buffer, with the maker's process id; a killed one leaves them."""
+
+CHATTY = "ray.dag"
+"""Ray's logger that shows the traceback of a graph whose worker died; the failure is told by our own error."""
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
@@ -34,17 +38,25 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
 
     before = semaphores()
     local = config.address is None
-    ray.init(
-        address=config.address or "local",
-        num_cpus=config.num_cpus if local else None,
-        num_gpus=config.num_gpus if local else None,
-        object_store_memory=config.object_store_memory if local else None,
-        include_dashboard=False if local else None,
-        _temp_dir=config.temp_dir if local else None,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        runtime_env={"env_vars": {**QUIET, **(environment or {})}},
-    )
+    if not logger.isEnabledFor(logging.DEBUG):
+        logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
+    try:
+        ray.init(
+            address=config.address or "local",
+            num_cpus=config.num_cpus if local else None,
+            num_gpus=config.num_gpus if local else None,
+            object_store_memory=config.object_store_memory if local else None,
+            include_dashboard=False if local else None,
+            _temp_dir=config.temp_dir if local else None,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env={"env_vars": {**QUIET, **(environment or {})}},
+        )
+    except Exception as error:  # Ray raises plain exceptions here
+        where = f"join the cluster at {config.address}" if config.address else "start on this machine"
+        raise RunError(
+            f"Ray could not {where}: {error}. Its logs are in session_latest/logs of /tmp/ray (or cluster.temp_dir)"
+        ) from error
     try:
         yield
     finally:

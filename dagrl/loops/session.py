@@ -226,8 +226,9 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
-        stack.enter_context(ray_cluster(config.cluster))
-        stop.listen()
+        with stop.at_once():
+            stack.enter_context(ray_cluster(config.cluster))
+            stop.listen()
         progress.stage(f"Starting {_workers_text(config)}")
         train, generation = _start_groups(config, stack, stop)
         scheduler = stack.enter_context(Scheduler([g for g in (train, generation) if g], _options(config)))
@@ -239,9 +240,9 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
             trace.declare(
                 [DRIVER, *(_process_label(g, rank) for g in session.groups for rank in range(g.layout.world_size))]
             )
-        _compile(session, plans)
-        stop.check()
-        _resume(session)
+        with stop.at_once():
+            _compile(session, plans)
+            _resume(session)
         stack.callback(session.write_trace)
         yield session
 

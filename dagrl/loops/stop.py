@@ -24,6 +24,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self._at_once = False
 
     def check(self) -> None:
         """Raise StopRequestedError if a stop was asked for."""
@@ -36,8 +37,19 @@ class StopSignal:
             for number in SIGNALS:
                 signal.signal(number, self._request)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, the first signal interrupts too: for parts that take long and in which there is nothing to save yet."""
+        self.check()
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested or self._at_once:
+            self.requested = True
             raise KeyboardInterrupt
         self.requested = True
         logger.warning("stopping after this replay; the last finished step is saved (once more to stop at once)")

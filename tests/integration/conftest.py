@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.integration.main_job import Run
     from tests.integration.megatron_pool import MegatronPool
     from tests.integration.vllm_ranks import Ranks
 
@@ -44,3 +45,11 @@ def vllm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm"))))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The GRPO quickstart with few steps, run to its end by the compiled executor."""
+    from tests.integration.main_job import GRPO, SMALL, train
+
+    return train(GRPO, tmp_path_factory.mktemp("small"), "compiled", *SMALL)
