@@ -3,9 +3,9 @@
     dagrl bench step                                  the setting of bench/step.yaml, minutes on two cores
     dagrl bench step --json F --plot F [--steps N] [--config YAML] [a.b=c ...]
 
-One session serves all ways: the workers, their graphs and the first weights are the same, and every way trains on the same
-number of groups. Lengths are forced (`policy.generation.forced_lengths`), so that equal seeds make equal work whatever the
-weights are. The first step of each way is left out: it has no step before it to overlap with.
+One session serves all ways: the workers, their graphs and the first weights are the same. Lengths are forced
+(`policy.generation.forced_lengths`), so that equal seeds make equal work whatever the weights are. Only steady steps
+count: at a maximal age A, the A + 1 steps in which the lead is built up and the last A, in which it is used up, do not.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG, help="another setting, for other machines and models")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
-    parser.add_argument("--steps", type=int, help="steps of each way, the first of which does not count")
+    parser.add_argument("--steps", type=int, help="steps of each way that count")
     parser.add_argument("--ways", help=f"some of: {'; '.join(way.name for way in WAYS)} (separated by semicolons)")
 
 
@@ -103,22 +103,23 @@ def measure(config: Config, ways: Sequence[Way], first_weights: Path) -> list[Re
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(first_weights), {})
         for way in ways:
-            steps = run_way(session, reward, way, first_weights)
-            results.append(as_result(config, way, steps[1:], results[0] if results else None))
+            steps = run_way(config, session, reward, way, first_weights)
+            results.append(as_result(config, way, steps, results[0] if results else None))
     return results
 
 
-def run_way(session: Session, reward: RewardRunner, way: Way, first_weights: Path) -> Sequence[Metrics]:
-    """The metrics of each step of one way."""
+def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, first_weights: Path) -> Sequence[Metrics]:
+    """The metrics of the steps of one way that count."""
     from dagrl.checkpoint import TrainState
     from dagrl.loops.async_grpo import train_async
     from dagrl.loops.grpo import train_grpo
     from dagrl.record import read_metrics
 
-    settings = session.config.grpo.async_grpo.model_copy(
+    settings = config.grpo.async_grpo.model_copy(
         update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}
     )
-    grpo = session.config.grpo.model_copy(update={"async_grpo": settings})
+    steps = config.grpo.max_num_steps + 2 * way.age + 1
+    grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps})
     session.config = session.config.model_copy(update={"grpo": grpo})
     session.train.call("load_checkpoint", str(first_weights))
     session.step, session.state = 0, TrainState(0)
@@ -126,7 +127,8 @@ def run_way(session: Session, reward: RewardRunner, way: Way, first_weights: Pat
     session.lap(tokens=0)
     (train_async if way.enabled else train_grpo)(session, reward)
     session.savers.clear()
-    return read_metrics(session.paths.metrics)[before:]
+    first = before + way.age + 1
+    return read_metrics(session.paths.metrics)[first : first + config.grpo.max_num_steps]
 
 
 def as_result(config: Config, way: Way, steps: Sequence[Metrics], sync: Result | None) -> Result:
@@ -158,9 +160,20 @@ def as_result(config: Config, way: Way, steps: Sequence[Metrics], sync: Result |
 def print_table(results: Sequence[Result]) -> None:
     """The rows, for people."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("way", "tokens/s", "of sync", "step s", "exposed s", "idle train", "idle gen", "update ms", "age", "max")
+    table = Table(
+        Column("way", no_wrap=True),
+        "tokens/s",
+        "of sync",
+        "step s",
+        "exposed s",
+        "idle train",
+        "idle gen",
+        "update ms",
+        "age",
+        "max",
+    )
     for row in results:
         table.add_row(
             row.way,

@@ -1,0 +1,65 @@
+"""What asynchronous GRPO asks of vLLM: recomputed KV caches, a look at unfinished requests, forced lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dagrl.config import Config
+from tests.integration import vllm_calls
+from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
+from tests.integration.vllm_ranks import Engine, Ranks, call, requests
+
+Started = tuple[Engine, list[Path]]
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def started(vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    root = tmp_path_factory.mktemp("async_models")
+    checkpoints = [make_checkpoint(root / str(seed), seed=seed) for seed in range(2)]
+    content = make_config(checkpoints[0], length=256).model_dump()
+    content["grpo"]["async_grpo"] |= {
+        "enabled": True,
+        "in_flight_weight_updates": True,
+        "recompute_kv_cache_after_weight_updates": True,
+    }
+    content["policy"]["generation"]["forced_lengths"] = {"median": 10.0}
+    with vllm_ranks.engine(Config.model_validate(content), 1) as engine:
+        yield engine, checkpoints
+
+
+def test_recomputed_caches_are_those_of_the_new_weights(started: Started) -> None:
+    """After the update every token is what the new weights alone make of the text, not of their predecessors' cache."""
+    engine, checkpoints = started
+    engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)
+    assert len(engine.generate(requests([1, 2], [PROMPT, PROMPT[::-1]], new=12, steps=5))) == 0
+    engine.on_all(vllm_calls.write_weights, checkpoints[1], 1)
+    for row, prompt in zip(engine.run(requests([], [])), (PROMPT, PROMPT[::-1]), strict=True):
+        assert row.versions == [0] * 5 + [1] * 7
+        found = torch.tensor(row.logprobs).double()
+        old, new = (chosen(hf_logprobs(checkpoint, prompt, row.tokens), row.tokens) for checkpoint in checkpoints)
+        assert (found - old)[:5].abs().max() < 1e-5
+        assert (found - new)[5:].abs().max() < 1e-5
+
+
+def test_a_snapshot_is_the_beginning_of_what_follows(started: Started) -> None:
+    engine, _ = started
+    assert len(engine.generate(requests([3, 4], [PROMPT, [7]], new=9, steps=4))) == 0
+    [snapshot] = engine.on_all(call, "unfinished_requests")
+    assert [row.finish_reason for row in snapshot] == ["unfinished"] * 2
+    for partial, row in zip(snapshot, engine.run(requests([], [])), strict=True):
+        assert partial.request_id == row.request_id and len(partial.tokens) == 4
+        assert list(partial.tokens) == list(row.tokens)[:4]
+        assert list(partial.versions) == list(row.versions)[:4]
+        assert list(partial.logprobs) == pytest.approx(list(row.logprobs)[:4], abs=1e-6)
+
+
+def test_forced_lengths_pass_over_the_end_of_a_sequence(started: Started) -> None:
+    engine, _ = started
+    rows = engine.run(requests([10, 11, 12, 13], [PROMPT, [7], [8], [9]], new=200, steps=400))
+    assert [len(row.tokens) for row in rows] == [200] * 4
+    assert {row.finish_reason for row in rows} == {"length"}
