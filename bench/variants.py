@@ -105,10 +105,8 @@ class Actors:
         )
 
     def set_result(self, size: int) -> None:
-        """Make every worker answer with `size` bytes."""
-        _signal(self.flat_pids, signal.SIGCONT)
+        """Make every worker answer with `size` bytes; not while a graph is compiled on them."""
         ray.get([actor.set_result.remote(size) for actor in (*self.flat, *self.compiled, *self.plain)])
-        _signal(self.flat_pids, signal.SIGSTOP)
 
 
 def _start_actor(host: Sequence[str]) -> Any:
