@@ -6,6 +6,8 @@
 One session serves all ways: the workers, their graphs and the first weights are the same. Lengths are forced
 (`policy.generation.forced_lengths`), so that equal seeds make equal work whatever the weights are. Only steady steps
 count: at a maximal age A, the A + 1 steps in which the lead is built up and the last A, in which it is used up, do not.
+The ways are measured in turn, several rounds of them, and the numbers are medians over rounds: other work on the machine
+then disturbs all ways alike.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.report import Report, command_line
@@ -48,9 +51,10 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Result:
-    """Means over the steps that count; seconds, shares of 0 to 1, and tokens of prompts and completions trained on."""
+    """Medians over rounds of means over steps; seconds, shares of 0 to 1, tokens of prompts and completions trained on."""
 
     way: str
+    rounds: int
     steps: int
     tokens_per_s: float
     tokens_per_s_per_worker: float
@@ -71,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
     parser.add_argument("--steps", type=int, help="steps of each way that count")
+    parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
     parser.add_argument("--ways", help=f"some of: {'; '.join(way.name for way in WAYS)} (separated by semicolons)")
 
 
@@ -84,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
-        results = measure(config, ways, Path(directory) / "first_weights")
+        results = measure(config, ways, Path(directory) / "first_weights", options.rounds)
     print_table(results)
     if options.json:
         Report([asdict(result) for result in results], command_line()).write(options.json)
@@ -92,19 +97,22 @@ def run(options: argparse.Namespace) -> None:
         plot(results, options.plot)
 
 
-def measure(config: Config, ways: Sequence[Way], first_weights: Path) -> list[Result]:
-    """Every way on one session, each from the first weights."""
+def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: int) -> list[Result]:
+    """Every way in every round on one session, each time from the first weights."""
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.session import open_session
     from dagrl.rewards import RewardRunner
 
-    results: list[Result] = []
+    measured: dict[Way, list[Sequence[Metrics]]] = {way: [] for way in ways}
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(first_weights), {})
-        for way in ways:
-            steps = run_way(config, session, reward, way, first_weights)
-            results.append(as_result(config, way, steps, results[0] if results else None))
+        for _ in range(rounds):
+            for way in ways:
+                measured[way].append(run_way(config, session, reward, way, first_weights))
+    results: list[Result] = []
+    for way, parts in measured.items():
+        results.append(as_result(config, way, parts, results[0] if results else None))
     return results
 
 
@@ -131,19 +139,19 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, fi
     return read_metrics(session.paths.metrics)[first : first + config.grpo.max_num_steps]
 
 
-def as_result(config: Config, way: Way, steps: Sequence[Metrics], sync: Result | None) -> Result:
-    """One row from the metrics of its steps."""
+def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:
+    """One row from the metrics of its steps in each round; the speed-up is over the first row."""
     from dagrl.preflight import layouts
 
     def mean(name: str) -> float:
-        return sum(float(step.get(name, 0.0)) for step in steps) / len(steps)
+        return median(sum(float(step.get(name, 0.0)) for step in steps) / len(steps) for steps in rounds)
 
-    seconds = sum(float(step["timing/total"]) for step in steps)
-    rate = sum(float(step["trained_tokens"]) for step in steps) / seconds
+    rate = median(_total(steps, "trained_tokens") / _total(steps, "timing/total") for steps in rounds)
     workers = sum(layout.world_size for layout in layouts(config).values())
     return Result(
         way=way.name,
-        steps=len(steps),
+        rounds=len(rounds),
+        steps=len(rounds[0]),
         tokens_per_s=rate,
         tokens_per_s_per_worker=rate / workers,
         step_s=mean("timing/total"),
@@ -152,9 +160,13 @@ def as_result(config: Config, way: Way, steps: Sequence[Metrics], sync: Result |
         idle_generation=mean("idle/generation"),
         update_s=mean("timing/refit"),
         policy_age_mean=mean("staleness/policy_age_mean"),
-        policy_age_max=max(float(step["staleness/policy_age_max"]) for step in steps),
-        speedup=rate / sync.tokens_per_s if sync else 1.0,
+        policy_age_max=max(float(step["staleness/policy_age_max"]) for steps in rounds for step in steps),
+        speedup=rate / first.tokens_per_s if first else 1.0,
     )
+
+
+def _total(steps: Sequence[Metrics], name: str) -> float:
+    return sum(float(step[name]) for step in steps)
 
 
 def print_table(results: Sequence[Result]) -> None:

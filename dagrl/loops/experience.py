@@ -28,6 +28,7 @@ from dagrl.errors import RunError
 from dagrl.function_runner import Answers
 from dagrl.loops.rollout import RolloutGroup, Rollouts, Sample, new_group, request_seeds, samples_of
 from dagrl.loops.session import Session
+from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.metrics import DROPPED, STALENESS, VALIDATION
 from dagrl.preflight import generation_config
@@ -83,6 +84,9 @@ class Experience:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, StopRequestedError):  # a checkpoint will be saved, and the environment can still answer now
+            wait(self.rollouts.pending, self._session.config.environment.timeout_s)
+            self._sort(self.rollouts.settle())
         self._stack.close()
 
     def fill(self) -> None:
