@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from typing_extensions import TypeAliasType
 
+from dagrl.errors import LayoutError
 from dagrl.layout import ParallelLayout
 
 # A named alias: pydantic follows a recursive type only through its name.
@@ -62,6 +63,8 @@ class MegatronConfig(Section):
     tensor_model_parallel_size: PositiveInt = 1
     pipeline_model_parallel_size: PositiveInt = 1
     virtual_pipeline_model_parallel_size: PositiveInt = 1
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None  # None: as many as the stages between
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
     context_parallel_size: PositiveInt = 1
     expert_model_parallel_size: PositiveInt = 1
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -80,11 +83,14 @@ class MegatronConfig(Section):
             ep=self.expert_model_parallel_size,
             etp=self.expert_tensor_parallel_size,
             vpp=self.virtual_pipeline_model_parallel_size,
+            first_stage_layers=self.num_layers_in_first_pipeline_stage,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage,
         )
 
 
 class VllmConfig(Section):
     tensor_parallel_size: PositiveInt = 1
+    expert_parallel_size: PositiveInt = 1  # 1, or tensor_parallel_size: every rank of an engine then holds whole experts
     data_parallel_size: PositiveInt = 1
     max_model_len: PositiveInt | None = None  # None: policy.max_total_sequence_length
     max_num_seqs: PositiveInt = 64
@@ -96,18 +102,24 @@ class VllmConfig(Section):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The generation group's parallel layout."""
-        return ParallelLayout(dp=self.data_parallel_size, tp=self.tensor_parallel_size)
+        """The generation group's parallel layout. Raises LayoutError for experts over a part of an engine's ranks."""
+        ep, tp = self.expert_parallel_size, self.tensor_parallel_size
+        if ep not in (1, tp):
+            raise LayoutError(
+                f"expert_parallel_size is {ep}; an engine spreads experts over all its {tp} ranks, or over none"
+            )
+        return ParallelLayout(dp=self.data_parallel_size, tp=tp, ep=ep, etp=1 if ep > 1 else None)
 
 
 class ForcedLengths(Section):
     """For measurements: completions of lengths drawn from a log-normal distribution, whatever the model says.
 
-    The end of a sequence is ignored, and each request stops at its own length, which its seed decides.
+    The end of a sequence is ignored, and each request stops at its own length, which its prompt and its seed decide.
     """
 
     median: PositiveFloat
-    sigma: NonNegativeFloat = 1.0
+    sigma: NonNegativeFloat = 1.0  # of the logarithm
+    between_prompts: float = Field(default=0.5, ge=0, le=1)  # share of the variance that all requests of a prompt have alike
 
 
 class GenerationConfig(Section):
@@ -158,6 +170,17 @@ class AsyncGrpoConfig(Section):
     in_flight_weight_updates: bool = False  # update between two quanta; off: running requests finish first
     recompute_kv_cache_after_weight_updates: bool = False  # off: running requests go on from the KV cache they have
     on_checkpoint: Literal["save", "regenerate"] = "save"  # what a resumed run does with groups not yet trained on
+
+
+class RefitConfig(Section):
+    """How weights go from train to generation workers."""
+
+    verify: Literal["off", "checksum", "bitwise"] = "off"  # proof, after each refit, that what arrived is what was sent
+    bucket_bytes: PositiveInt | None = None  # of one message; None: 64 to 256 MB, by the size of the model
+    replicate_in_host: bool = True  # a byte goes to a host once, and from there to the others that want it
+    gpus_per_host: PositiveInt = 8  # dagrl inspect: how ranks lie on hosts
+    in_host_gb_per_s: PositiveFloat = 450.0  # dagrl inspect: a link's speed a direction, within a host and between hosts
+    between_hosts_gb_per_s: PositiveFloat = 50.0
 
 
 class RewardShapingConfig(Section):
@@ -302,6 +325,7 @@ class Config(Section):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    refit: RefitConfig = RefitConfig()
     phases: PhasesConfig = PhasesConfig()
     checkpointing: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()

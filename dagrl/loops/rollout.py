@@ -13,6 +13,7 @@ goes on as a new request. Who asks for a refit between two calls of `advance` ge
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.config import ForcedLengths
 from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
 from dagrl.environments import EnvironmentRunner, Reply
 from dagrl.generation import FinishedRequest, Generated
@@ -317,8 +319,7 @@ def new_group(
     generation = generation_config(session.config)
     limits = [generation.max_new_tokens] * len(seeds)
     if generation.forced_lengths is not None:
-        forced = generation.forced_lengths
-        limits = [forced_length(seed, forced.median, forced.sigma, generation.max_new_tokens) for seed in seeds]
+        limits = forced_lengths(generation.forced_lengths, session.config.seed, key, seeds, generation.max_new_tokens)
     episodes = [Episode(prompt, seed, limit) for seed, limit in zip(seeds, limits, strict=True)]
     return RolloutGroup(number, key, episodes, cohort)
 
@@ -340,7 +341,10 @@ def request_slots(max_num_seqs: int) -> int:
     return max(max_num_seqs + 1, int(max_num_seqs * LOOKAHEAD))
 
 
-def forced_length(seed: int, median: float, sigma: float, longest: int) -> int:
-    """The length that a request of this seed is given where lengths are forced: log-normal, 1 to `longest`."""
-    drawn = median * np.exp(sigma * np.random.default_rng((seed, 1)).normal())
-    return int(np.clip(round(drawn), 1, longest))
+def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[int], longest: int) -> list[int]:
+    """Lengths [seeds] that the requests of prompt `key` are given: log-normal, 1 to `longest`."""
+    shared = np.random.default_rng((seed, abs(key), 2)).normal()
+    own = np.array([np.random.default_rng((request, 1)).normal() for request in seeds])
+    spread = math.sqrt(config.between_prompts) * shared + math.sqrt(1 - config.between_prompts) * own
+    lengths: list[int] = np.clip(np.rint(config.median * np.exp(config.sigma * spread)), 1, longest).astype(int).tolist()
+    return lengths
