@@ -20,7 +20,7 @@ from dagrl.imports import did_you_mean
 from dagrl.model_init import load_tokenizer, model_description
 from dagrl.preflight import layouts, load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
-from dagrl.refit.slices import WeightSlice
+from dagrl.refit.summary import LinkSpeeds
 
 if TYPE_CHECKING:
     from dagrl.loops.session import PhasePlan
@@ -90,12 +90,31 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
         return None
     hf_config = model_description(config.policy, len(load_tokenizer(config.policy)))
     sources, destinations = (
-        _shared([describe(config, hf_config, layout, rank) for rank in range(layout.world_size)])
+        [describe(config, hf_config, layout, rank) for rank in range(layout.world_size)]
         for describe, layout in zip(described, layouts(config).values(), strict=True)
         if describe is not None
     )
-    aliases = TIED_HEAD if hf_config.get("tie_word_embeddings") else None
-    return plan_refit(sources, destinations, dtype=config.policy.precision, aliases=aliases)
+    return plan_refit(
+        sources,
+        destinations,
+        dtype=config.policy.precision,
+        aliases=TIED_HEAD if hf_config.get("tie_word_embeddings") else None,
+        bucket_bytes=config.refit.bucket_bytes,
+        hosts=_hosts(config, len(sources), len(destinations)),
+        replicate_in_host=config.refit.replicate_in_host,
+    )
+
+
+def _hosts(config: Config, train: int, generation: int) -> list[int] | None:
+    """The host of each channel rank, when ranks fill hosts in order; None when all fit on one.
+
+    Train and generation workers share no host unless all of them fit on one.
+    """
+    size = config.refit.gpus_per_host
+    if train + generation <= size:
+        return None
+    first = -(-train // size)
+    return [rank // size for rank in range(train)] + [first + rank // size for rank in range(generation)]
 
 
 def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
@@ -136,10 +155,5 @@ def _refit_text(config: Config) -> str:
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
     train = layouts(config)["train"].world_size
-    return f"{plan.summary()}\n  the first {train} ranks are train workers, the others generation workers"
-
-
-def _shared(ranks: Sequence[list[WeightSlice]]) -> list[list[WeightSlice]]:
-    """Equal lists as one object: the planner plans it once."""
-    known: dict[tuple[WeightSlice, ...], list[WeightSlice]] = {}
-    return [known.setdefault(tuple(slices), slices) for slices in ranks]
+    speeds = LinkSpeeds(config.refit.in_host_gb_per_s * 1e9, config.refit.between_hosts_gb_per_s * 1e9)
+    return f"{plan.summary().text(speeds)}\n  the first {train} ranks are train workers, the others generation workers"

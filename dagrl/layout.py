@@ -45,6 +45,8 @@ class ParallelLayout:
     ep: int = 1
     etp: int | None = None  # None: as Megatron, equal to tp
     vpp: int = 1  # virtual pipeline stages a rank
+    first_stage_layers: int | None = None  # of an uneven pipeline; None: as many as the stages between
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp", "pp", "tp", "cp", "ep", "vpp"):
@@ -59,6 +61,43 @@ class ParallelLayout:
             )
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(f"vpp is {self.vpp} but pp is 1; virtual stages need at least two pipeline stages")
+        if self.uneven and self.pp == 1:
+            raise LayoutError("a first or last pipeline stage has layers of its own, but pp is 1; leave them out")
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the first or the last pipeline stage has a number of layers of its own."""
+        return self.first_stage_layers is not None or self.last_stage_layers is not None
+
+    def stage_layers(self, layers: int, pp: int, stage: int = 0) -> range:
+        """The layers of virtual stage `stage` of pipeline rank `pp`, out of `layers`.
+
+        As Megatron-Core's `get_transformer_layer_offset` and `get_num_layers_to_build`: each rank's layers are cut into
+        `vpp` parts, and one part of every rank makes a round. Raises LayoutError when they do not divide.
+        """
+        counts = self._layers_a_rank(layers)
+        if any(count % self.vpp for count in counts):
+            raise LayoutError(
+                f"{layers} layers give the pipeline ranks {counts}, which are not divisible by vpp {self.vpp}; "
+                "choose another virtual_pipeline_model_parallel_size"
+            )
+        first = stage * layers // self.vpp + sum(counts[:pp]) // self.vpp
+        return range(first, first + counts[pp] // self.vpp)
+
+    def _layers_a_rank(self, layers: int) -> list[int]:
+        ends = [count for count in (self.first_stage_layers, self.last_stage_layers) if count is not None]
+        between = self.pp - len(ends)
+        left = layers - sum(ends)
+        if left < 0 or left % max(between, 1) or (not between and left):
+            raise LayoutError(
+                f"{layers} layers are not divisible by pp {self.pp}"
+                + (f" with {ends} on the outer stages" if ends else "")
+                + "; choose another pipeline_model_parallel_size, or num_layers_in_first_pipeline_stage and "
+                "num_layers_in_last_pipeline_stage that leave a multiple"
+            )
+        middle = [left // max(between, 1)] * between
+        first = [] if self.first_stage_layers is None else [self.first_stage_layers]
+        return [*first, *middle, *([] if self.last_stage_layers is None else [self.last_stage_layers])]
 
     @property
     def expert_tp(self) -> int:
@@ -106,4 +145,6 @@ class ParallelLayout:
         sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp, "ep": self.ep, "vpp": self.vpp}
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         words += [f"etp{self.expert_tp}"] if self.expert_tp != self.tp else []
+        words += [f"first{self.first_stage_layers}"] if self.first_stage_layers is not None else []
+        words += [f"last{self.last_stage_layers}"] if self.last_stage_layers is not None else []
         return " ".join(words) or "single"

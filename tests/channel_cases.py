@@ -34,6 +34,7 @@ from tests.unit.weight_reference import (
     vllm_tensors,
     zeros_like,
 )
+from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.weights import vllm_weight_slices
 
@@ -175,7 +176,10 @@ def _refit_plan(size: int) -> tuple[RefitPlan, ParallelLayout]:
     layout = ParallelLayout(dp=half, ep=half)
     sources = [megatron_weight_slices(CONFIG, layout, rank) for rank in range(half)]
     return plan_refit(
-        sources, [vllm_weight_slices(CONFIG, half, rank) for rank in range(half)], dtype="float32", bucket_bytes=20_000
+        sources,
+        [vllm_weight_slices(CONFIG, VllmRank(half, rank)) for rank in range(half)],
+        dtype="float32",
+        bucket_bytes=20_000,
     ), layout
 
 

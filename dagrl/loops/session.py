@@ -297,6 +297,8 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             kind="nccl" if gpus_per_worker(config.cluster) else "gloo",
             timeout_s=config.timeouts.start_s,
             channel_timeout_s=config.timeouts.collective_s,
+            bucket_bytes=config.refit.bucket_bytes,
+            replicate_in_host=config.refit.replicate_in_host,
         )
     session.progress.stage("Warming up")
     if session.generation is not None:

@@ -1,18 +1,23 @@
 """Refit: carrying the train weights into the generation workers, by a plan made once."""
 
-from dagrl.refit.plan import TIED_HEAD, RankPlan, RefitPlan, plan_refit
+from dagrl.refit.moves import RankPlan
+from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.run import RefitReceiver, RefitReport, RefitSender, merge_reports
-from dagrl.refit.slices import Box, WeightSlice
+from dagrl.refit.slices import Box, WeightSlice, expand
+from dagrl.refit.summary import LinkSpeeds, PlanSummary
 
 __all__ = [
     "TIED_HEAD",
     "Box",
+    "LinkSpeeds",
+    "PlanSummary",
     "RankPlan",
     "RefitPlan",
     "RefitReceiver",
     "RefitReport",
     "RefitSender",
     "WeightSlice",
+    "expand",
     "merge_reports",
     "plan_refit",
 ]

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dagrl.errors import RefitPlanError
+from dagrl.refit.quantize import BLOCK
 from dagrl.refit.slices import Box, WeightSlice, intersect, volume
+
+SlicesOfRanks = list[tuple[Sequence[WeightSlice], tuple[int, ...]]]
+"""Distinct descriptions, and the ranks that have each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,15 +26,26 @@ SourceIndex = Mapping[str, Mapping[Box, Replicas]]
 """Parameter name -> box -> who holds it."""
 
 
-@dataclass(eq=False)
-class Piece:
-    """A part of one destination slice that one source can send as a whole."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """A box that one source can send as a whole; one object for all destinations that want it."""
 
+    name: str
     box: Box
     replicas: Replicas
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """A part, and the destination slice that it goes into."""
+
+    part: Part
     target: WeightSlice
-    target_local: Box
-    nbytes: int
+
+    @property
+    def target_local(self) -> Box:
+        """Where in the destination tensor it goes."""
+        return place(self.target, self.part.box)
 
 
 def place(held: WeightSlice, box: Box) -> Box:
@@ -52,51 +67,65 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     return rest
 
 
-def split(box: Box, elements: int) -> Iterator[Box]:
-    """`box` in parts of at most `elements`, cut along its outer dimensions first so that parts stay contiguous."""
+def split(box: Box, elements: int, blocks: bool = False) -> Iterator[Box]:
+    """`box` in parts of at most `elements`, cut along its outer dimensions first so that parts stay contiguous.
+
+    With `blocks` the last two dimensions are cut only between FP8 blocks, and a part has at least one.
+    """
     if volume(box) <= elements:
         yield box
         return
-    dim = next(index for index, (start, stop) in enumerate(box) if stop - start > 1)
+    steps = [BLOCK if blocks and dim >= len(box) - 2 else 1 for dim in range(len(box))]
+    dim = next((dim for dim, (start, stop) in enumerate(box) if stop - start > steps[dim]), None)
+    if dim is None:
+        yield box
+        return
     start, stop = box[dim]
     row = volume(box) // (stop - start)
-    step = max(1, elements // row)
+    step = max(1, elements // row // steps[dim]) * steps[dim]
     for low in range(start, stop, step):
-        yield from split((*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :]), elements)
+        yield from split((*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :]), elements, blocks)
 
 
-def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> list[tuple[Sequence[WeightSlice], tuple[int, ...]]]:
-    """Each list once, with the indices that have it; replicas that pass the same list object are planned once."""
-    members: dict[int, list[int]] = defaultdict(list)
+def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> SlicesOfRanks:
+    """Each description once, with the ranks that have it: replicas are planned once."""
+    objects: dict[int, list[int]] = defaultdict(list)
     for index, slices in enumerate(ranks):
-        members[id(slices)].append(index)
-    return [(ranks[indices[0]], tuple(indices)) for indices in members.values()]
+        objects[id(slices)].append(index)
+    members: dict[tuple[WeightSlice, ...], list[int]] = defaultdict(list)
+    for indices in objects.values():
+        members[tuple(ranks[indices[0]])].extend(indices)
+    return [(slices, tuple(sorted(indices))) for slices, indices in members.items()]
 
 
-def index_sources(sources: Sequence[Sequence[WeightSlice]]) -> SourceIndex:
+def index_sources(sources: SlicesOfRanks) -> SourceIndex:
     """Who holds what."""
     holders: dict[str, dict[Box, dict[int, WeightSlice]]] = defaultdict(lambda: defaultdict(dict))
-    for slices, ranks in distinct_lists(sources):
+    for slices, ranks in sources:
         for held in slices:
             for rank in ranks:
                 holders[held.name][held.box].setdefault(rank, held)
-    return {name: {box: Replicas(tuple(sorted(by)), by) for box, by in boxes.items()} for name, boxes in holders.items()}
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal rank lists as one object: they are compared often
+    index: dict[str, dict[Box, Replicas]] = {}
+    for name, boxes in holders.items():
+        index[name] = {
+            box: Replicas(known.setdefault(key, key), by) for box, by in boxes.items() for key in (tuple(sorted(by)),)
+        }
+    return index
 
 
-def check_parameters(
-    sources: SourceIndex, destinations: Sequence[Sequence[WeightSlice]], aliases: Mapping[str, str]
-) -> None:
+def check_parameters(sources: SourceIndex, destinations: SlicesOfRanks, aliases: Mapping[str, str]) -> None:
     """Both sides have the same parameters, of the same rank and extents.
 
     Raises RefitPlanError naming what only one side has, or the parameter whose shapes differ.
     """
-    wanted: dict[str, list[Box]] = defaultdict(list)
-    for slices, _ in distinct_lists(destinations):
+    wanted: dict[str, set[Box]] = defaultdict(set)
+    for slices, _ in destinations:
         for held in slices:
-            wanted[source_name(held.name, sources, aliases)].append(held.box)
+            wanted[source_name(held.name, sources, aliases)].add(held.box)
     _check_names(set(sources), set(wanted))
     for name, boxes in wanted.items():
-        has, wants = _extents(sources[name]), _extents(boxes)
+        has, wants = extents(sources[name]), extents(boxes)
         if has != wants:
             raise RefitPlanError(
                 f"parameter {name!r} is {has} in the sources but {wants} in the destinations; both sides must be described "
@@ -120,7 +149,7 @@ def _check_names(held: set[str], wanted: set[str]) -> None:
             )
 
 
-def _extents(boxes: Iterable[Box]) -> tuple[tuple[int, int], ...]:
+def extents(boxes: Iterable[Box]) -> Box:
     """The smallest box around `boxes`; of dimensions where they differ in number, none."""
     around: list[tuple[int, int]] | None = None
     for box in boxes:
@@ -133,30 +162,44 @@ def _extents(boxes: Iterable[Box]) -> tuple[tuple[int, int], ...]:
     return tuple(around or ())
 
 
-def cover(held: WeightSlice, sources: SourceIndex, name: str, itemsize: int, limit: int) -> list[Piece]:
-    """The pieces that make up destination slice `held`, each of at most `limit` bytes.
+def cover(held: WeightSlice, sources: SourceIndex, name: str, limit: int) -> list[Part]:
+    """The parts that make up destination slice `held`, each of at most `limit` elements.
 
-    Raises RefitPlanError naming the parameter and the box that no source holds.
+    Raises RefitPlanError naming the parameter and the box that no source holds, or an edge inside an FP8 block.
     """
-    pieces: list[Piece] = []
+    parts: list[Part] = []
     remaining = [held.box]
     for box, replicas in sources[name].items():
         rest: list[Box] = []
-        for part in remaining:
-            both = intersect(part, box)
+        for region in remaining:
+            both = intersect(region, box)
             if both is None:
-                rest.append(part)
+                rest.append(region)
                 continue
-            rest.extend(subtract(part, both))
-            for piece in split(both, max(1, limit // itemsize)):
-                pieces.append(Piece(piece, replicas, held, place(held, piece), volume(piece) * itemsize))
+            rest.extend(subtract(region, both))
+            parts.extend(Part(name, part, replicas) for part in split(both, limit, held.scales is not None))
         remaining = rest
         if not remaining:
-            return pieces
-    raise RefitPlanError(
-        f"parameter {name!r}: no source holds {remaining[0]}, a part of {held.box} that the destination tensor "
-        f"{held.tensor!r} wants; the sources hold {sorted(sources[name])[:8]}"
-    )
+            break
+    if remaining:
+        raise RefitPlanError(
+            f"parameter {name!r}: no source holds {remaining[0]}, a part of {held.box} that the destination tensor "
+            f"{held.tensor!r} wants; the sources hold {sorted(sources[name])[:8]}"
+        )
+    if held.scales is not None:
+        _check_blocks(name, [held.box, *(part.box for part in parts)], extents(sources[name]))
+    return parts
+
+
+def _check_blocks(name: str, boxes: Iterable[Box], around: Box) -> None:
+    """Every edge is one of FP8 blocks, or the end of the parameter."""
+    for box in boxes:
+        for (start, stop), (_, end) in zip(box[-2:], around[-2:], strict=True):
+            if start % BLOCK or (stop % BLOCK and stop != end):
+                raise RefitPlanError(
+                    f"parameter {name!r}: a shard from {start} to {stop} ends inside an FP8 block of {BLOCK}; choose tensor "
+                    f"parallel sizes of both sides whose shards of it ({end}) are multiples of {BLOCK}"
+                )
 
 
 def prove_covered(slices: Sequence[WeightSlice], pieces: Sequence[Piece]) -> None:
@@ -167,6 +210,8 @@ def prove_covered(slices: Sequence[WeightSlice], pieces: Sequence[Piece]) -> Non
     by_tensor: dict[str, list[tuple[Box, WeightSlice]]] = defaultdict(list)
     for held in slices:
         by_tensor[held.tensor].append((held.local, held))
+        if held.scales is not None:
+            by_tensor[held.scales.tensor].append((held.scales.local, held))
     for tensor, boxes in by_tensor.items():
         _prove_disjoint(tensor, boxes)
     written: dict[int, list[tuple[Box, WeightSlice]]] = defaultdict(list)
@@ -174,6 +219,8 @@ def prove_covered(slices: Sequence[WeightSlice], pieces: Sequence[Piece]) -> Non
         written[id(piece.target)].append((piece.target_local, piece.target))
     for held in slices:
         boxes = written[id(held)]
+        if len(boxes) == 1 and boxes[0][0] == held.local:
+            continue
         _prove_disjoint(held.tensor, boxes)
         elements = sum(volume(box) for box, _ in boxes)
         inside = all(intersect(box, held.local) == box for box, _ in boxes)

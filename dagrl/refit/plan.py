@@ -1,8 +1,8 @@
 """The plan of a refit: who sends which box to whom, in which bucket and in which order; made once, replayed for ever.
 
-Boxes of both sides are intersected, one source is chosen for each piece among the ranks that hold it, pieces are packed
-into buckets, and buckets are ordered in rounds in which no receiver hears from two senders and no sender serves two
-receivers. Ranks here are channel ranks: sources come first, then destinations.
+Boxes of both sides are intersected, one source is chosen for each part among the ranks that hold it, parts are packed into
+buckets, and buckets are ordered in rounds in which no rank hears from two senders and none serves two receivers. Ranks here
+are channel ranks: sources come first, then destinations.
 
     plan = plan_refit(train_slices, generation_slices, dtype="bfloat16")
     print(plan.summary())
@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit.cover import (
+    Part,
     Piece,
+    SlicesOfRanks,
     SourceIndex,
     check_parameters,
     cover,
@@ -28,124 +30,49 @@ from dagrl.refit.cover import (
     prove_covered,
     source_name,
 )
-from dagrl.refit.schedule import choose_sources, order_rounds
-from dagrl.refit.slices import Box, WeightSlice, volume
+from dagrl.refit.moves import ITEM_BYTES, Move, RankPlan, TransferBucket, aligned, message_bytes
+from dagrl.refit.quantize import FP8, in_blocks
+from dagrl.refit.schedule import Block, Pair, Placement, Position, choose_routes, make_blocks, order_rounds
+from dagrl.refit.slices import Box, Scales, WeightSlice, volume
+from dagrl.refit.summary import PlanSummary
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = (64 << 20, 256 << 20)
+"""Smallest and largest default bucket: large models take large ones, for some hundred rounds instead of thousands."""
+
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 """Alias for models with tied embeddings: a destination that keeps a head of its own gets the embedding."""
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "int64": 8,
-    "int32": 4,
-    "uint8": 1,
-}
-ALIGNMENT = 16  # bytes; views of every dtype into a bucket start at a multiple of it
+CASTABLE = ("float64", "float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One box of a parameter on its way: from a box of a source tensor into a box of a destination tensor.
-
-    `dtype` is that of the source and of the wire; a destination of another floating-point dtype casts what it receives.
-    """
-
-    name: str
-    box: Box
-    dtype: str
-    source: str
-    source_local: Box
-    target: str
-    target_local: Box
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire."""
-        return volume(self.box) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferBucket:
-    """Moves that go from `source` to `destination` as one message of `nbytes`, in round `round`."""
+@dataclass(frozen=True, eq=False, slots=True)
+class PlannedBucket:
+    """Blocks that go from `source` to `destination` as one message of `nbytes`, in round `round`."""
 
     round: int
     source: int
     destination: int
-    moves: tuple[Move, ...]
+    blocks: tuple[Block, ...]
     nbytes: int
 
 
-def bucket_offsets(moves: Sequence[Move]) -> list[int]:
-    """Byte offset of each move in its bucket."""
-    offsets = [0]
-    for move in moves[:-1]:
-        offsets.append(offsets[-1] + _aligned(move.nbytes))
-    return offsets
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What one channel rank does in a refit, in order. `digest` is the whole plan's, equal on all ranks."""
-
-    rank: int
-    size: int
-    digest: str
-    sends: tuple[TransferBucket, ...]
-    receives: tuple[TransferBucket, ...]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory for packed buckets: two of the largest."""
-        return 2 * max((bucket.nbytes for bucket in (*self.sends, *self.receives)), default=0)
-
-
-@dataclass(frozen=True)
-class PlanSummary:
-    """Bytes of a plan. `pairs` maps (source, destination) to bytes; `sent` and `received` have one entry a rank."""
-
-    pairs: Mapping[tuple[int, int], int]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    staging_bytes: int
-    rounds: int
-    buckets: int
-
-    def __str__(self) -> str:
-        lines = [
-            f"refit of {_mb(sum(self.received))} from {len(self.sent)} to {len(self.received)} ranks, "
-            f"{self.buckets} buckets in {self.rounds} rounds, at most {_mb(self.staging_bytes)} of staging a rank",
-            f"sent by a rank: {_spread(self.sent)}; received by a rank: {_spread(self.received)}",
-        ]
-        lines += [f"  {source:>4} -> {to:<4} {_mb(count):>12}" for (source, to), count in sorted(self.pairs.items())]
-        return "\n".join(lines)
-
-
-def _mb(count: int) -> str:
-    return f"{count / 1e6:,.3f} MB"
-
-
-def _spread(counts: Sequence[int]) -> str:
-    mean = sum(counts) / len(counts)
-    return f"{_mb(min(counts))} to {_mb(max(counts))}, largest over mean {max(counts) / mean if mean else 1:.3f}"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RefitPlan:
     """A whole refit. `sources` and `destinations` count the ranks of each side; `buckets` are in the order of rounds."""
 
     sources: int
     destinations: int
     digest: str
-    buckets: tuple[TransferBucket, ...]
+    buckets: tuple[PlannedBucket, ...]
+    hosts: tuple[int, ...]
+    _pieces: Mapping[int, Mapping[Part, Sequence[Piece]]] = field(repr=False)  # of each destination's channel rank
+    _dtype: str = field(repr=False)
+    _of_rank: dict[int, list[PlannedBucket]] = field(repr=False, default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        for bucket in self.buckets:
+            self._of_rank[bucket.source].append(bucket)
+            self._of_rank[bucket.destination].append(bucket)
 
     @property
     def size(self) -> int:
@@ -153,24 +80,48 @@ class RefitPlan:
         return self.sources + self.destinations
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The part of channel rank `rank`."""
+        """The part of channel rank `rank`; only now its moves are made."""
         if not 0 <= rank < self.size:
             raise RefitPlanError(f"rank {rank} is outside a refit of {self.size} ranks")
-        sends = tuple(bucket for bucket in self.buckets if bucket.source == rank)
-        receives = tuple(bucket for bucket in self.buckets if bucket.destination == rank)
+        mine = [self._transfer(bucket) for bucket in self._of_rank.get(rank, ())]
+        sends = tuple(bucket for bucket in mine if bucket.source == rank)
+        receives = tuple(bucket for bucket in mine if bucket.destination == rank)
         return RankPlan(rank, self.size, self.digest, sends, receives)
 
     def summary(self) -> PlanSummary:
-        """Bytes per pair, balance, staging memory."""
-        pairs: dict[tuple[int, int], int] = defaultdict(int)
-        sent, received, largest = [0] * self.sources, [0] * self.destinations, 0
+        """Bytes per pair and link, balance, staging memory."""
+        pairs: dict[Pair, int] = defaultdict(int)
         for bucket in self.buckets:
             pairs[bucket.source, bucket.destination] += bucket.nbytes
-            sent[bucket.source] += bucket.nbytes
-            received[bucket.destination - self.sources] += bucket.nbytes
-            largest = max(largest, bucket.nbytes)
         rounds = 1 + max((bucket.round for bucket in self.buckets), default=-1)
-        return PlanSummary(dict(pairs), tuple(sent), tuple(received), 2 * largest, rounds, len(self.buckets))
+        largest = max((bucket.nbytes for bucket in self.buckets), default=0)
+        return PlanSummary(dict(pairs), self.sources, self.destinations, 2 * largest, rounds, len(self.buckets), self.hosts)
+
+    def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
+        moves = tuple(
+            self._move(bucket.source, piece)
+            for block in bucket.blocks
+            for part in block.parts
+            for piece in self._pieces[bucket.destination][part]
+        )
+        relay = bucket.source >= self.sources
+        return TransferBucket(bucket.round, bucket.source, bucket.destination, moves, bucket.nbytes, relay)
+
+    def _move(self, sender: int, piece: Piece) -> Move:
+        part, target = piece.part, piece.target
+        relayed = self._pieces[sender][part][0].target if sender >= self.sources else None
+        held = relayed or part.replicas.slices[sender]
+        return Move(
+            target.name,
+            part.box,
+            _wire_dtype(part, target, self._dtype),
+            held.tensor,
+            place(held, part.box),
+            target.tensor,
+            piece.target_local,
+            _scales_of(target, part.box),
+            _scales_of(relayed, part.box) if relayed else None,
+        )
 
 
 def plan_refit(
@@ -178,118 +129,202 @@ def plan_refit(
     destinations: Sequence[Sequence[WeightSlice]],
     *,
     dtype: str,
-    dtypes: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
+    hosts: Sequence[int] | None = None,
+    replicate_in_host: bool = True,
 ) -> RefitPlan:
     """Plan the transfer of every box that `destinations[i]` describe from the ranks `sources[j]` that hold it.
 
-    `dtype` is the dtype of the source tensors (`float32`, `bfloat16`, ...), `dtypes` exceptions by parameter name. `aliases`
-    maps a destination's parameter to the one that feeds it where the sources lack its own name (`TIED_HEAD`). Ranks that
-    hold the same may pass one list object, which is then planned once.
+    `dtype` is that of source tensors whose slices name none (`float32`, `bfloat16`, ...). `aliases` maps a destination's
+    parameter to the one that feeds it where the sources lack its own name (`TIED_HEAD`). `hosts` has the host of each
+    channel rank; then sources on the same host are preferred, and with `replicate_in_host` a byte goes to each other host
+    once, to one of the ranks there that want it, which passes it on to the rest.
 
     Raises RefitPlanError naming the parameter when only one side has it, when shapes differ, when a part of it is held by
-    no source, or when an element would be written twice.
+    no source, when an element would be written twice, when dtypes cannot be cast, or when FP8 blocks would be cut.
     """
-    _check_dtypes([dtype, *(dtypes or {}).values()])
-    index = index_sources(sources)
-    check_parameters(index, destinations, aliases or {})
-    maker = _Planner(index, dtype, dtypes or {}, aliases or {}, bucket_bytes)
-    wanted = [(maker.pieces(slices), ranks) for slices, ranks in distinct_lists(destinations)]
-    chosen = choose_sources(wanted, len(sources), bucket_bytes)
-    pairs = {
-        (source, len(sources) + to): maker.fill_buckets(source, pieces) for (source, to), pieces in sorted(chosen.items())
-    }
-    sizes = {pair: [nbytes for _, nbytes in buckets] for pair, buckets in pairs.items()}
-    buckets = tuple(
-        TransferBucket(number, source, to, *pairs[source, to][position])
-        for number, source, to, position in order_rounds(sizes)
-    )
-    _check_complete(wanted, buckets, len(sources))
-    digest = _digest(buckets, len(sources), len(destinations))
-    return RefitPlan(len(sources), len(destinations), digest, buckets)
+    if hosts is not None and len(hosts) != len(sources) + len(destinations):
+        raise RefitPlanError(
+            f"{len(hosts)} hosts were given for a refit of {len(sources) + len(destinations)} ranks; one each"
+        )
+    held, wanted = distinct_lists(sources), distinct_lists(destinations)
+    index = index_sources(held)
+    check_parameters(index, wanted, aliases or {})
+    most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
+    limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // 128), BUCKET_BYTES[1])
+    placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
+    maker = _Planner(index, wanted, len(sources), dtype, aliases or {}, limit, placement)
+    buckets = maker.buckets()
+    pieces = {len(sources) + rank: maker.pieces[number] for number, (_, ranks) in enumerate(wanted) for rank in ranks}
+    digest = _digest(held, wanted, buckets, (dtype, aliases, limit, replicate_in_host))
+    return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), pieces, dtype)
 
 
-def _check_dtypes(names: Sequence[str]) -> None:
-    for name in names:
-        if name not in ITEM_BYTES:
-            raise RefitPlanError(f"dtype {name!r} cannot be sent in a refit; known are {', '.join(ITEM_BYTES)}")
-
-
-@dataclass(frozen=True)
 class _Planner:
-    """What the steps of `plan_refit` share."""
+    """The steps of `plan_refit`."""
 
-    index: SourceIndex
-    dtype: str
-    dtypes: Mapping[str, str]
-    aliases: Mapping[str, str]
-    bucket_bytes: int
-    moves: dict[tuple[int, int], Move] = field(default_factory=dict)  # by the identities of piece and source slice
+    def __init__(
+        self,
+        index: SourceIndex,
+        wanted: SlicesOfRanks,
+        sources: int,
+        dtype: str,
+        aliases: Mapping[str, str],
+        limit: int,
+        placement: Placement | None,
+    ) -> None:
+        self._index, self._sources, self._dtype = index, sources, dtype
+        self._aliases, self._limit, self._placement = aliases, limit, placement
+        self._ranks_of = [tuple(sources + rank for rank in ranks) for _, ranks in wanted]
+        self._list_of = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
+        self._covers: dict[tuple[str, Box, bool], list[Part]] = {}
+        self._nbytes: dict[Part, int] = {}  # aligned
+        self._exact: dict[Part, int] = {}
+        self.pieces = [self._pieces_of(slices) for slices, _ in wanted]
 
-    def pieces(self, slices: Sequence[WeightSlice]) -> list[Piece]:
-        """The proved pieces of one destination rank."""
-        pieces: list[Piece] = []
+    def _pieces_of(self, slices: Sequence[WeightSlice]) -> dict[Part, list[Piece]]:
+        """The proved pieces of one destination description, by part."""
+        pieces: dict[Part, list[Piece]] = defaultdict(list)
         for held in slices:
-            name = source_name(held.name, self.index, self.aliases)
-            pieces.extend(cover(held, self.index, name, ITEM_BYTES[self._dtype(name)], self.bucket_bytes))
-        prove_covered(slices, pieces)
-        return pieces
+            for part in self._parts_of(held):
+                pieces[part].append(Piece(part, held))
+        prove_covered(slices, [piece for some in pieces.values() for piece in some])
+        return dict(pieces)
 
-    def _dtype(self, name: str) -> str:
-        return self.dtypes.get(name, self.dtype)
+    def _parts_of(self, held: WeightSlice) -> list[Part]:
+        """The parts that make up a slice; destinations that want the same box share them."""
+        name = source_name(held.name, self._index, self._aliases)
+        key = (name, held.box, held.scales is not None)
+        parts = self._covers.get(key)
+        if parts is None:
+            source = next(iter(next(iter(self._index[name].values())).slices.values()))
+            wire = _check_dtypes(source, held, self._dtype)
+            limit = self._limit - (self._limit // 2048 if held.scales else 0)  # room for the scales
+            parts = self._covers[key] = cover(held, self._index, name, max(1, limit // ITEM_BYTES[wire]))
+            for part in parts:
+                self._exact[part] = message_bytes(part.box, wire, held.scales is not None)
+                self._nbytes[part] = aligned(self._exact[part])
+        return parts
 
-    def fill_buckets(self, source: int, pieces: Sequence[Piece]) -> list[tuple[tuple[Move, ...], int]]:
-        """Buckets of one pair, `(moves, bytes)`, each of at most `bucket_bytes`."""
-        buckets: list[tuple[tuple[Move, ...], int]] = []
-        moves: list[Move] = []
+    def buckets(self) -> tuple[PlannedBucket, ...]:
+        """Buckets of all pairs, in rounds."""
+        lists: dict[Part, list[int]] = defaultdict(list)
+        for number, pieces in enumerate(self.pieces):
+            for part in pieces:
+                lists[part].append(number)
+        keys: dict[tuple[int, ...], tuple[int, ...]] = {}
+        wanted_by = {part: keys.setdefault(key, key) for part, numbers in lists.items() for key in (tuple(numbers),)}
+        replicas = {key: sum(len(self._ranks_of[number]) for number in key) for key in keys}
+        blocks = make_blocks(wanted_by, self._nbytes, replicas, self._limit)
+        routes = choose_routes(blocks, self._ranks_of, self._sources, self._limit, self._placement)
+        filled = {pair: self._fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
+        relayed, after = self._relays(filled, routes.relays)
+        filled |= relayed
+        sizes = {pair: [nbytes for _, nbytes in buckets] for pair, buckets in filled.items()}
+        ordered = tuple(
+            PlannedBucket(number, source, to, *filled[source, to][position])
+            for number, source, to, position in order_rounds(sizes, after)
+        )
+        self._check_complete(ordered)
+        return ordered
+
+    def _fill(self, pair: Pair, blocks: Sequence[Block]) -> list[tuple[tuple[Block, ...], int]]:
+        """Buckets of one pair, `(blocks, bytes)`, each of at most `limit` bytes."""
+        buckets: list[tuple[Block, ...]] = []
+        some: list[Block] = []
         end = 0
-        for piece in pieces:
-            if moves and _aligned(end) + piece.nbytes > self.bucket_bytes:
-                buckets.append((tuple(moves), end))
-                moves, end = [], 0
-            moves.append(self._move(source, piece))
-            end = _aligned(end) + piece.nbytes
-        return [*buckets, (tuple(moves), end)]
+        for block in blocks:
+            nbytes = self._aligned_bytes(pair[1], block)
+            if some and end + nbytes > self._limit:
+                buckets.append(tuple(some))
+                some, end = [], 0
+            some.append(block)
+            end += nbytes
+        return [(chosen, self._message_bytes(pair[1], chosen)) for chosen in [*buckets, tuple(some)]]
 
-    def _move(self, source: int, piece: Piece) -> Move:
-        """The piece as sent by `source`; ranks that hold it alike share one object."""
-        held = piece.replicas.slices[source]
-        move = self.moves.get((id(piece), id(held)))
-        if move is None:
-            move = self.moves[id(piece), id(held)] = Move(
-                piece.target.name,
-                piece.box,
-                self._dtype(held.name),
-                held.tensor,
-                place(held, piece.box),
-                piece.target.tensor,
-                piece.target_local,
-            )
-        return move
+    def _aligned_bytes(self, rank: int, block: Block) -> int:
+        """Bytes of a block for one destination; through an alias it may want a part in two places."""
+        if not self._aliases:
+            return block.nbytes
+        pieces = self.pieces[self._list_of[rank]]
+        return sum(self._nbytes[part] * len(pieces[part]) for part in block.parts)
+
+    def _message_bytes(self, rank: int, blocks: Sequence[Block]) -> int:
+        """Bytes of a message: all parts aligned, but nothing after the last."""
+        last = blocks[-1].parts[-1]
+        return sum(self._aligned_bytes(rank, block) for block in blocks) - self._nbytes[last] + self._exact[last]
+
+    def _relays(
+        self, filled: Mapping[Pair, Sequence[tuple[tuple[Block, ...], int]]], relays: Mapping[Pair, Sequence[Block]]
+    ) -> tuple[dict[Pair, list[tuple[tuple[Block, ...], int]]], dict[Position, Position]]:
+        """For each bucket that a leader gets, one of what others on its host want of it; and which waits for which."""
+        followers: dict[int, dict[int, set[int]]] = defaultdict(dict)
+        for (leader, rank), blocks in relays.items():
+            followers[leader][rank] = {id(block) for block in blocks}
+        out: dict[Pair, list[tuple[tuple[Block, ...], int]]] = defaultdict(list)
+        after: dict[Position, Position] = {}
+        for (source, leader), buckets in filled.items():
+            for position, (blocks, _) in enumerate(buckets):
+                for rank, wants in followers.get(leader, {}).items():
+                    some = [block for block in blocks if id(block) in wants]
+                    if some:
+                        after[leader, rank, len(out[leader, rank])] = (source, leader, position)
+                        out[leader, rank].append((tuple(some), self._message_bytes(rank, some)))
+        return dict(out), after
+
+    def _check_complete(self, buckets: Sequence[PlannedBucket]) -> None:
+        """Every part that a destination wants is in exactly one of its buckets."""
+        planned: dict[int, int] = defaultdict(int)
+        for bucket in buckets:
+            planned[bucket.destination] += sum(len(block.parts) for block in bucket.blocks)
+        for number, ranks in enumerate(self._ranks_of):
+            for rank in ranks:
+                parts = len(self.pieces[number])
+                assert planned[rank] == parts, f"rank {rank}: {planned[rank]} of {parts} parts planned"
 
 
-def _check_complete(
-    wanted: Sequence[tuple[list[Piece], tuple[int, ...]]], buckets: Sequence[TransferBucket], sources: int
-) -> None:
-    """Every piece of every destination rank is in exactly one bucket."""
-    planned: dict[int, int] = defaultdict(int)
-    for bucket in buckets:
-        planned[bucket.destination - sources] += len(bucket.moves)
-    for pieces, ranks in wanted:
-        for rank in ranks:
-            assert planned[rank] == len(pieces), f"destination {rank}: {planned[rank]} of {len(pieces)} pieces planned"
+def _item_bytes(dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise RefitPlanError(f"dtype {dtype!r} cannot be sent in a refit; known are {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]
 
 
-def _digest(buckets: Sequence[TransferBucket], sources: int, destinations: int) -> str:
+def _check_dtypes(source: WeightSlice, target: WeightSlice, dtype: str) -> str:
+    """The dtype on the wire. Raises RefitPlanError for one that the destination's cannot be made from."""
+    sent = source.dtype or dtype
+    _item_bytes(sent)
+    wanted = target.dtype or sent
+    if target.scales is not None and wanted == FP8 and sent in CASTABLE:
+        return FP8
+    if (sent != wanted and not (sent in CASTABLE and wanted in CASTABLE)) or (target.scales is not None):
+        hint = "without scales " if FP8 in (sent, wanted) and target.scales is None else ""
+        raise RefitPlanError(
+            f"parameter {target.name!r} is {sent} in the sources and cannot become the {wanted} {hint}of tensor "
+            f"{target.tensor!r}; {', '.join(CASTABLE)} are cast into each other, and into FP8 that has scales"
+        )
+    return sent
+
+
+def _wire_dtype(part: Part, target: WeightSlice, dtype: str) -> str:
+    return FP8 if target.scales is not None else next(iter(part.replicas.slices.values())).dtype or dtype
+
+
+def _scales_of(held: WeightSlice, box: Box) -> Scales | None:
+    """Where the scales of `box`, a part of `held`, lie."""
+    if held.scales is None:
+        return None
+    blocks = WeightSlice(held.name, in_blocks(held.box), held.scales.tensor, held.scales.local)
+    return Scales(held.scales.tensor, place(blocks, in_blocks(box)))
+
+
+def _digest(held: SlicesOfRanks, wanted: SlicesOfRanks, buckets: Sequence[PlannedBucket], options: object) -> str:
     """Equal for equal plans, in every process."""
-    digest = hashlib.sha256(f"{sources} {destinations}".encode())
-    texts: dict[int, bytes] = {}  # moves are shared by the replicas of a destination
+    digest = hashlib.sha256(repr(options).encode())
+    for slices, ranks in (*held, *wanted):
+        digest.update(repr(ranks).encode())
+        for one in slices:
+            digest.update(f"{one.name} {one.box} {one.tensor} {one.local} {one.dtype} {one.scales}".encode())
     for bucket in buckets:
-        digest.update(f"{bucket.round} {bucket.source} {bucket.destination}".encode())
-        for move in bucket.moves:
-            text = texts.get(id(move))
-            if text is None:
-                text = texts[id(move)] = hashlib.md5(repr(move).encode(), usedforsecurity=False).digest()
-            digest.update(text)
+        digest.update(f"{bucket.round} {bucket.source} {bucket.destination} {bucket.nbytes}".encode())
     return digest.hexdigest()[:16]

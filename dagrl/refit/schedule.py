@@ -1,117 +1,223 @@
-"""Which replica sends each piece, and in which order buckets go: the two choices of a refit that decide its speed."""
+"""Which replica sends each part, who passes it on, in which order buckets go: what decides a refit's speed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dagrl.refit.cover import Piece
+from dagrl.refit.cover import Part
 
 Pair = tuple[int, int]
-"""(source, destination)"""
+"""(sender, receiver), as channel ranks"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """Pieces that the same sources hold, chosen as one: large messages, and few choices even for the largest models."""
+    """Parts that the same sources hold and the same destinations want, chosen as one: large messages, and few choices.
 
-    ranks: tuple[int, ...]
-    order: int
-    pieces: tuple[Piece, ...]
+    `lists` are the indices of the distinct destination descriptions that want it.
+    """
+
+    holders: tuple[int, ...]
+    lists: tuple[int, ...]
+    parts: tuple[Part, ...]
     nbytes: int
 
 
-def choose_sources(
-    wanted: Sequence[tuple[list[Piece], tuple[int, ...]]], sources: int, bucket_bytes: int
-) -> dict[Pair, list[Piece]]:
-    """One source for each piece of each destination, so that sources send about equally many bytes.
+@dataclass(frozen=True)
+class Placement:
+    """Where channel ranks are: the host of each, and whether a byte crosses between hosts once for each host."""
 
-    `wanted` has the pieces of each distinct destination and the destination ranks that want them. Blocks are given away
-    largest first, to the source with the least to send so far; a source that does not yet send to the destination counts
-    as having a little more, so that small pieces do not open new pairs.
+    hosts: tuple[int, ...]
+    replicate_in_host: bool
+
+
+@dataclass
+class Routes:
+    """Blocks that each pair carries, in order. `relays` go from a destination to others on its host, after it has them."""
+
+    direct: dict[Pair, list[Block]] = field(default_factory=lambda: defaultdict(list))
+    relays: dict[Pair, list[Block]] = field(default_factory=lambda: defaultdict(list))
+
+
+def make_blocks(
+    parts: Mapping[Part, tuple[int, ...]], nbytes: Mapping[Part, int], replicas: Mapping[tuple[int, ...], int], limit: int
+) -> list[Block]:
+    """Parts in blocks of at most `limit` bytes, and small enough that each holder may get several.
+
+    `parts` has the destination lists that want each, `replicas` the destination ranks of some lists.
     """
-    load = [0] * sources
-    taken: dict[Pair, list[Block]] = defaultdict(list)
-    offers = [(block, rank) for pieces, ranks in wanted for block in _blocks(pieces, bucket_bytes) for rank in ranks]
-    received = {rank: sum(piece.nbytes for piece in pieces) for pieces, ranks in wanted for rank in ranks}
-    for block, destination in sorted(offers, key=lambda offer: -offer[0].nbytes):
-        new_pair = min(bucket_bytes // 4, received[destination] // 64)
-
-        def cost(source: int, to: int = destination, new_pair: int = new_pair) -> tuple[int, int]:
-            return load[source] + (0 if (source, to) in taken else new_pair), (source - to) % sources
-
-        source = min(block.ranks, key=cost)
-        load[source] += block.nbytes
-        taken[source, destination].append(block)
-    return {pair: _in_order(blocks) for pair, blocks in taken.items()}
-
-
-def _in_order(blocks: list[Block]) -> list[Piece]:
-    return [piece for block in sorted(blocks, key=lambda block: block.order) for piece in block.pieces]
-
-
-def _blocks(pieces: Sequence[Piece], bucket_bytes: int) -> list[Block]:
-    """Pieces grouped by who holds them, cut so that each holder may get several blocks, none above a bucket."""
-    groups: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        groups[piece.replicas.ranks].append(piece)
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Part]] = defaultdict(list)
+    for part, lists in parts.items():
+        groups[part.replicas.ranks, lists].append(part)
     blocks: list[Block] = []
-    for ranks, group in groups.items():
-        total = sum(piece.nbytes for piece in group)
-        limit = min(bucket_bytes, -(-total // (4 * len(ranks)))) if len(ranks) > 1 else bucket_bytes
-        for part in _cut(group, limit):
-            blocks.append(Block(ranks, len(blocks), tuple(part), sum(piece.nbytes for piece in part)))
+    for (holders, lists), group in groups.items():
+        choices = max(len(holders), replicas[lists])
+        total = sum(nbytes[part] for part in group)
+        most = min(limit, -(-total // (4 * choices))) if choices > 1 else limit
+        blocks.extend(
+            Block(holders, lists, tuple(some), sum(nbytes[part] for part in some)) for some in _cut(group, nbytes, most)
+        )
     return blocks
 
 
-def _cut(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
-    part: list[Piece] = []
+def _cut(parts: Sequence[Part], nbytes: Mapping[Part, int], limit: int) -> Iterator[list[Part]]:
+    some: list[Part] = []
     filled = 0
-    for piece in pieces:
-        if part and filled + piece.nbytes > limit:
-            yield part
-            part, filled = [], 0
-        part.append(piece)
-        filled += piece.nbytes
-    if part:
-        yield part
+    for part in parts:
+        if some and filled + nbytes[part] > limit:
+            yield some
+            some, filled = [], 0
+        some.append(part)
+        filled += nbytes[part]
+    if some:
+        yield some
 
 
-def order_rounds(sizes: Mapping[Pair, Sequence[int]]) -> Iterator[tuple[int, int, int, int]]:
-    """Buckets in rounds, as (round, source, destination, position within the pair).
+def choose_routes(
+    blocks: Sequence[Block], ranks_of: Sequence[Sequence[int]], sources: int, limit: int, placement: Placement | None
+) -> Routes:
+    """One source for each block of each destination, so that sources send about equally many bytes.
 
-    `sizes` has the bytes of each pair's buckets. In a round every source and every destination has at most one bucket;
-    those with the most left come first, so that the busiest link is never idle while it could work.
+    `ranks_of` has the channel ranks of each destination list. Blocks are given away largest first, to the source with the
+    least to send so far, one on the destination's host if there is one. A source that does not yet send to the destination
+    counts as having a little more, so that small blocks do not open new pairs.
     """
-    waiting: dict[int, dict[int, int]] = defaultdict(dict)  # destination -> source -> next position
+    chooser = _Chooser(blocks, ranks_of, sources, limit, placement)
+    for block in sorted(blocks, key=lambda block: -block.nbytes):
+        chooser.route(block)
+    order = {id(block): index for index, block in enumerate(blocks)}
+    for pairs in (chooser.routes.direct, chooser.routes.relays):
+        for chosen in pairs.values():
+            chosen.sort(key=lambda block: order[id(block)])
+    return chooser.routes
+
+
+class _Chooser:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        ranks_of: Sequence[Sequence[int]],
+        sources: int,
+        limit: int,
+        placement: Placement | None,
+    ) -> None:
+        self.routes = Routes()
+        self._ranks_of, self._sources, self._placement = ranks_of, sources, placement
+        wanted: dict[int, int] = defaultdict(int)
+        for block in blocks:
+            for rank in self._receivers(block):
+                wanted[rank] += block.nbytes
+        self._new_pair = {rank: min(limit // 4, count // 64) for rank, count in wanted.items()}
+        self._load: dict[int, int] = defaultdict(int)  # bytes a source sends, or a destination receives from other hosts
+        self._near: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def _receivers(self, block: Block) -> list[int]:
+        return [rank for index in block.lists for rank in self._ranks_of[index]]
+
+    def route(self, block: Block) -> None:
+        """Give every destination of `block` a sender."""
+        receivers = self._receivers(block)
+        if self._placement is None or not self._placement.replicate_in_host:
+            for rank in receivers:
+                self._send(block, rank)
+            return
+        hosts: dict[int, list[int]] = defaultdict(list)
+        for rank in receivers:
+            hosts[self._placement.hosts[rank]].append(rank)
+        for host, ranks in hosts.items():
+            if self._holders_on(block.holders, host):
+                for rank in ranks:
+                    self._send(block, rank)
+            else:
+                self._send_once(block, ranks)
+
+    def _send_once(self, block: Block, ranks: Sequence[int]) -> None:
+        """One of `ranks`, the one that hears least from other hosts so far, gets the block and passes it on."""
+        leader = min(ranks, key=lambda rank: (self._load[rank], rank))
+        self._load[leader] += block.nbytes
+        self._send(block, leader)
+        for rank in ranks:
+            if rank != leader:
+                self.routes.relays[leader, rank].append(block)
+
+    def _send(self, block: Block, to: int) -> None:
+        holders = block.holders
+        if self._placement is not None and len(holders) > 1:
+            holders = self._holders_on(holders, self._placement.hosts[to]) or holders
+        source = holders[0]
+        if len(holders) > 1:
+            load, direct, new_pair, count = self._load, self.routes.direct, self._new_pair[to], self._sources
+
+            def cost(source: int) -> tuple[int, int]:
+                return load[source] + (0 if (source, to) in direct else new_pair), (source - to) % count
+
+            source = min(holders, key=cost)
+        self._load[source] += block.nbytes
+        self.routes.direct[source, to].append(block)
+
+    def _holders_on(self, holders: tuple[int, ...], host: int) -> tuple[int, ...]:
+        assert self._placement is not None
+        found = self._near.get((holders, host))
+        if found is None:
+            found = tuple(rank for rank in holders if self._placement.hosts[rank] == host)
+            self._near[holders, host] = found
+        return found
+
+
+Position = tuple[int, int, int]
+"""(sender, receiver, position among the buckets of the pair)"""
+
+
+def order_rounds(
+    sizes: Mapping[Pair, Sequence[int]], after: Mapping[Position, Position] | None = None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Buckets in rounds, as (round, sender, receiver, position within the pair).
+
+    `sizes` has the bytes of each pair's buckets. In a round every rank sends at most one bucket and receives at most one;
+    those with the most left come first, so that the busiest link is never idle while it could work. A bucket in `after`
+    waits for a round later than that of the bucket it is given.
+    """
+    after = after or {}
+    waiting: dict[int, dict[int, int]] = defaultdict(dict)  # receiver -> sender -> next position
     to_send: dict[int, int] = defaultdict(int)
     to_receive: dict[int, int] = defaultdict(int)
-    for (source, destination), buckets in sizes.items():
-        waiting[destination][source] = 0
-        to_send[source] += sum(buckets)
-        to_receive[destination] += sum(buckets)
+    for (sender, receiver), buckets in sizes.items():
+        waiting[receiver][sender] = 0
+        to_send[sender] += sum(buckets)
+        to_receive[receiver] += sum(buckets)
+    done: dict[Position, int] = {}
     number = 0
     while waiting:
         busy: set[int] = set()
-        for destination in sorted(waiting, key=lambda rank: (-to_receive[rank], rank)):
-            free = [source for source in waiting[destination] if source not in busy]
-            if not free:
+        for receiver in sorted(waiting, key=lambda rank: (-to_receive[rank], rank)):
+            best, most = -1, (-1, 0)
+            for sender, position in waiting[receiver].items():
+                rank = (to_send[sender], -sender)
+                if rank > most and sender not in busy and _ready(after, done, (sender, receiver, position), number):
+                    best, most = sender, rank
+            if best < 0:
                 continue
-            source = max(free, key=lambda rank: (to_send[rank], -rank))
-            busy.add(source)
-            position = waiting[destination][source]
-            nbytes = sizes[source, destination][position]
-            to_send[source] -= nbytes
-            to_receive[destination] -= nbytes
-            _advance(waiting, destination, source, len(sizes[source, destination]))
-            yield number, source, destination, position
+            busy.add(best)
+            position = waiting[receiver][best]
+            nbytes = sizes[best, receiver][position]
+            to_send[best] -= nbytes
+            to_receive[receiver] -= nbytes
+            done[best, receiver, position] = number
+            _advance(waiting, receiver, best, len(sizes[best, receiver]))
+            yield number, best, receiver, position
         number += 1
 
 
-def _advance(waiting: dict[int, dict[int, int]], destination: int, source: int, buckets: int) -> None:
-    waiting[destination][source] += 1
-    if waiting[destination][source] == buckets:
-        del waiting[destination][source]
-        if not waiting[destination]:
-            del waiting[destination]
+def _ready(after: Mapping[Position, Position], done: Mapping[Position, int], bucket: Position, number: int) -> bool:
+    before = after.get(bucket)
+    return before is None or done.get(before, number) < number
+
+
+def _advance(waiting: dict[int, dict[int, int]], receiver: int, sender: int, buckets: int) -> None:
+    waiting[receiver][sender] += 1
+    if waiting[receiver][sender] == buckets:
+        del waiting[receiver][sender]
+        if not waiting[receiver]:
+            del waiting[receiver]

@@ -1,16 +1,20 @@
-"""A channel inside one process: messages wait in queues, so senders can run to their end before receivers start."""
+"""A channel inside one process: messages wait in queues, and every rank runs in a thread of its own."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 from torch import Tensor
 
 from dagrl.channels.base import ChannelSpec, check_message
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender
+from dagrl.refit.verify import Verify
 
-Queues = Mapping[tuple[int, int], deque[Tensor]]
+Queues = Mapping[tuple[int, int], "Queue[Tensor]"]
+DEADLINE_S = 30
 
 
 class Done:
@@ -25,12 +29,14 @@ class MemoryChannel:
 
     def send(self, tensor: Tensor, peer: int) -> Done:
         check_message(self.spec, tensor, peer, "cpu")
-        self.queues[self.spec.rank, peer].append(tensor.clone())
+        self.queues[self.spec.rank, peer].put(tensor.clone())
         return Done()
 
     def receive(self, tensor: Tensor, peer: int) -> Done:
         check_message(self.spec, tensor, peer, "cpu")
-        tensor.copy_(self.queues[peer, self.spec.rank].popleft())
+        message = self.queues[peer, self.spec.rank].get(timeout=DEADLINE_S)
+        assert message.shape == tensor.shape and message.dtype == tensor.dtype, "the two ends differ in a message"
+        tensor.copy_(message)
         return Done()
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
@@ -46,15 +52,28 @@ class MemoryChannel:
         pass
 
 
-def run_refit(plan: RefitPlan, tensors: Sequence[Mapping[str, Tensor]], version: int = 1) -> list[RefitReport]:
-    """All ranks of a refit, one after the other; `tensors` of the sources first."""
-    queues: Queues = defaultdict(deque)
-    reports = []
-    for rank, mine in enumerate(tensors):
-        channel = MemoryChannel(rank, plan.size, queues)
+def run_refit(
+    plan: RefitPlan,
+    tensors: Sequence[Mapping[str, Tensor]],
+    version: int = 1,
+    verify: Verify = "off",
+    channel: type[MemoryChannel] = MemoryChannel,
+) -> list[RefitReport]:
+    """All ranks of a refit; `tensors` of the sources first. Senders run to their end before receivers start."""
+    queues: Queues = defaultdict(Queue)
+
+    def run(rank: int) -> RefitReport:
+        end = channel(rank, plan.size, queues)
         if rank < plan.sources:
-            reports.append(RefitSender(plan.for_rank(rank), mine, channel).send(version))
-        else:
-            reports.append(RefitReceiver(plan.for_rank(rank), mine, channel).receive(version))
-    assert not any(queues.values()), "messages that nobody received"
+            return RefitSender(plan.for_rank(rank), tensors[rank], end, verify).send(version)
+        return RefitReceiver(plan.for_rank(rank), tensors[rank], end, verify).receive(version)
+
+    reports = [run(rank) for rank in range(plan.sources)]
+    receivers = range(plan.sources, plan.size)
+    if not any(bucket.source >= plan.sources for bucket in plan.buckets):
+        reports += map(run, receivers)
+    else:  # receivers wait for each other
+        with ThreadPoolExecutor(len(receivers)) as threads:
+            reports += threads.map(run, receivers)
+    assert all(queue.empty() for queue in queues.values()), "messages that nobody received"
     return reports

@@ -10,8 +10,9 @@ import pytest
 
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
+from workers.families.megatron import padded_vocabulary
 from workers.megatron import check_layout
-from workers.megatron.architecture import padded_vocabulary, read_architecture
+from workers.megatron.architecture import read_architecture
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dagrl.errors import RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import TIED_HEAD, RefitPlan, WeightSlice, plan_refit
-from dagrl.refit.cover import prove_covered, split, subtract
+from dagrl.refit.cover import Piece, cover, distinct_lists, index_sources, prove_covered, split, subtract
 from dagrl.refit.slices import Box, intersect, volume
 from tests.unit.memory_channel import run_refit
 from tests.unit.weight_reference import (
@@ -30,6 +30,7 @@ from tests.unit.weight_reference import (
     vllm_tensors,
     zeros_like,
 )
+from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.weights import vllm_weight_slices
 
@@ -39,7 +40,7 @@ def megatron_slices(config: Config, layout: ParallelLayout) -> list[list[WeightS
 
 
 def check_megatron_to_vllm(config: Config, layout: ParallelLayout, tp: int, replicas: int, bucket_bytes: int) -> RefitPlan:
-    generation = [vllm_weight_slices(config, tp, rank) for _ in range(replicas) for rank in range(tp)]
+    generation = [vllm_weight_slices(config, VllmRank(tp, rank)) for _ in range(replicas) for rank in range(tp)]
     plan = plan_refit(megatron_slices(config, layout), generation, dtype="float32", bucket_bytes=bucket_bytes)
     weights = hf_weights(config)
     sources = [megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
@@ -106,7 +107,7 @@ def test_the_layouts_of_every_family(model_type: str, layout: ParallelLayout, tp
 def test_a_tied_head_is_fed_from_the_embedding() -> None:
     config = model_config(tie_word_embeddings=True)
     sources = megatron_slices(config, ParallelLayout(pp=2))
-    wanted = vllm_weight_slices(dict(config, tie_word_embeddings=False), 1, 0)
+    wanted = vllm_weight_slices(dict(config, tie_word_embeddings=False), VllmRank(1, 0))
     with pytest.raises(RefitPlanError, match=r"destinations have .* sources lack: 'lm_head.weight'"):
         plan_refit(sources, [wanted], dtype="float32")
     plan = plan_refit(sources, [wanted], dtype="float32", aliases=TIED_HEAD)
@@ -165,24 +166,25 @@ def test_buckets_are_bounded_and_summary_adds_up() -> None:
     assert max(bucket.nbytes for bucket in plan.buckets) <= 4096
     summary = plan.summary()
     assert sum(summary.pairs.values()) == sum(summary.sent) == sum(summary.received)
-    elements = sum(volume(s.box) for rank in range(2) for s in vllm_weight_slices(config, 2, rank))
+    elements = sum(volume(s.box) for rank in range(2) for s in vllm_weight_slices(config, VllmRank(2, rank)))
     assert 4 * elements <= sum(summary.received) < 4 * elements * 1.01  # alignment within buckets
     assert summary.staging_bytes <= 2 * 4096
     assert str(summary).startswith(f"refit of {sum(summary.received) / 1e6:.3f} MB from 2 to 2 ranks")
-    assert len(str(summary).splitlines()) == 2 + len(summary.pairs)
+    assert len(str(summary).splitlines()) == 3 + len(summary.pairs)
 
 
 def test_the_same_input_gives_the_same_plan() -> None:
     config = model_config()
-    sources, wanted = megatron_slices(config, ParallelLayout(dp=2)), [vllm_weight_slices(config, 1, 0)]
+    sources, wanted = megatron_slices(config, ParallelLayout(dp=2)), [vllm_weight_slices(config, VllmRank(1, 0))]
     plans = [plan_refit(sources, wanted, dtype="float32", bucket_bytes=bytes_) for bytes_ in (512, 512, 1024)]
-    assert plans[0] == plans[1]
+    assert plans[0].digest == plans[1].digest
+    assert [plans[0].for_rank(rank) for rank in range(3)] == [plans[1].for_rank(rank) for rank in range(3)]
     assert plans[0].digest != plans[2].digest
 
 
 def test_a_missing_parameter_is_named_on_either_side() -> None:
     config = model_config()
-    sources, wanted = megatron_slices(config, ParallelLayout()), vllm_weight_slices(config, 1, 0)
+    sources, wanted = megatron_slices(config, ParallelLayout()), vllm_weight_slices(config, VllmRank(1, 0))
     lacking = [s for s in wanted if "k_norm" not in s.name]
     with pytest.raises(
         RefitPlanError, match=r"the sources have .* destinations lack: 'model.layers.0.self_attn.k_norm.weight'"
@@ -215,17 +217,15 @@ def test_an_element_written_twice_is_named() -> None:
 
 
 def test_the_proof_sees_a_lost_and_a_doubled_piece() -> None:
-    from dagrl.refit.cover import cover, index_sources
-
     wanted = held(((0, 6), (0, 4)))
-    index = index_sources([[held(((0, 3), (0, 4)))], [held(((3, 6), (0, 4)))]])
-    pieces = cover(wanted, index, "p", 4, 1 << 20)
+    index = index_sources(distinct_lists([[held(((0, 3), (0, 4)))], [held(((3, 6), (0, 4)))]]))
+    pieces = [Piece(part, wanted) for part in cover(wanted, index, "p", 1 << 20)]
     prove_covered([wanted], pieces)
     with pytest.raises(RefitPlanError, match="12 of the 24 elements"):
         prove_covered([wanted], pieces[:1])
     with pytest.raises(RefitPlanError, match="written twice"):
         prove_covered([wanted], [*pieces, pieces[0]])
-    shifted = replace(pieces[1], target_local=((4, 7), (0, 4)))
+    shifted = Piece(replace(pieces[1].part, box=((4, 7), (0, 4))), wanted)
     with pytest.raises(RefitPlanError, match="every element must be written exactly once"):
         prove_covered([wanted], [pieces[0], shifted])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
+from queue import Queue
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_a_tensor_with_new_memory_is_noticed() -> None:
 
 def test_another_plan_is_refused() -> None:
     plans = [plan_of(*columns(), bucket_bytes=bytes_) for bytes_ in (64, 128)]
-    queues: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     RefitSender(plans[0].for_rank(0), {"s": source()}, MemoryChannel(0, 2, queues)).send(1)
     target = torch.zeros(2, 6, 5)
     with pytest.raises(ChannelError, match="rank 0 sends by another refit plan"):

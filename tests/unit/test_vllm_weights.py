@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.errors import ConfigError, LayoutError
-from dagrl.refit.slices import WeightSlice
+from dagrl.refit.slices import WeightSlice, expand
+from workers.families.vllm import VllmRank
 from workers.vllm.weights import local_name, vllm_weight_slices
 
 DENSE: dict[str, Any] = {
@@ -59,7 +60,7 @@ def described(slices: list[WeightSlice]) -> dict[str, tuple[int, ...]]:
 )
 def test_the_ranks_together_hold_the_model_of_transformers(config: dict[str, Any], tp: int) -> None:
     shapes = transformers_shapes({key: value for key, value in config.items() if value is not None})
-    ranks = [vllm_weight_slices(config, tp, rank) for rank in range(tp)]
+    ranks = [list(expand(vllm_weight_slices(config, VllmRank(tp, rank)))) for rank in range(tp)]
     assert described([piece for rank in ranks for piece in rank]) == shapes
     holders = {name: np.zeros(shape, int) for name, shape in shapes.items()}
     for piece in (piece for rank in ranks for piece in rank):
@@ -90,7 +91,7 @@ def test_local_boxes_fill_the_tensors_once(tp: int, heads: int, keys: int, vocab
     config = {**(MOE if moe else DENSE), **attention, "tie_word_embeddings": False}
     for rank in range(tp):
         boxes = defaultdict(list)
-        for piece in vllm_weight_slices(config, tp, rank):
+        for piece in vllm_weight_slices(config, VllmRank(tp, rank)):
             boxes[piece.tensor].append(piece.local)
         for tensor, parts in boxes.items():
             filled = np.zeros([max(part[axis][1] for part in parts) for axis in range(len(parts[0]))], int)
@@ -100,7 +101,8 @@ def test_local_boxes_fill_the_tensors_once(tp: int, heads: int, keys: int, vocab
 
 
 def test_experts_lie_in_the_fused_tensors() -> None:
-    pieces = {piece.name: piece for piece in vllm_weight_slices({**MOE, "mlp_only_layers": [0]}, 2, 1)}
+    slices = vllm_weight_slices({**MOE, "mlp_only_layers": [0]}, VllmRank(2, 1))
+    pieces = {piece.name: piece for piece in expand(slices)}
     up, down = (pieces[f"model.layers.1.mlp.experts.3.{name}_proj.weight"] for name in ("up", "down"))
     assert up == WeightSlice(up.name, ((4, 8), (0, 16)), "model.layers.1.mlp.experts.w13_weight", ((3, 4), (4, 8), (0, 16)))
     assert (down.box, down.local) == (((0, 16), (4, 8)), ((3, 4), (0, 16), (0, 4)))
@@ -121,9 +123,9 @@ def test_experts_lie_in_the_fused_tensors() -> None:
 )
 def test_sizes_that_do_not_divide(change: dict[str, Any], tp: int, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        vllm_weight_slices({**DENSE, **change}, tp, 0)
+        vllm_weight_slices({**DENSE, **change}, VllmRank(tp, 0))
 
 
 def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="'gpt2'"):
-        vllm_weight_slices({"model_type": "gpt2"}, 1, 0)
+        vllm_weight_slices({"model_type": "gpt2"}, VllmRank(1, 0))

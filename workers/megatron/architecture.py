@@ -12,7 +12,6 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
 
-VOCABULARY_MULTIPLE = 128  # as Megatron's make_vocab_size_divisible_by
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -70,12 +69,6 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     return _with_experts(dense, hf_config) if dense.model_type == "qwen3_moe" else dense
 
 
-def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Rows of Megatron's embedding: the next multiple of `VOCABULARY_MULTIPLE * tp`; the rows past the vocabulary are 0."""
-    multiple = VOCABULARY_MULTIPLE * tp
-    return -(-vocabulary // multiple) * multiple
-
-
 def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
     """Raise LayoutError, listing everything to change, when the model cannot be cut as `layout` says."""
     model = read_architecture(hf_config)
@@ -87,7 +80,7 @@ def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
 
 
 def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[bool, str]]:
-    tp, etp, stages = layout.tp, layout.expert_tp, layout.pp * layout.vpp
+    tp, etp = layout.tp, layout.expert_tp
     kv_fits = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
     rows = [
         (
@@ -97,11 +90,7 @@ def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[boo
         (kv_fits, f"{model.kv_heads} key-value heads and tp {tp}: one must divide the other; choose another tp"),
         (model.ffn % tp == 0, f"intermediate_size {model.ffn} is not divisible by tp {tp}; choose another tp"),
         (model.hidden % tp == 0, f"hidden_size {model.hidden} is not divisible by tp {tp}; choose another tp"),
-        (
-            model.layers % stages == 0,
-            f"{model.layers} layers are not divisible by pp {layout.pp} x vpp {layout.vpp}; "
-            "choose pipeline_model_parallel_size and virtual_pipeline_model_parallel_size whose product divides them",
-        ),
+        _stages_fit(model, layout),
     ]
     if not model.experts:
         dense = layout.ep == 1 and layout.etp in (None, 1, tp)
@@ -117,6 +106,14 @@ def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[boo
             f"moe_intermediate_size {model.expert_ffn} is not divisible by etp {etp}; choose another etp",
         ),
     ]
+
+
+def _stages_fit(model: Architecture, layout: ParallelLayout) -> tuple[bool, str]:
+    try:
+        layout.stage_layers(model.layers, 0)
+    except LayoutError as error:
+        return False, str(error)
+    return True, ""
 
 
 def _check_supported(hf_config: Mapping[str, Json]) -> None:

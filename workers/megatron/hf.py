@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
-from dagrl.refit.slices import Box, WeightSlice, volume
+from dagrl.refit.slices import Box, WeightSlice, expand, volume
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,7 @@ def load_hf(directory: str | Path, slices: Sequence[WeightSlice], tensors: Mappi
 
     Raises CheckpointError for a parameter that is missing or of another shape.
     """
+    slices = list(expand(slices))
     _check_covered_here(slices, tensors)
     for tensor in tensors.values():
         tensor.zero_()
@@ -142,7 +143,7 @@ def _owners(slices: Sequence[Sequence[WeightSlice]]) -> dict[str, dict[Box, tupl
     """For each parameter, its boxes, none overlapping, each with the first rank that holds it."""
     found: dict[str, dict[Box, tuple[int, WeightSlice]]] = {}
     for rank, pieces in enumerate(slices):
-        for piece in pieces:
+        for piece in expand(pieces):
             found.setdefault(piece.name, {}).setdefault(piece.box, (rank, piece))
     return {name: found[name] for name in sorted(found)}
 

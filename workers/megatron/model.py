@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dagrl.config import PolicyConfig
 from dagrl.layout import ParallelLayout
-from workers.megatron.architecture import Architecture, padded_vocabulary
+from workers.families.megatron import padded_vocabulary
+from workers.megatron.architecture import Architecture
 from workers.megatron.attention import CausalAttention, RMSNorm
 from workers.megatron.logprobs import VocabularyPart
 
@@ -118,6 +119,8 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dagrl.channels.base import Channel, ChannelSpec
-    from dagrl.refit.plan import RankPlan
+    from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReport, RefitSender
     from workers.megatron.microbatches import Microbatches
     from workers.megatron.optimizer import Trainer
@@ -178,6 +178,12 @@ class MegatronWorker:
         """Which boxes of the HF parameters lie where in `weight_tensors()`."""
         return self._slices_of(self.context.rank)
 
+    def weight_config(self) -> dict[str, Json]:
+        """What of the model's configuration decides `weight_slices()`."""
+        from workers.families.keys import deciding_keys
+
+        return deciding_keys(self._hf_config)
+
     def weight_tensors(self) -> dict[str, Tensor]:
         """Live local tensors by name."""
         return self._ready().model.tensors()
@@ -190,7 +196,7 @@ class MegatronWorker:
         if self._channel is not None:
             self._channel.close()
         self._channel = open_channel(channel)
-        self._sender = RefitSender(plan, self.weight_tensors(), self._channel)
+        self._sender = RefitSender(plan, self.weight_tensors(), self._channel, self.config.refit.verify)
 
     def send_weights(self, version: int) -> RefitReport:
         """Send the current weights as policy version `version`."""

@@ -154,6 +154,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "gpu_memory_utilization": vllm.gpu_memory_utilization,
         "kv_cache_memory_bytes": vllm.kv_cache_memory_bytes,
         "tensor_parallel_size": context.layout.tp,
+        "enable_expert_parallel": context.layout.ep > 1,
         "distributed_executor_backend": "external_launcher",
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "disable_log_stats": True,

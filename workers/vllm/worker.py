@@ -13,6 +13,8 @@ from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
+from workers.families.keys import deciding_keys
+from workers.families.vllm import VllmRank
 from workers.vllm.engine import QuantumEngine, Request
 from workers.vllm.environment import require_generation, vllm_environment
 from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from dagrl.channels import Channel, ChannelSpec
-    from dagrl.refit.plan import RankPlan
+    from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReceiver, RefitReport
 
 
@@ -46,12 +48,12 @@ class VllmWorker:
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raise LayoutError or ConfigError, before any actor starts, for a model that vLLM cannot hold in this layout."""
-        vllm_weight_slices(hf_config, require_generation(config).vllm_cfg.tensor_parallel_size, 0)
+        VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """What `rank` of `layout` will hold, without a worker."""
-        return vllm_weight_slices(hf_config, layout.tp, layout.coordinates(rank).tp)
+        return vllm_weight_slices(hf_config, VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1))
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -102,6 +104,10 @@ class VllmWorker:
         """What this rank holds of the Hugging Face parameters, and where; after setup()."""
         return self._slices
 
+    def weight_config(self) -> dict[str, Json]:
+        """What of the model's configuration decides `weight_slices()`; after setup()."""
+        return deciding_keys(self._hf_config)
+
     def weight_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that a refit writes, by the local names in `weight_slices()`."""
         return dict(self._destinations.tensors)
@@ -113,7 +119,7 @@ class VllmWorker:
 
         self._close_channel()
         self._channel = open_channel(channel)
-        self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel)
+        self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel, self.config.refit.verify)
 
     def receive_weights(self, version: int) -> RefitReport:
         """Receive `version` of the weights. From the first byte to success generate() refuses: no token from torn weights.

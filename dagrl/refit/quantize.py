@@ -1,0 +1,56 @@
+"""Blockwise FP8: 128x128 blocks of e4m3 with one float32 scale each, as DeepSeek-V3's checkpoints and vLLM hold them.
+
+`weight ~= quantized * scale`, the scale being the block's largest magnitude (at least 1e-4) over 448. The arithmetic is that
+of vLLM's `per_block_cast_to_fp8` (vllm/utils/deep_gemm.py), operation by operation, so that bytes agree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dagrl.refit.slices import Box
+
+BLOCK = 128
+FP8 = "float8_e4m3fn"
+_LARGEST = 448.0  # of e4m3
+_SMALLEST_PEAK = 1e-4
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scales of a tensor: its last two dimensions in blocks."""
+    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+
+
+def in_blocks(box: Box) -> Box:
+    """A box whose edges are edges of blocks, counted in blocks."""
+    return (*box[:-2], *((start // BLOCK, -(-stop // BLOCK)) for start, stop in box[-2:]))
+
+
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`weight` [..., rows, columns] as e4m3 of the same shape, and its scales [..., rows / 128, columns / 128] in float32.
+
+    Blocks at the lower and right end may be smaller.
+    """
+    import torch
+
+    *lead, rows, columns = weight.shape
+    scales = scale_shape(tuple(weight.shape))
+    padded = weight
+    if rows % BLOCK or columns % BLOCK:
+        padded = weight.new_zeros(*lead, scales[-2] * BLOCK, scales[-1] * BLOCK)
+        padded[..., :rows, :columns] = weight
+    blocks = padded.reshape(*lead, scales[-2], BLOCK, scales[-1], BLOCK)
+    peak = blocks.abs().float().amax(dim=(-3, -1), keepdim=True).clamp(_SMALLEST_PEAK)
+    scale = peak / _LARGEST
+    quantized = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn).view(padded.shape)[..., :rows, :columns]
+    return quantized, scale.view(scales)
+
+
+def dequantize_blocks(quantized: Tensor, scales: Tensor) -> Tensor:
+    """The float32 weight that a quantized one stands for."""
+    rows, columns = quantized.shape[-2:]
+    spread = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
+    return quantized.float() * spread

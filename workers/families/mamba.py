@@ -1,0 +1,227 @@
+"""Mamba-2 hybrids: NemotronH. Each layer is one of Mamba (M), attention (*), MLP (-) or experts (E), each after one norm.
+
+Megatron's `in_proj` of a rank is `[z, x, B, C, dt]` of its heads and groups, its `conv1d` `[x, B, C]`
+(`ssm/mamba_mixer.py`); vLLM's are the same but for a single group, which every rank then holds (`mamba_mixer2.py`). vLLM
+computes with `A = -exp(A_log)`, in float32. MLPs and experts have no gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.refit.slices import WeightSlice
+from workers.families.megatron import MegatronRank, cut, whole
+from workers.families.model import Derived, Family, Model, Names
+from workers.families.vllm import VllmRank
+from workers.families.vllm import whole as vllm_whole
+
+Rows = tuple[tuple[int, int], tuple[int, int]]
+"""Rows in the HF parameter, and rows in the local tensor."""
+
+PATTERN = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Sizes of a Mamba-2 mixer."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of B, and of C."""
+        return self.groups * self.state
+
+
+def state_space_of(model: Model) -> StateSpace:
+    """The sizes in `config.json`."""
+    keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    return StateSpace(*(model.size(key) for key in keys))
+
+
+def layer_kind(model: Model, layer: int) -> str:
+    """M, *, - or E: from `layers_block_type` (transformers 5) or `hybrid_override_pattern`."""
+    kinds = model.config.get("layers_block_type")
+    if isinstance(kinds, list):
+        return PATTERN[str(kinds[layer])]
+    pattern = model.text("hybrid_override_pattern")
+    if len(pattern) != model.layers:
+        raise ConfigError(
+            f"the model's config.json has hybrid_override_pattern {pattern!r} for {model.layers} layers; expected a letter "
+            "each, or layers_block_type"
+        )
+    return pattern[layer]
+
+
+def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """One norm and one mixer."""
+    kind, mixer = layer_kind(model, layer), f"{hf}mixer."
+    norm = {
+        "M": ("norm", "mixer.in_proj"),
+        "*": ("input_layernorm", "self_attention.linear_qkv"),
+        "-": ("pre_mlp_layernorm", "mlp.linear_fc1"),
+        "E": ("pre_mlp_layernorm", ""),
+    }[kind]
+    yield rank.norm(f"{hf}norm.weight", f"{local}{norm[0]}", norm[1] and f"{local}{norm[1]}", model.hidden)
+    if kind == "M":
+        yield from _megatron_mixer(model, rank, mixer, f"{local}mixer.")
+    elif kind == "*":
+        yield from rank.attention(model, mixer, f"{local}self_attention.")
+    elif kind == "-":
+        yield from _megatron_mlp(model, rank, mixer, f"{local}mlp.", model.ffn)
+    else:
+        yield from _megatron_experts(model, rank, mixer, f"{local}mlp.")
+
+
+def _megatron_mixer(model: Model, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
+    space, columns = state_space_of(model), (0, model.hidden)
+    inner = cut(space.inner, rank.tp, "the rows of the mamba heads")
+    heads = cut(space.heads, rank.tp, "the mamba heads")
+    cut(space.groups, rank.tp, "the mamba groups")
+    groups = cut(space.group_rows, rank.tp, "the rows of the mamba groups")
+    for rows, at in stack_rows(space, (inner, inner, groups, groups, heads)):
+        yield WeightSlice(f"{hf}in_proj.weight", (rows, columns), f"{local}in_proj.weight", (at, columns))
+    kernel = ((0, 1), (0, space.kernel))
+    for rows, at in stack_rows(space, (inner, groups, groups)):
+        yield WeightSlice(f"{hf}conv1d.weight", (rows, *kernel), f"{local}conv1d.weight", (at, *kernel))
+        if model.flag("use_conv_bias", True):
+            yield WeightSlice(f"{hf}conv1d.bias", (rows,), f"{local}conv1d.bias", (at,))
+    for name, dtype in (("dt_bias", ""), ("A_log", "float32"), ("D", "float32")):
+        yield WeightSlice(f"{hf}{name}", (heads,), f"{local}{name}", ((0, heads[1] - heads[0]),), dtype)
+    yield WeightSlice(f"{hf}norm.weight", (inner,), f"{local}norm.weight", ((0, inner[1] - inner[0]),))
+    what = "the columns of the mamba heads"
+    yield rank.columns(f"{hf}out_proj.weight", f"{local}out_proj.weight", model.hidden, space.inner, what)
+
+
+def stack_rows(space: StateSpace, held: tuple[tuple[int, int], ...]) -> Iterator[Rows]:
+    """Rows of a matrix that stacks z, x, B, C and dt (or x, B, C), of which a rank holds `held` of each, stacked again."""
+    whole_sizes = {3: (space.inner, space.group_rows, space.group_rows)}.get(
+        len(held), (space.inner, space.inner, space.group_rows, space.group_rows, space.heads)
+    )
+    start = at = 0
+    for size, (low, high) in zip(whole_sizes, held, strict=True):
+        yield (start + low, start + high), (at, at + high - low)
+        start, at = start + size, at + high - low
+
+
+def _megatron_mlp(model: Model, rank: MegatronRank, hf: str, local: str, width: int) -> Iterator[WeightSlice]:
+    what = "the rows of the MLP"
+    yield rank.rows(f"{hf}up_proj.weight", f"{local}linear_fc1.weight", width, model.hidden, what)
+    yield rank.columns(f"{hf}down_proj.weight", f"{local}linear_fc2.weight", model.hidden, width, what)
+
+
+def _megatron_experts(model: Model, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
+    _refuse_latent(model)
+    count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
+    yield whole(f"{hf}gate.weight", f"{local}router.weight", count, model.hidden)
+    yield whole(f"{hf}gate.e_score_correction_bias", f"{local}router.expert_bias", count, dtype="float32")
+    names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
+    yield from rank.experts(names, f"{local}experts.", count, model.hidden, width, "the rows of moe_intermediate_size")
+    if shared := shared_width(model):
+        yield from _megatron_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
+
+
+def shared_width(model: Model) -> int:
+    """Intermediate size of all shared experts together."""
+    return model.size("n_shared_experts", 0) and model.size("n_shared_experts") * model.size(
+        "moe_shared_expert_intermediate_size"
+    )
+
+
+def vllm_layer(model: Model, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """One norm and one mixer."""
+    kind, mixer, to = layer_kind(model, layer), f"{hf}mixer.", f"{local}mixer."
+    yield vllm_whole(f"{hf}norm.weight", model.hidden, tensor=f"{local}norm.weight")
+    if kind == "M":
+        yield from _vllm_mixer(model, rank, mixer, to)
+    elif kind == "*":
+        yield from rank.attention(model, mixer, to)
+    elif kind == "-":
+        yield from _vllm_mlp(model, rank, mixer, to, model.ffn)
+    else:
+        yield from _vllm_experts(model, rank, mixer, to)
+
+
+def _vllm_mixer(model: Model, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
+    space = state_space_of(model)
+    heads = rank.part(space.heads, "the mamba heads")
+    inner = (heads[0] * space.head_dim, heads[1] * space.head_dim)
+    groups = _vllm_groups(space, rank)
+    for rows, at in stack_rows(space, (inner, inner, groups, groups, heads)):
+        yield from rank.stacked(f"{hf}in_proj", f"{local}in_proj", rows, at[0], model.hidden)
+    kernel = ((0, 1), (0, space.kernel))
+    for rows, at in stack_rows(space, (inner, groups, groups)):
+        yield WeightSlice(f"{hf}conv1d.weight", (rows, *kernel), f"{local}conv1d.weight", (at, *kernel))
+        if model.flag("use_conv_bias", True):
+            yield WeightSlice(f"{hf}conv1d.bias", (rows,), f"{local}conv1d.bias", (at,))
+    for name, dtype in (("dt_bias", ""), ("A_log", "float32"), ("D", "")):
+        yield WeightSlice(f"{hf}{name}", (heads,), f"{local}{name}", ((0, heads[1] - heads[0]),), dtype)
+    yield WeightSlice(f"{hf}norm.weight", (inner,), f"{local}norm.weight", ((0, inner[1] - inner[0]),))
+    yield from rank.row_parallel(f"{hf}out_proj", f"{local}out_proj", model.hidden, inner)
+
+
+def _vllm_groups(space: StateSpace, rank: VllmRank) -> tuple[int, int]:
+    """Rows of B, and of C, that a rank holds; a single group is on every rank."""
+    if space.groups % rank.tp == 0:
+        first, stop = rank.part(space.groups, "the mamba groups")
+        return first * space.state, stop * space.state
+    if space.groups == 1:
+        return 0, space.state
+    raise LayoutError(
+        f"tensor parallel size {rank.tp} does not divide the {space.groups} mamba groups; choose one that does"
+    )
+
+
+def _vllm_mlp(model: Model, rank: VllmRank, hf: str, local: str, width: int) -> Iterator[WeightSlice]:
+    part = rank.part(width, "the intermediate size")
+    yield from rank.stacked(f"{hf}up_proj", f"{local}up_proj", part, 0, model.hidden)
+    yield from rank.row_parallel(f"{hf}down_proj", f"{local}down_proj", model.hidden, part)
+
+
+def _vllm_experts(model: Model, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
+    _refuse_latent(model)
+    count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
+    yield vllm_whole(f"{hf}gate.weight", count, model.hidden, tensor=f"{local}gate.weight")
+    bias = "gate.e_score_correction_bias"
+    yield vllm_whole(f"{hf}{bias}", count, tensor=f"{local}{bias}", dtype="float32")
+    names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
+    yield from rank.experts(names, f"{local}experts.", count, model.hidden, width)
+    if shared := shared_width(model):
+        yield from _vllm_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
+
+
+def _refuse_latent(model: Model) -> None:
+    if model.has("moe_latent_size"):
+        raise ConfigError("moe_latent_size is set; the mamba family has no rules for experts in a latent space")
+
+
+def derived(model: Model, layer: int, local: str) -> Iterator[Derived]:
+    """`A` from `A_log`, which vLLM does not keep."""
+    if layer_kind(model, layer) == "M":
+        yield Derived("negative_exponential", f"{local}mixer", ("A",))
+
+
+FAMILY = Family(
+    "mamba",
+    ("nemotron_h",),
+    megatron_layer,
+    vllm_layer,
+    Names(
+        embedding="backbone.embeddings.weight",
+        layer="backbone.layers",
+        norm="backbone.norm_f.weight",
+        megatron_norm="final_norm",
+        vllm_norm="model.norm_f.weight",
+    ),
+    derived,
+)

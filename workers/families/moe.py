@@ -1,0 +1,80 @@
+"""Mixture of experts with grouped-query attention: Qwen3-MoE, Qwen2-MoE (a gated shared expert), Mixtral."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dagrl.refit.slices import WeightSlice
+from workers.families import dense
+from workers.families.megatron import MegatronRank, whole
+from workers.families.model import Family, Model
+from workers.families.vllm import VllmRank
+from workers.families.vllm import whole as vllm_whole
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What a model's expert layers are, and how its checkpoint names them."""
+
+    count: int
+    width: int
+    block: str  # the layer's part of the name: `mlp.`, in Mixtral `block_sparse_moe.`
+    parts: tuple[str, str, str]  # gate, up, down
+    shared_width: int = 0
+
+
+def experts_of(model: Model) -> Experts:
+    """Transformers 5 writes `num_local_experts` for Qwen3-MoE, earlier versions and published checkpoints `num_experts`."""
+    if model.type == "mixtral":
+        return Experts(model.size("num_local_experts"), model.ffn, "block_sparse_moe.", ("w1", "w3", "w2"))
+    count = model.size("num_experts" if model.has("num_experts") else "num_local_experts")
+    shared = model.size("shared_expert_intermediate_size") if model.type == "qwen2_moe" else 0
+    return Experts(count, model.size("moe_intermediate_size"), "mlp.", ("gate_proj", "up_proj", "down_proj"), shared)
+
+
+def has_experts(model: Model, layer: int) -> bool:
+    """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer, save `mlp_only_layers`."""
+    without = model.config.get("mlp_only_layers") or []
+    assert isinstance(without, list)
+    return layer not in without and (layer + 1) % model.size("decoder_sparse_step", 1) == 0
+
+
+def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """As a dense layer, with router, experts and a shared expert in place of the MLP."""
+    if not has_experts(model, layer):
+        yield from dense.megatron_layer(model, rank, layer, hf, local)
+        return
+    experts = experts_of(model)
+    block = f"{hf}{experts.block}"
+    yield from dense.megatron_attention(model, rank, hf, local)
+    yield dense.megatron_moe_norm(model, hf, local)
+    yield whole(f"{block}gate.weight", f"{local}mlp.router.weight", experts.count, model.hidden)
+    names = tuple(f"{block}experts.*.{part}.weight" for part in experts.parts)
+    what = "the rows of an expert's intermediate size"
+    yield from rank.experts(names, f"{local}mlp.experts.", experts.count, model.hidden, experts.width, what)
+    if experts.shared_width:
+        shared, to = f"{block}shared_expert.", f"{local}mlp.shared_experts."
+        names = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight", f"{shared}down_proj.weight")
+        yield from rank.gated_mlp(names, to, model.hidden, experts.shared_width, "the rows of the shared expert")
+        yield whole(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
+
+
+def vllm_layer(model: Model, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """As a dense layer, with router and fused experts in place of the MLP."""
+    if not has_experts(model, layer):
+        yield from dense.vllm_layer(model, rank, layer, hf, local)
+        return
+    experts = experts_of(model)
+    block, to = f"{hf}{experts.block}", f"{local}{experts.block}"
+    yield from dense.vllm_attention(model, rank, hf, local)
+    yield vllm_whole(f"{block}gate.weight", experts.count, model.hidden, tensor=f"{to}gate.weight")
+    names = tuple(f"{block}experts.*.{part}.weight" for part in experts.parts)
+    yield from rank.experts(names, f"{to}experts.", experts.count, model.hidden, experts.width)
+    if experts.shared_width:
+        shared, width = "shared_expert.", experts.shared_width
+        yield from rank.gated_mlp(f"{block}{shared}", f"{to}{shared}", model.hidden, width, what="the shared expert's size")
+        yield vllm_whole(f"{block}shared_expert_gate.weight", 1, model.hidden, tensor=f"{to}shared_expert_gate.weight")
+
+
+FAMILY = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral"), megatron_layer, vllm_layer)

@@ -1,0 +1,162 @@
+"""vLLM's side of every family: a rank's place, and the ways in which vLLM cuts and fuses a parameter.
+
+Rules as in vLLM 0.26 to 0.33: `QKVParallelLinear` holds `[Q; K; V]` of the rank's heads, and one key-value head on several
+ranks where there are fewer of them than ranks; `MergedColumnParallelLinear` holds `[gate; up]` of the rank's rows;
+`RowParallelLinear` a range of columns (layers/linear.py); `VocabParallelEmbedding` pads the vocabulary to 64, then divides
+it (layers/vocab_parallel_embedding.py); fused experts are `w13_weight [E, 2I, H]`, gate first, and `w2_weight [E, H, I]`
+(layers/fused_moe). Without expert parallelism every expert is cut over tp x dp of the engine; with it that product is the
+number of expert-parallel ranks, which hold whole experts, consecutive ones (`determine_expert_map`, linear placement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dagrl.errors import LayoutError, RefitPlanError
+from dagrl.refit.quantize import BLOCK, FP8
+from dagrl.refit.slices import Box, Scales, WeightSlice
+from workers.families.model import Model
+
+
+@dataclass(frozen=True)
+class VllmRank:
+    """One rank of an engine of `tp` tensor-parallel ranks times `dp` that share the experts, and the slices it holds.
+
+    With `fp8` every linear layer is in blocks of 128x128 with float32 scales, save routers, embedding and head.
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    dp: int = 1
+    dp_rank: int = 0
+    expert_parallel: bool = False
+    fp8: bool = False
+
+    def part(self, size: int, what: str) -> tuple[int, int]:
+        """This rank's range of `size` things."""
+        return _divide(size, self.tp, self.tp_rank, what)
+
+    def held_experts(self, count: int) -> tuple[int, int]:
+        """The experts that this rank holds."""
+        if not self.expert_parallel:
+            return 0, count
+        ranks, rank = self.tp * self.dp, self._flat_rank
+        base, more = divmod(count, ranks)
+        first = rank * base + min(rank, more)
+        return first, first + base + (rank < more)
+
+    def expert_part(self, width: int, what: str) -> tuple[int, int]:
+        """This rank's range of each expert's intermediate columns."""
+        return (0, width) if self.expert_parallel else _divide(width, self.tp * self.dp, self._flat_rank, what)
+
+    @property
+    def _flat_rank(self) -> int:
+        return self.dp_rank * self.tp + self.tp_rank
+
+    def stacked(
+        self,
+        name: str,
+        module: str,
+        rows: tuple[int, int],
+        at: int,
+        columns: int,
+        *,
+        bias: str = "",
+        quantized: bool = True,
+    ) -> Iterator[WeightSlice]:
+        """`rows` of `{name}.weight`, from row `at` on of a tensor that holds others too; and of its bias `{name}.bias`."""
+        local = (at, at + rows[1] - rows[0])
+        yield self.matrix(f"{name}.weight", (rows, (0, columns)), f"{module}.weight", (local, (0, columns)), quantized)
+        if bias:
+            yield WeightSlice(f"{name}.{bias}", (rows,), f"{module}.{bias}", (local,))
+
+    def row_parallel(
+        self, name: str, module: str, rows: int, columns: tuple[int, int], bias: str = ""
+    ) -> Iterator[WeightSlice]:
+        """Columns of a row-parallel weight; every rank holds the whole bias."""
+        local = ((0, rows), (0, columns[1] - columns[0]))
+        yield self.matrix(f"{name}.weight", ((0, rows), columns), f"{module}.weight", local)
+        if bias:
+            yield whole(f"{name}.{bias}", rows, tensor=f"{module}.{bias}")
+
+    def matrix(self, name: str, box: Box, tensor: str, local: Box, quantized: bool = True) -> WeightSlice:
+        """A linear layer's weight, or a part of it; in FP8 with its scales."""
+        if not (self.fp8 and quantized):
+            return WeightSlice(name, box, tensor, local)
+        lead = local[:-2]
+        scales = Scales(f"{tensor}_scale_inv", (*lead, *(_blocks(name, tensor, part) for part in local[-2:])))
+        return WeightSlice(name, box, tensor, local, FP8, scales)
+
+    def attention(self, model: Model, hf: str, local: str, *, output_bias: bool = False) -> Iterator[WeightSlice]:
+        """Grouped-query attention: `qkv_proj` is `[Q; K; V]` of the rank's heads."""
+        at, bias = 0, "bias" if model.qkv_bias else ""
+        for projection, rows in self._heads(model):
+            yield from self.stacked(f"{hf}{projection}", f"{local}qkv_proj", rows, at, model.hidden, bias=bias)
+            at += rows[1] - rows[0]
+        columns = self.part(model.heads * model.head_dim, "the query heads' columns")
+        output = "bias" if output_bias else ""
+        yield from self.row_parallel(f"{hf}o_proj", f"{local}o_proj", model.hidden, columns, output)
+        if model.qk_norm:
+            yield whole(f"{hf}q_norm.weight", model.head_dim, tensor=f"{local}q_norm.weight")
+            yield whole(f"{hf}k_norm.weight", model.head_dim, tensor=f"{local}k_norm.weight")
+
+    def _heads(self, model: Model) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Rows of q, k and v that this rank holds."""
+        queries, keys, dim = self.part(model.heads, "the attention heads"), model.kv_heads, model.head_dim
+        if keys >= self.tp:
+            heads = self.part(keys, "the key/value heads")
+        elif self.tp % keys == 0:
+            replica = self.tp_rank // (self.tp // keys)
+            heads = (replica, replica + 1)
+        else:
+            raise LayoutError(
+                f"tensor parallel size {self.tp} is not a multiple of the {keys} key/value heads; choose one that is"
+            )
+        for projection, (start, stop) in (("q_proj", queries), ("k_proj", heads), ("v_proj", heads)):
+            yield projection, (start * dim, stop * dim)
+
+    def gated_mlp(
+        self, hf: str, local: str, hidden: int, width: int, bias: str = "", what: str = "the intermediate size"
+    ) -> Iterator[WeightSlice]:
+        """`gate_up_proj` is `[gate; up]` of the rank's rows."""
+        start, stop = part = self.part(width, what)
+        for index, projection in enumerate(("gate_proj", "up_proj")):
+            at = index * (stop - start)
+            yield from self.stacked(f"{hf}{projection}", f"{local}gate_up_proj", part, at, hidden, bias=bias)
+        yield from self.row_parallel(f"{hf}down_proj", f"{local}down_proj", hidden, part, bias)
+
+    def experts(self, hf: tuple[str, ...], local: str, count: int, hidden: int, width: int) -> Iterator[WeightSlice]:
+        """Fused experts; `hf` names the stacks of gate, up and down, or without a gate of up and down."""
+        first, stop = many = self.held_experts(count)
+        start, end = part = self.expert_part(width, "the experts' intermediate size")
+        own, columns, size = (0, stop - first), (0, hidden), end - start
+        if first == stop:
+            return
+        for index, name in enumerate(hf[:-1]):
+            at = (index * size, (index + 1) * size)
+            yield self.matrix(name, (many, part, columns), f"{local}w13_weight", (own, at, columns))
+        yield self.matrix(hf[-1], (many, columns, part), f"{local}w2_weight", (own, columns, (0, size)))
+
+
+def whole(name: str, *shape: int, tensor: str = "", dtype: str = "") -> WeightSlice:
+    """A parameter that every rank holds whole, under its own name if no other is given."""
+    box: Box = tuple((0, size) for size in shape)
+    return WeightSlice(name, box, tensor or name, box, dtype)
+
+
+def _divide(size: int, parts: int, index: int, what: str) -> tuple[int, int]:
+    if size % parts:
+        raise LayoutError(f"tensor parallel size {parts} does not divide {what} ({size}); choose one that does")
+    each = size // parts
+    return index * each, (index + 1) * each
+
+
+def _blocks(name: str, tensor: str, part: tuple[int, int]) -> tuple[int, int]:
+    """Rows or columns of a local tensor in blocks; the last may be cut short by the end of the parameter."""
+    if part[0] % BLOCK:
+        raise RefitPlanError(
+            f"parameter {name!r} begins at {part[0]} in {tensor!r}, inside an FP8 block of {BLOCK}; choose a tensor "
+            f"parallel size whose shards are multiples of {BLOCK}"
+        )
+    return part[0] // BLOCK, -(-part[1] // BLOCK)
