@@ -1,0 +1,189 @@
+"""The main job as a person runs it: what it learns, what it writes, and that both executors do exactly the same."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.checkpoint import CheckpointStore
+from dagrl.config_file import load_config
+from dagrl.layout import ParallelLayout
+from dagrl.loops.rollout import IN_FLIGHT
+from dagrl.preflight import preflight
+from dagrl.shapes import Batch
+from tests.integration.main_job import GRPO, ROOT, SFT, SMALL, Metrics, Run, copy_run, train, untimed
+from tests.integration.megatron_pool import MegatronPool
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("vllm")
+
+SFT_STEPS, GRPO_STEPS = 120, 16
+STEPS = SFT_STEPS + GRPO_STEPS
+LEARNING = (
+    f"sft.max_num_steps={SFT_STEPS}",
+    f"grpo.max_num_steps={GRPO_STEPS}",
+    "grpo.val_period=8",
+    f"checkpointing.save_period={SFT_STEPS}",
+)
+GSM8K = Path(os.environ.get("DAGRL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
+REPLAYS = {"sft_step": SFT_STEPS, "train_step": GRPO_STEPS, "refit": GRPO_STEPS + 1, "logprobs": GRPO_STEPS}
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The quickstart with half of its steps."""
+    return train(GRPO, tmp_path_factory.mktemp("main"), "learned", *LEARNING)
+
+
+def rewards(run: Run) -> dict[int, float]:
+    """Mean reward on held-out prompts, by step."""
+    return {line["step"]: line["validation/reward"] for line in run.metrics if "validation/reward" in line}
+
+
+def test_grpo_learns_where_sft_left_off(learned: Run) -> None:
+    found = rewards(learned)
+    assert 0.1 <= found[SFT_STEPS] <= 0.5
+    assert found[STEPS] > found[SFT_STEPS] + 0.25
+
+
+def test_shuffled_rewards_teach_nothing(learned: Run) -> None:
+    output = learned.directory.parent
+    copy_run(learned.directory, output / "shuffled", SFT_STEPS)
+    overrides = ("reward.shuffle=true", "checkpointing.resume=true", "grpo.max_num_steps=8")
+    found = rewards(train(GRPO, output, "shuffled", *LEARNING, *overrides))
+    assert found[SFT_STEPS] == rewards(learned)[SFT_STEPS]
+    assert found[SFT_STEPS + 8] < min(found[SFT_STEPS] + 0.1, rewards(learned)[SFT_STEPS + 8] - 0.1)
+
+
+def test_the_terminal_tells_what_goes_on(learned: Run) -> None:
+    for text in ("Starting 2 train workers (dp2) and 1 generation workers", "Compiling phases", "Warming up"):
+        assert f"✓ {text}" in learned.shown
+    for text in (f"{GRPO_STEPS}/{GRPO_STEPS} steps", "Where the time went", "train_step", "Written"):
+        assert text in learned.shown
+    for text in ("━", "GRPO", "reward 0.", "loss ", "kl ", "tokens/s", "generate 0."):
+        assert text in learned.drawn
+
+
+def test_the_configuration_is_saved_as_it_was_resolved(learned: Run) -> None:
+    overrides = [f"output_dir={learned.directory.parent}", "name=learned", *LEARNING]
+    assert load_config(learned.directory / "config.yaml", []) == load_config(ROOT / GRPO, overrides)
+
+
+def test_every_step_is_recorded_and_generation_agrees_with_training(learned: Run) -> None:
+    stages = [(line["stage"], line["step"]) for line in learned.metrics]
+    sft, grpo = ([step for name, step in stages if name == stage] for stage in ("sft", "grpo"))
+    assert sft == list(range(SFT_STEPS + 1)) and grpo == list(range(SFT_STEPS, STEPS + 1))  # with a validation at the start
+    for line in learned.metrics:
+        if "reward" in line:
+            assert line["max_logprob_difference"] < 1e-4
+            assert abs(line["token_mult_prob_error"] - 1) < 1e-4
+
+
+def test_tensorboard_has_the_same_numbers(learned: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(learned.directory / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in ("reward", "loss", "kl", "validation/reward", "timing/generate"):
+        written = [(line["step"], line[name]) for line in learned.metrics if line["stage"] == "grpo" and name in line]
+        found = [(event.step, event.value) for event in events.Scalars(f"grpo/{name}")]
+        np.testing.assert_allclose(found, written, rtol=1e-6)
+
+
+def test_the_trace_has_every_replay_on_every_worker(learned: Run) -> None:
+    events = json.loads((learned.directory / "trace.json").read_text())
+    rows = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    found: dict[str, dict[str, set[int]]] = collections.defaultdict(lambda: collections.defaultdict(set))
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "replay":
+            assert event["dur"] > 0
+            found[event["args"]["phase"]][rows[event["pid"]].partition(" (")[0]].add(event["args"]["replay"])
+    everyone = {"train 0", "train 1", "generation 0"}
+    for phase, workers in found.items():
+        expected = {"refit": everyone, "generate": {"generation 0"}}.get(phase, {"train 0", "train 1"})
+        assert set(workers) == expected
+        assert len({frozenset(replays) for replays in workers.values()}) == 1, f"workers of {phase} ran other replays"
+    counts = {phase: len(next(iter(workers.values()))) for phase, workers in found.items()}
+    assert {phase: counts[phase] for phase in REPLAYS} == REPLAYS
+    recorded = sum(line.get("replays", 0) for line in learned.metrics)
+    assert recorded <= sum(counts.values()) <= recorded + IN_FLIGHT  # quanta that nobody waited for at the end
+
+
+def test_the_plot_is_a_picture(learned: Run) -> None:
+    content = (learned.directory / "metrics.png").read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) > 20_000
+
+
+def test_the_final_model_is_that_of_the_train_workers(learned: Run, megatron_pool: MegatronPool) -> None:
+    """Log-probabilities by transformers from `final_model`, and by train workers from the last checkpoint."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    final = learned.directory / "final_model"
+    config = load_config(learned.directory / "config.yaml", [f"policy.model_name={final}", "policy.random_init=null"])
+    prompts = preflight(config).validation_prompts[:8]
+    tokens = np.array([[*prompt.tokens, *prompt.tokens[::-1]] for prompt in prompts])
+    batch = Batch({"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1])})
+    latest = CheckpointStore(learned.directory / "checkpoints").latest()
+    assert latest is not None and latest.state.step == STEPS
+    model = config.policy.model_copy(update={"model_name": str(learned.directory / "init_model")})
+    with megatron_pool.group(ParallelLayout(dp=2), config.model_copy(update={"policy": model})) as group:
+        group.call("load_checkpoint", str(latest.directory / "train"))
+        trained = group.call("logprobs", batch)[0]["logprobs"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)(torch.tensor(tokens)).logits
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, torch.tensor(tokens)[:, 1:, None])[..., 0]
+    np.testing.assert_allclose(trained[:, 1:], expected.numpy(), atol=1e-5, rtol=0)
+    text = AutoTokenizer.from_pretrained(final).decode(prompts[0].tokens, skip_special_tokens=True)
+    assert text == prompts[0].text
+
+
+def test_both_executors_give_the_same_losses_and_tokens(small_run: Run, tmp_path: Path) -> None:
+    eager = train(GRPO, tmp_path, "eager", *SMALL, "executor=eager")
+    assert untimed(eager.metrics) == untimed(small_run.metrics)  # bit for bit
+    completions = [json.loads(line) for line in eager.completions.read_text().splitlines()]
+    assert completions == [json.loads(line) for line in small_run.completions.read_text().splitlines()]
+    assert len({text for _, texts in completions for text in texts}) > 100
+
+
+def losses(run: Run) -> list[float]:
+    """Validation losses in the order of the steps."""
+    return [line["validation/loss"] for line in run.metrics if "validation/loss" in line]
+
+
+def test_sft_learns_from_chat_messages(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(200)))
+    run = train(SFT, tmp_path, "chat", f"data.path={path}", "sft.max_num_steps=30", "sft.val_period=10")
+    found = losses(run)
+    assert len(found) == 4 and found == sorted(found, reverse=True)
+    assert found[-1] < 0.5 * found[0]
+
+
+def conversation(number: int) -> list[Metrics]:
+    """A question that is to be answered by its own last word."""
+    word = f"w{number * 37 % 100}"
+    return [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no data at {GSM8K}; set DAGRL_GSM8K")
+def test_sft_learns_from_gsm8k(tmp_path: Path) -> None:
+    overrides = (
+        f"data.path={GSM8K / 'train.jsonl'}",
+        f"data.val_path={GSM8K / 'test.jsonl'}",
+        "data.prompt_key=question",
+        "data.response_key=answer",
+        "data.too_long=drop",
+        "policy.max_total_sequence_length=512",
+        "policy.train_global_batch_size=16",
+        "policy.train_micro_batch_size=8",
+        "sft.max_num_steps=20",
+        "sft.max_val_samples=16",
+    )
+    found = losses(train(SFT, tmp_path, "gsm8k", *overrides))
+    assert found[-1] < found[0] - 0.5
