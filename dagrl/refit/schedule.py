@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from dagrl.refit.cover import Part
 
+LEAST_SHARE = 1024
+
 Pair = tuple[int, int]
 """(sender, receiver), as channel ranks"""
 
@@ -46,8 +48,14 @@ def make_blocks(
 ) -> list[Block]:
     """Parts in blocks of at most `limit` bytes, and small enough that each holder may get several.
 
-    `parts` has the destination lists that want each, `replicas` the destination ranks of some lists.
+    `parts` has the destination lists that want each, `replicas` the destination ranks of some lists. Blocks are no smaller
+    than a share of what a destination wants in all that does not matter for the balance.
     """
+    wanted: dict[int, int] = defaultdict(int)
+    for part, lists in parts.items():
+        for number in lists:
+            wanted[number] += nbytes[part]
+    least = max(wanted.values(), default=0) // LEAST_SHARE
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Part]] = defaultdict(list)
     for part, lists in parts.items():
         groups[part.replicas.ranks, lists].append(part)
@@ -55,7 +63,7 @@ def make_blocks(
     for (holders, lists), group in groups.items():
         choices = max(len(holders), replicas[lists])
         total = sum(nbytes[part] for part in group)
-        most = min(limit, -(-total // (4 * choices))) if choices > 1 else limit
+        most = min(limit, max(least, -(-total // (4 * choices)))) if choices > 1 else limit
         blocks.extend(
             Block(holders, lists, tuple(some), sum(nbytes[part] for part in some)) for some in _cut(group, nbytes, most)
         )
