@@ -13,12 +13,12 @@ from bench.variants import Step
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: `rounds` turns of at most `samples` steps or `seconds`, after `warmup` steps each."""
+    """How long to measure: `rounds` turns of at most `samples` steps or `seconds`, after `warmup` steps or a third of it."""
 
     rounds: int = 4
     samples: int = 200
-    seconds: float = 0.5
-    warmup: int = 10
+    seconds: float = 0.15
+    warmup: int = 20
 
 
 FULL = Effort()
@@ -55,7 +55,7 @@ def _turn(run: Callable[[object], object], argument: object, effort: Effort) -> 
     started = time.perf_counter()
     for _ in range(effort.warmup):
         run(argument)
-        if time.perf_counter() - started > effort.seconds:
+        if time.perf_counter() - started > effort.seconds / 3:
             break
     taken: list[float] = []
     started = time.perf_counter()

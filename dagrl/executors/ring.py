@@ -4,27 +4,27 @@ The writer copies a message once, whatever the number of readers; readers see la
 is locked, so a process that is killed blocks nobody: the writer publishes a sequence number, each reader acknowledges the
 slots that it is done with, and a slot is written again only when all have. The size is fixed; pages are used when touched.
 
-Readers that sleep are woken in a tree: the writer wakes one reader in every `WAKES`, and each of these its group. Waking
-takes the writer 1 to 3 us a reader, which adds up when the driver alone wakes 64 workers.
-
 The memory is an anonymous file (memfd_create(2)) that other processes of the same user open through the writer's
 `/proc/<pid>/fd`: it ends with the last process that has it mapped and leaves nothing in `/dev/shm`.
 
-Layout: 32-bit words (sequence number, closed flag, a bell for each group, acknowledgements by slot and reader), then the
-slots. A slot: 64-bit words (number of parts, bytes of each), then the parts (a pickle, its buffers), each on a cache line.
+Layout: 32-bit words (sequence number, closed flag, acknowledgements by slot and reader), then the slots. A slot: 64-bit
+words (number of parts, bytes of each), then the parts (a pickle, its buffers), each on a cache line.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import pickle
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dagrl.errors import RunError
 from dagrl.executors.futex import Futexes, fence
@@ -35,16 +35,19 @@ LINE = 64
 IN_PLACE_BYTES = 32 << 10
 """Messages with larger buffers are read in place; copying less than this costs less than keeping track of it."""
 
-WAKES = 8
-"""Readers that one process wakes."""
+PARALLEL_BYTES = 4 << 20
+"""Parts of at least this size are copied by several threads: one core copies 10 to 15 GB a second, the memory has more."""
+
+_CORES = len(os.sched_getaffinity(0))
+COPIERS = min(4, _CORES // 4)
 
 SHORT_SPIN_S = 30e-6
-LONG_SPIN_S = 1e-3 if len(os.sched_getaffinity(0)) >= 16 else 60e-6
+LONG_SPIN_S = 5e-3 if _CORES >= 16 else 60e-6
 """How long to look for a message before sleeping: long if the last one came within that time, else short. Waking a sleeper
-takes 30 to 60 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. On a small
+takes 50 to 200 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. On a small
 machine the one who looks takes the core of the one who is to send."""
 
-_SEQUENCE, _CLOSED, _BELLS = 0, 1, 2
+_SEQUENCE, _CLOSED, _ACKNOWLEDGEMENTS = 0, 1, LINE // 4
 _LOOK_S = 0.5  # how long to sleep before looking again whether the ring was closed
 _MASK = 0xFFFF_FFFF
 
@@ -72,14 +75,9 @@ class RingAddress:
     readers: int
 
     @property
-    def acknowledgements(self) -> int:
-        """Index of the first word of the acknowledgements, on a cache line of its own."""
-        return _aligned(4 * (_BELLS + 1 + self.readers // WAKES)) // 4
-
-    @property
     def first_slot(self) -> int:
         """Offset of the slots in bytes."""
-        return _aligned(4 * (self.acknowledgements + self.slots * self.readers))
+        return _aligned(4 * (_ACKNOWLEDGEMENTS + self.slots * self.readers))
 
 
 class Ring:
@@ -87,7 +85,8 @@ class Ring:
 
     def __init__(self, address: RingAddress, memory: mmap.mmap, descriptor: int | None) -> None:
         self.address = address
-        self._slots, self._readers = address.slots, address.readers
+        self._slots, self._readers, self._slot_bytes = address.slots, address.readers, address.slot_bytes
+        self._first_slot = address.first_slot
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("I")
         self._sizes = self._bytes.cast("Q")
@@ -124,19 +123,18 @@ class Ring:
         """Publish a message: a pickle, then its buffers (all flat bytes). Waits until all readers are done with the slot."""
         sequence = self._written + 1
         slot = sequence % self._slots
-        sizes = [len(part) for part in parts]
-        start = self.address.first_slot + slot * self.address.slot_bytes
-        offset = start + _aligned(8 * (len(sizes) + 1))
-        needed = offset - start + sum(map(_aligned, sizes))
-        if needed > self.address.slot_bytes:
-            raise MessageTooLargeError(f"a message of {needed} bytes does not fit a slot of {self.address.slot_bytes} bytes")
+        start = self._first_slot + slot * self._slot_bytes
+        offset = start + _aligned(8 * (len(parts) + 1))
+        needed = offset - start + sum([_aligned(len(part)) for part in parts])
+        if needed > self._slot_bytes:
+            raise MessageTooLargeError(f"a message of {needed} bytes does not fit a slot of {self._slot_bytes} bytes")
         self._wait_for_room(slot, sequence, timeout_s)
         word = start // 8
-        self._sizes[word] = len(sizes)
-        for part, size in zip(parts, sizes, strict=True):
+        self._sizes[word] = len(parts)
+        for part in parts:
             word += 1
-            self._sizes[word] = size
-            self._bytes[offset : offset + size] = part
+            self._sizes[word] = size = len(part)
+            self._copy(part, offset, size)
             offset += _aligned(size)
         self._written = sequence
         fence()
@@ -145,11 +143,11 @@ class Ring:
 
     def read(self, reader: int, timeout_s: float | None, *, in_place: bool) -> object:
         """The next message, unpickled. Its large arrays are read-only views of the slot if `in_place`, else copies."""
-        self._wait_for_message(reader, timeout_s)
+        self._wait_for_message(timeout_s)
         fence()
         self._read = sequence = self._read + 1
         slot = sequence % self._slots
-        start = self.address.first_slot + slot * self.address.slot_bytes
+        start = self._first_slot + slot * self._slot_bytes
         word = start // 8
         count = self._sizes[word]
         offset = start + _aligned(8 * (count + 1))
@@ -160,10 +158,10 @@ class Ring:
             self._acknowledge(reader, slot, sequence)
             return value
         sizes = self._sizes[word + 2 : word + 1 + count].tolist()
-        message = self._arrays[start : start + self.address.slot_bytes]
+        message = self._arrays[start : start + self._slot_bytes]
         views = _cut(memoryview(message.data).toreadonly(), offset - start + _aligned(size), sizes)
         if not in_place or sum(sizes) <= IN_PLACE_BYTES:
-            value = pickle.loads(pickled, buffers=[bytearray(view) for view in views])  # noqa: S301
+            value = pickle.loads(pickled, buffers=[_own(view) for view in views])  # noqa: S301
             self._acknowledge(reader, slot, sequence)
             return value
         value = pickle.loads(pickled, buffers=views)  # noqa: S301
@@ -173,51 +171,51 @@ class Ring:
 
     def skip(self, reader: int, timeout_s: float | None) -> None:
         """Let the next message go unread."""
-        self._wait_for_message(reader, timeout_s)
+        self._wait_for_message(timeout_s)
         self._read += 1
         self._acknowledge(reader, self._read % self._slots, self._read)
 
     def close(self) -> None:
         """End the ring for every process: whoever waits, or comes later, gets RingClosedError."""
         self._words[_CLOSED] = 1
-        for word in (_SEQUENCE, *range(_BELLS, _BELLS + 1 + self._readers // WAKES)):
-            self._futexes.wake(word)
+        self._futexes.wake(_SEQUENCE)
+
+    def _copy(self, part: bytes | memoryview, offset: int, size: int) -> None:
+        if size < PARALLEL_BYTES or not COPIERS:
+            self._bytes[offset : offset + size] = part
+        else:
+            _copy_in_parallel(np.frombuffer(part, dtype=np.uint8), self._arrays[offset : offset + size])
 
     def _acknowledge(self, reader: int, slot: int, sequence: int) -> None:
-        self._words[self.address.acknowledgements + slot * self._readers + reader] = sequence & _MASK
+        self._words[_ACKNOWLEDGEMENTS + slot * self._readers + reader] = sequence & _MASK
 
-    def _wait_for_message(self, reader: int, timeout_s: float | None) -> None:
-        """Return when there is a message that was not read yet, and wake this reader's group if it has one."""
+    def _wait_for_message(self, timeout_s: float | None) -> None:
+        """Return when there is a message that was not read yet."""
         words, known = self._words, self._read & _MASK
-        bell = _bell(reader, self._readers)
-        if words[_SEQUENCE] == known or words[_CLOSED]:
-            started = time.perf_counter()
-            self._spin(known, started)
-            while words[_SEQUENCE] == known or words[_CLOSED]:
-                self._sleep(_SEQUENCE if bell is None or _leads(reader) else bell, known, started, timeout_s)
-            self._spin_s = LONG_SPIN_S if time.perf_counter() - started < LONG_SPIN_S else SHORT_SPIN_S
-        if bell is not None and _leads(reader):
-            words[bell] = words[_SEQUENCE]
-            self._futexes.wake(bell)
+        if words[_SEQUENCE] != known and not words[_CLOSED]:
+            return
+        started = time.perf_counter()
+        self._spin(known, started)
+        while words[_SEQUENCE] == known or words[_CLOSED]:
+            self._sleep(known, started, timeout_s)
+        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < LONG_SPIN_S else SHORT_SPIN_S
 
     def _spin(self, known: int, started: float) -> None:
         words, until = self._words, started + self._spin_s
         while words[_SEQUENCE] == known and not words[_CLOSED] and time.perf_counter() < until:
             self._futexes.let_others_run()
 
-    def _sleep(self, word: int, known: int, started: float, timeout_s: float | None) -> None:
-        heard = self._words[word]
+    def _sleep(self, known: int, started: float, timeout_s: float | None) -> None:
         if self._words[_CLOSED]:
             raise RingClosedError("this edge was closed")
         left = _LOOK_S if timeout_s is None else started + timeout_s - time.perf_counter()
         if left <= 0:
             raise RingTimeoutError("no message in time")
-        if self._words[_SEQUENCE] == known:
-            self._futexes.wait(word, heard, min(left, _LOOK_S))
+        self._futexes.wait(_SEQUENCE, known, min(left, _LOOK_S))
 
     def _wait_for_room(self, slot: int, sequence: int, timeout_s: float | None) -> None:
         """Return when every reader is done with the message that the slot holds; at once, as a rule."""
-        place = self.address.acknowledgements + slot * self._readers
+        place = _ACKNOWLEDGEMENTS + slot * self._readers
         expected = max(0, sequence - self._slots) & _MASK
         started, pause_s = time.perf_counter(), 50e-6
         while self._words[_CLOSED] or self._words[place : place + self._readers].tolist().count(expected) < self._readers:
@@ -232,14 +230,24 @@ class Ring:
             pause_s = min(2 * pause_s, 2e-3)
 
 
-def _bell(reader: int, readers: int) -> int | None:
-    """The word of a reader's group. Reader 0, which may be the driver and read late, and small rings have none."""
-    return None if reader == 0 or readers <= WAKES else _BELLS + (reader - 1) // WAKES
+def _own(view: memoryview) -> bytearray | memoryview:
+    """A copy of a part of a message."""
+    if len(view) < PARALLEL_BYTES or not COPIERS:
+        return bytearray(view)
+    copy = np.empty(len(view), dtype=np.uint8)
+    _copy_in_parallel(np.frombuffer(view, dtype=np.uint8), copy)
+    return copy.data
 
 
-def _leads(reader: int) -> bool:
-    """Whether the writer wakes this reader, and this reader the others of its group."""
-    return (reader - 1) % WAKES == 0
+def _copy_in_parallel(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8]) -> None:
+    step = _aligned(-(-len(source) // COPIERS))
+    pieces = [slice(begin, begin + step) for begin in range(0, len(source), step)]
+    list(_copiers().map(lambda piece: np.copyto(target[piece], source[piece]), pieces))
+
+
+@functools.cache
+def _copiers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COPIERS, thread_name_prefix="dagrl-copy")
 
 
 def _cut(whole: memoryview, offset: int, sizes: Sequence[int]) -> list[memoryview]:
