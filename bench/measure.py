@@ -15,9 +15,9 @@ from bench.variants import Step
 class Effort:
     """How long to measure: `rounds` turns of at most `samples` steps or `seconds`, after `warmup` steps or a third of it."""
 
-    rounds: int = 4
-    samples: int = 200
-    seconds: float = 0.15
+    rounds: int = 3
+    samples: int = 250
+    seconds: float = 0.12
     warmup: int = 20
 
 
