@@ -20,7 +20,7 @@ from workers.families.vllm import whole as vllm_whole
 Rows = tuple[tuple[int, int], tuple[int, int]]
 """Rows in the HF parameter, and rows in the local tensor."""
 
-PATTERN = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ def layer_kind(model: Model, layer: int) -> str:
     """M, *, - or E: from `layers_block_type` (transformers 5) or `hybrid_override_pattern`."""
     kinds = model.config.get("layers_block_type")
     if isinstance(kinds, list):
-        return PATTERN[str(kinds[layer])]
+        found = LETTERS.get(str(kinds[layer]))
+        if found is None:
+            raise ConfigError(f"layers_block_type has {kinds[layer]!r}; the mamba family knows {', '.join(LETTERS)}")
+        return found
     pattern = model.text("hybrid_override_pattern")
     if len(pattern) != model.layers:
         raise ConfigError(

@@ -49,7 +49,9 @@ class Model:
 
     @property
     def layers(self) -> int:
-        return self.size("num_hidden_layers")
+        """Hybrids may count them by naming the kind of each."""
+        kinds = self.config.get("layers_block_type")
+        return len(kinds) if isinstance(kinds, list) else self.size("num_hidden_layers")
 
     @property
     def hidden(self) -> int:

@@ -1,0 +1,98 @@
+"""Tiny models of every family, as `config.json` has them: what tests of weight layouts share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Hf = dict[str, Any]
+
+_BASE: Hf = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 300,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: Hf = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+
+FAMILIES: dict[str, Hf] = {
+    "llama": {**_BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "qwen2": {**_BASE, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {**_BASE, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3_moe": {
+        **_BASE,
+        **_EXPERTS,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        **_BASE,
+        **_EXPERTS,
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [],
+    },
+    "mixtral": {
+        **_BASE,
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "deepseek_v3": {
+        **_BASE,
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+    },
+    "nemotron_h": {
+        **_BASE,
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*-E",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "chunk_size": 8,
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": 1e-5,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    },
+}

@@ -1,0 +1,18 @@
+"""vLLM's own loaders put every family's weights where our descriptions say, bit for bit, on every rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def test_slices_are_what_vllm_loads() -> None:
+    pytest.importorskip("vllm")
+    from tests.integration.vllm_loads import CASES
+
+    command = [sys.executable, "-m", "tests.integration.vllm_loads"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("agrees:") == len(CASES)
