@@ -45,7 +45,7 @@ def hardware() -> str:
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     except OSError:
         model = platform.processor()
-    return f"{len(os.sched_getaffinity(0))}-core host, {model or platform.machine()}, Linux {platform.release()}"
+    return f"{len(os.sched_getaffinity(0))}-core host, {model or platform.machine()}"
 
 
 def versions() -> dict[str, str]:

@@ -1,13 +1,13 @@
 """What a step would cost on more workers than were measured: a cost model, fitted to a benchmark's rows.
 
-    python -m bench.scaling bench/results/overhead-64-cores.json --plot docs/scaling.png
+    python -m bench.scaling bench/results/overhead-64-cores.json ... --plot docs/images/scaling.png
 
 The model has one constant for each thing that happens on the longest path of a step with a small input (`docs/scaling.md`):
 
     flat graph        a + reads * N                       the driver reads one channel for each worker, one after the other
     phases of dagrl   a + hop * levels(N) + part * parts(N)   each level of the tree is a hop, each node reads its parts
 
-Both are fitted by least squares on the logarithm of the medians, leaving one size out, which the fit is then checked on.
+Both are fitted by least squares of the relative errors of the medians, without one size, on which they are checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bench.report import Report
+from bench.report import Report, Row
 from bench.worker import SMALL
 from dagrl.executors.gather import DRIVER_PARTS
 
@@ -61,6 +61,15 @@ class Model:
     def predict(self, workers: int) -> float:
         """Microseconds a step."""
         return float(np.dot(self.features(workers), self.costs))
+
+
+def merged(reports: Sequence[Report]) -> Report:
+    """One report with the rows of each number of workers from the first that has it."""
+    rows: list[Row] = []
+    for report in reports:
+        known = {row["workers"] for row in rows}
+        rows += [row for row in report.rows if row["workers"] not in known]
+    return Report(rows, reports[0].command, reports[0].hardware, reports[0].versions)
 
 
 def fit(report: Report, variant: str, features: Features, left_out: int) -> Model:
@@ -135,11 +144,13 @@ def _time(microseconds: float) -> str:
 def main() -> int:
     """Fit, check, print; draw if asked to."""
     parser = argparse.ArgumentParser(prog="bench.scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", type=Path, help="JSON of `dagrl bench overhead`")
-    parser.add_argument("--left-out", type=int, default=16, help="workers of the rows that the fit is checked on")
+    parser.add_argument(
+        "reports", type=Path, nargs="+", help="JSON of `dagrl bench overhead`; a size is taken from the first"
+    )
+    parser.add_argument("--left-out", type=int, default=32, help="workers of the rows that the fit is checked on")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    report = Report.read(options.report)
+    report = merged([Report.read(path) for path in options.reports])
     models = [
         fit(report, "ray_calls", flat_features, options.left_out),
         fit(report, "ray_flat_graph", flat_features, options.left_out),

@@ -21,7 +21,7 @@ import numpy as np
 import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 
-from bench.worker import BenchWorker
+from bench.worker import SMALL, BenchWorker
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Input, Phase, Shard, Value, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
@@ -213,8 +213,7 @@ def _dagrl(executor: Any) -> Callable[[str, Actors, int, int], Made]:
         )
         step = PHASES[shape]
         if shape == "multiple args":
-            width = max(8, payload_bytes)
-            scheduler.add(step, buckets=[Bucket(1, width)])
+            scheduler.add(step, buckets=[Bucket(1, width) for width in sorted({SMALL, payload_bytes})])
         else:
             scheduler.add(step, warmup_value=b"x", input_bytes=payload_bytes + ENVELOPE)
         scheduler.compile()

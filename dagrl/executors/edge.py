@@ -33,11 +33,11 @@ _written: dict[str, Ring] = {}
 
 
 class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
-    """The type hint of a node whose result goes over edges with `slots` messages of up to `slot_bytes` bytes."""
+    """The type hint of a node whose result goes over edges with `in_flight` messages of up to `slot_bytes` bytes."""
 
-    def __init__(self, slot_bytes: int, slots: int) -> None:
+    def __init__(self, slot_bytes: int, in_flight: int) -> None:
         self.slot_bytes = slot_bytes
-        self.slots = slots
+        self.in_flight = in_flight
 
     def create_channel(
         self, writer: Any, reader_and_node_list: list[tuple[Any, str]], driver_actor_id: str | None = None
@@ -49,7 +49,7 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
         far = [(reader, node) for reader, node in others if node != here]
         name = uuid.uuid4().hex
         if near:
-            _written[name] = _rings[name] = Ring.create(self.slots, self.slot_bytes, len(near))
+            _written[name] = _rings[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
         return Edge(
             name=name,
             address=_rings[name].address if near else None,
@@ -94,7 +94,6 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         self._far = far
         self._ring: Ring | None = None
         self._reader = -1
-        self._in_driver = False
         self._read_from: Any = None
 
     def __reduce__(self) -> Any:
@@ -110,8 +109,7 @@ class Edge(ChannelInterface):  # type: ignore[misc]
     def ensure_registered_as_reader(self) -> None:
         """Open what this process reads from."""
         me = ray.get_runtime_context().get_actor_id()
-        self._in_driver = me is None or me == self._parts["driver"]
-        if self._in_driver:  # Ray lists the driver first, by an actor that stands for it
+        if me is None or me == self._parts["driver"]:  # Ray lists the driver first, by an actor that stands for it
             me = self._parts["first_reader"]
         readers = self._parts["readers"]
         if me in readers:
@@ -140,14 +138,14 @@ class Edge(ChannelInterface):  # type: ignore[misc]
             self._own.write(value, timeout)
 
     def read(self, timeout: float | None = None) -> Any:
-        """The next packet. On workers its large arrays are read-only views that must not be kept; the driver gets copies."""
+        """The next packet. Its large arrays may be views of shared memory, read-only where others read them too."""
         if self._read_from is None:
             self.ensure_registered_as_reader()
         if self._read_from is not self._ring:
             return self._read_from.read(timeout)
         assert self._ring is not None
         try:
-            content = self._ring.read(self._reader, _limit(timeout), in_place=not self._in_driver)
+            content = self._ring.read(self._reader, _limit(timeout))
         except RingTimeoutError as late:
             raise RayChannelTimeoutError(str(late)) from late
         except RingClosedError as closed:

@@ -2,13 +2,16 @@
 
 The writer copies a message once, whatever the number of readers; readers see large arrays in place, without a copy. Nothing
 is locked, so a process that is killed blocks nobody: the writer publishes a sequence number, each reader acknowledges the
-slots that it is done with, and a slot is written again only when all have. The size is fixed; pages are used when touched.
+slots that it is done with, and a slot is written again only when all have. Arrays may be kept: a reader that holds `KEPT`
+messages in place gets copies, and there is a slot for every message that can be held. The size is fixed; the lowest free
+slot is taken and pages are used when touched, so memory is that of the messages in flight.
 
 The memory is an anonymous file (memfd_create(2)) that other processes of the same user open through the writer's
 `/proc/<pid>/fd`: it ends with the last process that has it mapped and leaves nothing in `/dev/shm`.
 
-Layout: 32-bit words (sequence number, closed flag, acknowledgements by slot and reader), then the slots. A slot: 64-bit
-words (number of parts, bytes of each), then the parts (a pickle, its buffers), each on a cache line.
+Layout: 32-bit words (sequence number, closed flag, the slots of the latest messages, acknowledgements by slot and reader),
+then the slots. A slot: 64-bit words (number of parts, bytes of each), then the parts (a pickle, its buffers), each on a
+cache line.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ LINE = 64
 IN_PLACE_BYTES = 32 << 10
 """Messages with larger buffers are read in place; copying less than this costs less than keeping track of it."""
 
+KEPT = 2
+"""Messages that one reader may hold in place."""
+
 PARALLEL_BYTES = 4 << 20
 """Parts of at least this size are copied by several threads: one core copies 10 to 15 GB a second, the memory has more."""
 
@@ -42,12 +48,14 @@ _CORES = len(os.sched_getaffinity(0))
 COPIERS = min(4, _CORES // 4)
 
 SHORT_SPIN_S = 30e-6
-LONG_SPIN_S = 5e-3 if _CORES >= 16 else 60e-6
+LONG_SPIN_S = 20e-3 if _CORES >= 16 else 60e-6
 """How long to look for a message before sleeping: long if the last one came within that time, else short. Waking a sleeper
-takes 50 to 200 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. On a small
-machine the one who looks takes the core of the one who is to send."""
+takes 50 to 200 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. The long
+time must exceed that of a chain of 64 sleepers, or the chain never wakes. On a small machine the one who looks takes the
+core of the one who is to send."""
 
-_SEQUENCE, _CLOSED, _ACKNOWLEDGEMENTS = 0, 1, LINE // 4
+_SEQUENCE, _CLOSED = 0, 1
+_SLOTS = LINE // 4  # index of the table of slots, on a cache line that the writer alone writes
 _LOOK_S = 0.5  # how long to sleep before looking again whether the ring was closed
 _MASK = 0xFFFF_FFFF
 
@@ -75,9 +83,14 @@ class RingAddress:
     readers: int
 
     @property
+    def acknowledgements(self) -> int:
+        """Index of their first word."""
+        return _aligned(4 * (_SLOTS + self.slots)) // 4
+
+    @property
     def first_slot(self) -> int:
         """Offset of the slots in bytes."""
-        return _aligned(4 * (_ACKNOWLEDGEMENTS + self.slots * self.readers))
+        return _aligned(4 * (self.acknowledgements + self.slots * self.readers))
 
 
 class Ring:
@@ -85,22 +98,25 @@ class Ring:
 
     def __init__(self, address: RingAddress, memory: mmap.mmap, descriptor: int | None) -> None:
         self.address = address
-        self._slots, self._readers, self._slot_bytes = address.slots, address.readers, address.slot_bytes
-        self._first_slot = address.first_slot
+        self._readers, self._slot_bytes = address.readers, address.slot_bytes
+        self._slots, self._acknowledgements, self._first_slot = address.slots, address.acknowledgements, address.first_slot
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("I")
         self._sizes = self._bytes.cast("Q")
         self._arrays = np.frombuffer(memory, dtype=np.uint8)
         self._futexes = Futexes(self._words)
-        self._written = self._words[_SEQUENCE]
+        self._written = 0
+        self._message_of = [0] * address.slots  # for the writer: the last message in each slot
         self._read = 0
+        self._held = 0
         self._spin_s = SHORT_SPIN_S
         if descriptor is not None:  # the writer keeps it open, for readers to find
             weakref.finalize(self, os.close, descriptor)
 
     @staticmethod
-    def create(slots: int, slot_bytes: int, readers: int) -> Ring:
-        """A ring of `slots` messages of up to `slot_bytes` bytes, for `readers` readers."""
+    def create(in_flight: int, slot_bytes: int, readers: int) -> Ring:
+        """A ring of messages of up to `slot_bytes` bytes, of which `in_flight` can be unread, for `readers` readers."""
+        slots = in_flight + KEPT * readers
         descriptor = os.memfd_create("dagrl")
         address = RingAddress(os.getpid(), descriptor, slots, _aligned(slot_bytes), readers)
         size = address.first_slot + slots * address.slot_bytes
@@ -121,14 +137,14 @@ class Ring:
 
     def write(self, parts: Sequence[bytes | memoryview], timeout_s: float | None) -> None:
         """Publish a message: a pickle, then its buffers (all flat bytes). Waits until all readers are done with the slot."""
-        sequence = self._written + 1
-        slot = sequence % self._slots
-        start = self._first_slot + slot * self._slot_bytes
-        offset = start + _aligned(8 * (len(parts) + 1))
-        needed = offset - start + sum([_aligned(len(part)) for part in parts])
+        head = _aligned(8 * (len(parts) + 1))
+        needed = head + sum([_aligned(len(part)) for part in parts])
         if needed > self._slot_bytes:
             raise MessageTooLargeError(f"a message of {needed} bytes does not fit a slot of {self._slot_bytes} bytes")
-        self._wait_for_room(slot, sequence, timeout_s)
+        slot = self._wait_for_room(timeout_s)
+        sequence = self._written + 1
+        start = self._first_slot + slot * self._slot_bytes
+        offset = start + head
         word = start // 8
         self._sizes[word] = len(parts)
         for part in parts:
@@ -136,17 +152,15 @@ class Ring:
             self._sizes[word] = size = len(part)
             self._copy(part, offset, size)
             offset += _aligned(size)
-        self._written = sequence
+        self._written = self._message_of[slot] = sequence
+        self._words[_SLOTS + sequence % self._slots] = slot
         fence()
         self._words[_SEQUENCE] = sequence & _MASK
         self._futexes.wake(_SEQUENCE)
 
-    def read(self, reader: int, timeout_s: float | None, *, in_place: bool) -> object:
-        """The next message, unpickled. Its large arrays are read-only views of the slot if `in_place`, else copies."""
-        self._wait_for_message(timeout_s)
-        fence()
-        self._read = sequence = self._read + 1
-        slot = sequence % self._slots
+    def read(self, reader: int, timeout_s: float | None) -> object:
+        """The next message, unpickled. Large arrays lie in the slot, read-only if there are other readers, or are copies."""
+        slot = self._next(timeout_s)
         start = self._first_slot + slot * self._slot_bytes
         word = start // 8
         count = self._sizes[word]
@@ -155,25 +169,24 @@ class Ring:
         pickled = self._bytes[offset : offset + size]
         if count == 1:
             value = pickle.loads(pickled)  # noqa: S301  # written by a process of the same run
-            self._acknowledge(reader, slot, sequence)
+            self._acknowledge(reader, slot, self._read)
             return value
         sizes = self._sizes[word + 2 : word + 1 + count].tolist()
         message = self._arrays[start : start + self._slot_bytes]
-        views = _cut(memoryview(message.data).toreadonly(), offset - start + _aligned(size), sizes)
-        if not in_place or sum(sizes) <= IN_PLACE_BYTES:
+        views = _cut(message.data, offset - start + _aligned(size), sizes)
+        if self._held >= KEPT or sum(sizes) <= IN_PLACE_BYTES:
             value = pickle.loads(pickled, buffers=[_own(view) for view in views])  # noqa: S301
-            self._acknowledge(reader, slot, sequence)
+            self._acknowledge(reader, slot, self._read)
             return value
-        value = pickle.loads(pickled, buffers=views)  # noqa: S301
-        # the slot is free again when the last array that lies in it is gone
-        weakref.finalize(message, self._acknowledge, reader, slot, sequence).atexit = False
-        return value
+        self._held += 1  # until the last array that lies in the slot is gone
+        weakref.finalize(message, self._release, reader, slot, self._read).atexit = False
+        buffers = views if self._readers == 1 else [view.toreadonly() for view in views]
+        return pickle.loads(pickled, buffers=buffers)  # noqa: S301
 
     def skip(self, reader: int, timeout_s: float | None) -> None:
         """Let the next message go unread."""
-        self._wait_for_message(timeout_s)
-        self._read += 1
-        self._acknowledge(reader, self._read % self._slots, self._read)
+        slot = self._next(timeout_s)
+        self._acknowledge(reader, slot, self._read)
 
     def close(self) -> None:
         """End the ring for every process: whoever waits, or comes later, gets RingClosedError."""
@@ -186,8 +199,19 @@ class Ring:
         else:
             _copy_in_parallel(np.frombuffer(part, dtype=np.uint8), self._arrays[offset : offset + size])
 
+    def _next(self, timeout_s: float | None) -> int:
+        """The slot of the next message, once it is there."""
+        self._wait_for_message(timeout_s)
+        fence()
+        self._read += 1
+        return self._words[_SLOTS + self._read % self._slots]
+
     def _acknowledge(self, reader: int, slot: int, sequence: int) -> None:
-        self._words[_ACKNOWLEDGEMENTS + slot * self._readers + reader] = sequence & _MASK
+        self._words[self._acknowledgements + slot * self._readers + reader] = sequence & _MASK
+
+    def _release(self, reader: int, slot: int, sequence: int) -> None:
+        self._held -= 1
+        self._acknowledge(reader, slot, sequence)
 
     def _wait_for_message(self, timeout_s: float | None) -> None:
         """Return when there is a message that was not read yet."""
@@ -213,21 +237,25 @@ class Ring:
             raise RingTimeoutError("no message in time")
         self._futexes.wait(_SEQUENCE, known, min(left, _LOOK_S))
 
-    def _wait_for_room(self, slot: int, sequence: int, timeout_s: float | None) -> None:
-        """Return when every reader is done with the message that the slot holds; at once, as a rule."""
-        place = _ACKNOWLEDGEMENTS + slot * self._readers
-        expected = max(0, sequence - self._slots) & _MASK
+    def _wait_for_room(self, timeout_s: float | None) -> int:
+        """A slot that every reader is done with; there is one at once, unless more is sent than may be in flight."""
         started, pause_s = time.perf_counter(), 50e-6
-        while self._words[_CLOSED] or self._words[place : place + self._readers].tolist().count(expected) < self._readers:
-            if self._words[_CLOSED]:
-                raise RingClosedError("this edge was closed")
+        while (slot := self._free_slot()) is None:
             if timeout_s is not None and time.perf_counter() - started >= timeout_s:
-                raise RingTimeoutError(
-                    f"no room for message {sequence}: a reader has not read message {expected}, or still holds its arrays; "
-                    "copy arrays that are kept beyond a replay"
-                )
+                raise RingTimeoutError(f"no room for message {self._written + 1}: a reader has not read the ones before it")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 2e-3)
+        return slot
+
+    def _free_slot(self) -> int | None:
+        if self._words[_CLOSED]:
+            raise RingClosedError("this edge was closed")
+        place, readers = self._acknowledgements, self._readers
+        for slot, message in enumerate(self._message_of):
+            if self._words[place : place + readers].tolist().count(message & _MASK) == readers:
+                return slot
+            place += readers
+        return None
 
 
 def _own(view: memoryview) -> bytearray | memoryview:

@@ -25,7 +25,7 @@ def parts(value: object) -> list[bytes | memoryview]:
 
 @pytest.fixture
 def ring() -> Iterator[Ring]:
-    ring = Ring.create(slots=2, slot_bytes=SLOT, readers=1)
+    ring = Ring.create(in_flight=2, slot_bytes=SLOT, readers=1)
     yield ring
     ring.close()
 
@@ -34,7 +34,7 @@ def echo(there: RingAddress, back: RingAddress, reader: int, count: int) -> None
     """Another process: sends back a digest of each message."""
     incoming, outgoing = Ring.open(there), Ring.open(back)
     for _ in range(count):
-        value = incoming.read(reader, 20.0, in_place=True)
+        value = incoming.read(reader, 20.0)
         digest = float(value.sum()) if isinstance(value, np.ndarray) else value
         writeable = isinstance(value, np.ndarray) and value.flags.writeable
         del value
@@ -57,7 +57,7 @@ def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -
         expected = float(value.sum()) if isinstance(value, np.ndarray) else value
         in_place = isinstance(value, np.ndarray) and value.nbytes > IN_PLACE_BYTES
         for back in backs:
-            digest, writeable = back.read(0, 20.0, in_place=False)  # type: ignore[misc]
+            digest, writeable = back.read(0, 20.0)  # type: ignore[misc]
             assert digest == expected
             assert writeable == (isinstance(value, np.ndarray) and not in_place)
     for process in processes:
@@ -65,46 +65,69 @@ def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -
         assert process.exitcode == 0
 
 
-def test_the_writer_waits_until_the_arrays_of_a_slot_are_gone(ring: Ring) -> None:
-    first = np.full(100_000, 1.0)
-    ring.write(parts(first), 1.0)
-    held = ring.read(0, 1.0, in_place=True)
-    ring.write(parts(2), 1.0)
-    assert ring.read(0, 1.0, in_place=True) == 2
-    with pytest.raises(RingTimeoutError, match="still holds its arrays"):
-        ring.write(parts(3), 0.05)
-    np.testing.assert_array_equal(held, first)  # type: ignore[arg-type]  # nothing was written over it
-    view = held[10:20]  # type: ignore[index]
-    del held
-    gc.collect()
-    with pytest.raises(RingTimeoutError):
-        ring.write(parts(3), 0.05)
-    del view
-    gc.collect()
-    ring.write(parts(3), 1.0)
-    assert ring.read(0, 1.0, in_place=True) == 3
-
-
-def test_copies_hold_no_slot(ring: Ring) -> None:
+def test_arrays_may_be_kept_and_are_never_written_over(ring: Ring) -> None:
     kept = []
-    for number in range(6):
+    for number in range(20):
         ring.write(parts(np.full(100_000, number)), 1.0)
-        kept.append(ring.read(0, 1.0, in_place=False))
-    assert [int(array[0]) for array in kept] == list(range(6))  # type: ignore[index]
-    assert all(array.flags.writeable for array in kept)  # type: ignore[attr-defined]
+        kept.append(ring.read(0, 1.0))
+    assert [set(array.tolist()) for array in kept] == [{number} for number in range(20)]  # type: ignore[attr-defined]
+
+
+def test_a_view_of_an_array_holds_its_slot_and_the_last_one_frees_it(ring: Ring) -> None:
+    ring.write(parts(np.full(100_000, 1)), 1.0)
+    first = ring.read(0, 1.0)
+    address = first.__array_interface__["data"]  # type: ignore[attr-defined]
+    view = first[10:20]  # type: ignore[index]
+    del first
+    gc.collect()
+    ring.write(parts(np.full(100_000, 2)), 1.0)
+    second = ring.read(0, 1.0)
+    assert second.__array_interface__["data"] != address  # type: ignore[attr-defined]
+    assert view.tolist() == [1] * 10
+    del view, second
+    gc.collect()
+    ring.write(parts(np.full(100_000, 3)), 1.0)
+    third = ring.read(0, 1.0)
+    assert third.__array_interface__["data"] == address  # type: ignore[attr-defined]
+
+
+def test_readers_that_keep_different_messages_hold_nobody_up() -> None:
+    writer = Ring.create(2, SLOT, 3)
+    readers = [Ring.open(writer.address) for _ in range(3)]
+    kept: list[list[object]] = [[], [], []]
+    for number in range(30):
+        writer.write(parts(np.full(50_000, number)), 1.0)
+        for place, reader in enumerate(readers):
+            value = reader.read(place, 1.0)
+            assert not value.flags.writeable or len(kept[place]) >= 2  # type: ignore[attr-defined]
+            if number % 3 == place:
+                kept[place].append(value)
+            del value
+    for place, values in enumerate(kept):
+        assert [int(value[0]) for value in values] == list(range(place, 30, 3))  # type: ignore[index]
+
+
+def test_more_messages_than_may_be_in_flight_wait_for_their_readers(ring: Ring) -> None:
+    for number in range(4):  # two in flight, and two slots for messages that the reader may keep
+        ring.write(parts(number), 1.0)
+    with pytest.raises(RingTimeoutError, match="has not read"):
+        ring.write(parts(4), 0.05)
+    assert [ring.read(0, 1.0) for _ in range(4)] == [0, 1, 2, 3]
+    ring.write(parts(4), 1.0)
+    assert ring.read(0, 1.0) == 4
 
 
 def test_a_message_that_does_not_fit_is_an_error_and_the_ring_lives_on(ring: Ring) -> None:
     with pytest.raises(MessageTooLargeError, match="does not fit a slot"):
         ring.write(parts(np.zeros(SLOT)), 1.0)
     ring.write(parts("fits"), 1.0)
-    assert ring.read(0, 1.0, in_place=True) == "fits"
+    assert ring.read(0, 1.0) == "fits"
 
 
 def test_a_read_without_a_message_ends_by_its_timeout(ring: Ring) -> None:
     started = time.monotonic()
     with pytest.raises(RingTimeoutError):
-        ring.read(0, 0.1, in_place=True)
+        ring.read(0, 0.1)
     assert 0.1 <= time.monotonic() - started < 2.0
 
 
@@ -113,7 +136,7 @@ def test_closing_wakes_who_waits(ring: Ring) -> None:
 
     def wait() -> None:
         try:
-            ring.read(0, 30.0, in_place=True)
+            ring.read(0, 30.0)
         except RingClosedError as error:
             errors.append(error)
 
@@ -130,7 +153,7 @@ def test_closing_wakes_who_waits(ring: Ring) -> None:
 def test_waiting_takes_no_processor_time(ring: Ring) -> None:
     before = time.process_time()
     with pytest.raises(RingTimeoutError):
-        ring.read(0, 1.0, in_place=True)
+        ring.read(0, 1.0)
     assert time.process_time() - before < 0.05
 
 
@@ -139,7 +162,7 @@ def test_a_skipped_message_makes_room(ring: Ring) -> None:
         ring.write(parts(number), 1.0)
         ring.skip(0, 1.0)
     ring.write(parts("read"), 1.0)
-    assert ring.read(0, 1.0, in_place=True) == "read"
+    assert ring.read(0, 1.0) == "read"
 
 
 def ring_files() -> int:
