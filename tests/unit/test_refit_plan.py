@@ -17,6 +17,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.refit import TIED_HEAD, RefitPlan, WeightSlice, plan_refit
 from dagrl.refit.cover import Piece, cover, distinct_lists, index_sources, prove_covered, split, subtract
 from dagrl.refit.slices import Box, intersect, volume
+from dagrl.refit.verify import Verify
 from tests.unit.memory_channel import run_refit
 from tests.unit.weight_reference import (
     Config,
@@ -30,23 +31,45 @@ from tests.unit.weight_reference import (
     vllm_tensors,
     zeros_like,
 )
+from workers.families.megatron import MegatronModules
 from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.weights import vllm_weight_slices
 
 
-def megatron_slices(config: Config, layout: ParallelLayout) -> list[list[WeightSlice]]:
-    return [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]  # type: ignore[arg-type]
+def megatron_slices(
+    config: Config, layout: ParallelLayout, modules: MegatronModules | None = None
+) -> list[list[WeightSlice]]:
+    return [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
 
 
-def check_megatron_to_vllm(config: Config, layout: ParallelLayout, tp: int, replicas: int, bucket_bytes: int) -> RefitPlan:
-    generation = [vllm_weight_slices(config, VllmRank(tp, rank)) for _ in range(replicas) for rank in range(tp)]
-    plan = plan_refit(megatron_slices(config, layout), generation, dtype="float32", bucket_bytes=bucket_bytes)
+def check_megatron_to_vllm(
+    config: Config,
+    layout: ParallelLayout,
+    tp: int,
+    replicas: int,
+    bucket_bytes: int,
+    *,
+    modules: MegatronModules | None = None,
+    ep: bool = False,
+    ranks_a_host: int = 0,
+    verify: Verify = "off",
+) -> RefitPlan:
+    """Everything that vLLM holds afterwards is what slicing the whole model gives, bit for bit."""
+    ranks = [VllmRank(tp, rank, expert_parallel=ep) for _ in range(replicas) for rank in range(tp)]
+    size = layout.world_size + len(ranks)
+    plan = plan_refit(
+        megatron_slices(config, layout, modules),
+        [vllm_weight_slices(config, rank) for rank in ranks],
+        dtype="float32",
+        bucket_bytes=bucket_bytes,
+        hosts=[rank // ranks_a_host for rank in range(size)] if ranks_a_host else None,
+    )
     weights = hf_weights(config)
-    sources = [megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
-    expected = [vllm_tensors(weights, config, tp, rank) for _ in range(replicas) for rank in range(tp)]
+    sources = [megatron_tensors(weights, config, layout, rank, modules) for rank in range(layout.world_size)]
+    expected = [vllm_tensors(weights, config, tp, rank.tp_rank, ep) for rank in ranks]
     built = [zeros_like(tensors) for tensors in expected]
-    run_refit(plan, [*sources, *built])
+    run_refit(plan, [*sources, *built], verify=verify)
     assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
     check_rounds(plan)
     return plan
@@ -61,24 +84,31 @@ def check_rounds(plan: RefitPlan) -> None:
     assert rounds == sorted(rounds)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=420, deadline=None)
 @given(data=st.data())
 def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
     config = data.draw(model_configs())
-    layout = data.draw(st.sampled_from(megatron_layouts(config)))
-    tp = data.draw(st.sampled_from(vllm_sizes(config)))
+    layout = data.draw(megatron_layouts(config))
     plan = check_megatron_to_vllm(
-        config, layout, tp, data.draw(st.integers(1, 2)), data.draw(st.sampled_from([64, 1000, 1 << 20]))
+        config,
+        layout,
+        data.draw(st.sampled_from(vllm_sizes(config))),
+        data.draw(st.integers(1, 2)),
+        data.draw(st.sampled_from([1000, 4000, 1 << 20])),
+        modules=MegatronModules(data.draw(st.booleans()), data.draw(st.booleans())),
+        ep=data.draw(st.booleans()),
+        ranks_a_host=data.draw(st.sampled_from([0, 0, 2, 3])),
+        verify=data.draw(st.sampled_from(["off", "checksum", "bitwise"])),
     )
     assert pickle.loads(pickle.dumps(plan.for_rank(0))) == plan.for_rank(0)  # noqa: S301
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_megatron_layout_into_any_other(data: st.DataObject) -> None:
     config = data.draw(model_configs())
-    first, second = (data.draw(st.sampled_from(megatron_layouts(config))) for _ in range(2))
-    plan = plan_refit(megatron_slices(config, first), megatron_slices(config, second), dtype="float32", bucket_bytes=500)
+    first, second = (data.draw(megatron_layouts(config)) for _ in range(2))
+    plan = plan_refit(megatron_slices(config, first), megatron_slices(config, second), dtype="float32", bucket_bytes=2000)
     weights = hf_weights(config)
     sources = [megatron_tensors(weights, config, first, rank) for rank in range(first.world_size)]
     expected = [megatron_tensors(weights, config, second, rank) for rank in range(second.world_size)]

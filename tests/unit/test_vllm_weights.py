@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.refit.slices import WeightSlice, expand
+from tests.unit.weight_reference import equal, filled, hf_weights, model_configs, vllm_sizes, vllm_tensors
 from workers.families.vllm import VllmRank
 from workers.vllm.weights import local_name, vllm_weight_slices
 
@@ -98,6 +99,18 @@ def test_local_boxes_fill_the_tensors_once(tp: int, heads: int, keys: int, vocab
             for part in parts:
                 filled[tuple(slice(*extent) for extent in part)] += 1
             assert (filled == 1).all(), tensor
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_slices_rebuild_what_vllm_holds(data: st.DataObject) -> None:
+    config = data.draw(model_configs())
+    tp, ep = data.draw(st.sampled_from(vllm_sizes(config))), data.draw(st.booleans())
+    weights = hf_weights(config)
+    for rank in range(tp):
+        expected = vllm_tensors(weights, config, tp, rank, ep)
+        slices = vllm_weight_slices(config, VllmRank(tp, rank, expert_parallel=ep))
+        assert equal(filled(weights, slices, expected), expected)
 
 
 def test_experts_lie_in_the_fused_tensors() -> None:
