@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,3 +211,16 @@ def test_replays_can_be_awaited(scheduler: Scheduler) -> None:
 def test_more_replays_than_fit_in_flight_wait_for_the_oldest(scheduler: Scheduler) -> None:
     replays = [scheduler.replay(chain, number) for number in range(10)]
     assert [replay.result()[0] for replay in replays] == [number + 2 for number in range(10)]
+
+
+def test_graphs_that_wait_take_no_processor_time(scheduler: Scheduler) -> None:
+    pids = [place.pid for group in scheduler.groups.values() for place in group.places]
+    before = [processor_seconds(pid) for pid in pids]
+    time.sleep(1.0)
+    used = [processor_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
+    assert max(used) < 0.2, "a loop of a compiled graph polls"
+
+
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
