@@ -34,11 +34,11 @@ def echo(there: RingAddress, back: RingAddress, reader: int, count: int) -> None
     """Another process: sends back a digest of each message."""
     incoming, outgoing = Ring.open(there), Ring.open(back)
     for _ in range(count):
-        value = incoming.read(reader, 20.0)
+        value = incoming.read(reader, 120.0)
         digest = float(value.sum()) if isinstance(value, np.ndarray) else value
         writeable = isinstance(value, np.ndarray) and value.flags.writeable
         del value
-        outgoing.write(parts((digest, writeable)), 20.0)
+        outgoing.write(parts((digest, writeable)), 120.0)
 
 
 def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -> None:
@@ -53,15 +53,15 @@ def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -
     for process in processes:
         process.start()
     for value in values:
-        there.write(parts(value), 20.0)
+        there.write(parts(value), 120.0)
         expected = float(value.sum()) if isinstance(value, np.ndarray) else value
         in_place = isinstance(value, np.ndarray) and value.nbytes > IN_PLACE_BYTES
         for back in backs:
-            digest, writeable = back.read(0, 20.0)  # type: ignore[misc]
+            digest, writeable = back.read(0, 120.0)  # type: ignore[misc]
             assert digest == expected
             assert writeable == (isinstance(value, np.ndarray) and not in_place)
     for process in processes:
-        process.join(20.0)
+        process.join(120.0)
         assert process.exitcode == 0
 
 
