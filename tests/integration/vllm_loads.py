@@ -13,16 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dagrl.refit.slices import WeightSlice, expand, volume
+from dagrl.layout import ParallelLayout
+from dagrl.refit import plan_refit
+from dagrl.refit.quantize import in_blocks, quantize_blocks
+from dagrl.refit.slices import Box, WeightSlice, expand
 from tests.families import FAMILIES, Hf
+from tests.unit.memory_channel import run_refit
+from workers.families.megatron import MegatronModules
 from workers.families.vllm import VllmRank
+from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.launch import _import_model, _import_vllm
 from workers.vllm.weights import local_name, vllm_weight_slices
+
+Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Case:
     tp: int = 1
     ep: bool = False
     changes: tuple[tuple[str, Any], ...] = ()
+    fp8: bool = False
 
     @property
     def config(self) -> Hf:
@@ -49,8 +59,18 @@ CASES = [
     Case("llama", 2, changes=(("attention_bias", True), ("mlp_bias", True))),
 ]
 
+_WIDE = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
+_WIDE_MOE = {**_WIDE, "moe_intermediate_size": 256}
+_WIDE_LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+FP8_CASES = [
+    Case("llama", 2, changes=tuple({**_WIDE, "num_key_value_heads": 2}.items()), fp8=True),
+    Case("qwen3_moe", 2, changes=tuple({**_WIDE_MOE, "num_key_value_heads": 2}.items()), fp8=True),
+    Case("mixtral", 2, True, changes=tuple({**_WIDE, "num_key_value_heads": 2}.items()), fp8=True),
+    Case("deepseek_v3", 2, changes=tuple({**_WIDE_MOE, **_WIDE_LATENT}.items()), fp8=True),
+]
 
-def write_checkpoint(config: Hf, directory: Path) -> dict[str, Tensor]:
+
+def write_checkpoint(config: Hf, directory: Path) -> Weights:
     """A checkpoint in which no two elements of a matrix are alike; its tensors."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -64,14 +84,15 @@ def write_checkpoint(config: Hf, directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def build(directory: Path, case: Case, rank: int) -> torch.nn.Module:
+def build(directory: Path, case: Case, rank: int, dtype: str = "float32") -> torch.nn.Module:
     """The model of one rank, its weights not loaded."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    arguments = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "max_model_len": 64}
+    arguments = {"skip_tokenizer_init": True, "dtype": dtype, "enforce_eager": True, "max_model_len": 64}
     config = EngineArgs(model=str(directory), enable_expert_parallel=case.ep, **arguments).create_engine_config()
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
@@ -81,42 +102,121 @@ def build(directory: Path, case: Case, rank: int) -> torch.nn.Module:
         for group in (parallel_state.get_tp_group(), parallel_state.get_ep_group()):
             group.world_size, group.rank_in_group, group.ranks = case.tp, rank, list(range(case.tp))
         config.parallel_config.tensor_parallel_size = case.tp
-        return initialize_model(config)
+        with set_default_torch_dtype(getattr(torch, dtype)):
+            return initialize_model(config)
 
 
-def check_rank(checkpoint: dict[str, Tensor], model: torch.nn.Module, slices: Sequence[WeightSlice]) -> None:
+def quantized(checkpoint: Weights, directory: Path) -> Weights:
+    """The checkpoint in blockwise FP8, by vLLM's own quantizer, as DeepSeek's are; its configuration says so."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    out: Weights = {}
+    kept = ("embed_tokens", "lm_head", "norm", "gate.weight", "e_score")
+    for name, tensor in checkpoint.items():
+        if any(part in name for part in kept):
+            out[name] = tensor.float() if "e_score" in name else tensor.bfloat16()
+            continue
+        out[name], out[f"{name}_scale_inv"] = per_block_cast_to_fp8(tensor.bfloat16())
+        ours = quantize_blocks(tensor.bfloat16())
+        assert torch.equal(ours[0].view(torch.uint8), out[name].view(torch.uint8)), name
+        assert torch.equal(ours[1], out[f"{name}_scale_inv"]), name
+    config = json.loads((directory / "config.json").read_text())
+    routers = sorted({name.removesuffix(".weight") for name in checkpoint if name.endswith("gate.weight")})
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {**blocks, "modules_to_not_convert": routers}
+    (directory / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def named_tensors(model: torch.nn.Module) -> Weights:
+    """What the model holds, by local name, without the scales of the KV cache."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {local_name(name): parameter.data for name, parameter in named if parameter.dim()}
+
+
+def check_rank(checkpoint: Weights, named: Weights, slices: Sequence[WeightSlice]) -> None:
     """Every slice equals what is held there, and nothing is held that no slice covers, save padding."""
-    named = {local_name(name): parameter.data for name, parameter in model.named_parameters(remove_duplicate=False)}
     covered: dict[int, int] = {}
-    for held in expand(slices):
-        tensor = named[held.tensor.replace("mixer.A_log", "mixer.A")]
-        found = tensor[tuple(slice(*part) for part in held.local)]
-        wanted = checkpoint[held.name][tuple(slice(*part) for part in held.box)]
-        if held.tensor.endswith("mixer.A_log"):  # vLLM keeps only what the hook makes of it
+
+    def check_part(tensor: str, local: Box, name: str, box: Box) -> None:
+        held = named[tensor.replace("mixer.A_log", "mixer.A")]
+        found, wanted = held[_slices(local)], checkpoint[name][_slices(box)]
+        if tensor.endswith("mixer.A_log"):  # vLLM keeps only what the hook makes of it
             wanted = -torch.exp(wanted.float())
-        assert torch.equal(found.reshape(wanted.shape), wanted), (held, found, wanted)
-        covered[tensor.data_ptr()] = covered.get(tensor.data_ptr(), 0) + volume(held.box)
+        assert torch.equal(_raw(found.reshape(wanted.shape)), _raw(wanted)), (tensor, local, name, box)
+        covered[held.data_ptr()] = covered.get(held.data_ptr(), 0) + wanted.numel()
+
+    for held in expand(slices):
+        check_part(held.tensor, held.local, held.name, held.box)
+        if held.scales is not None:
+            check_part(held.scales.tensor, held.scales.local, f"{held.name}_scale_inv", in_blocks(held.box))
     for name, tensor in named.items():
         padding = name in ("model.embed_tokens.weight", "lm_head.weight")
-        found_elements = covered.get(tensor.data_ptr(), 0)
-        assert found_elements == tensor.numel() or (padding and 0 <= found_elements < tensor.numel()), (name, found_elements)
+        elements = covered.get(tensor.data_ptr(), 0)
+        assert elements == tensor.numel() or (padding and 0 <= elements < tensor.numel()), (name, elements)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*part) for part in box)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def check(case: Case, root: Path) -> None:
-    directory = root / "-".join(map(str, (case.family, case.tp, case.ep, len(case.changes))))
-    checkpoint = write_checkpoint(case.config, directory)
+    directory = root / "-".join(map(str, (case.family, case.tp, case.ep, case.fp8, len(case.changes))))
+    whole = write_checkpoint(case.config, directory)
+    checkpoint = quantized(whole, directory) if case.fp8 else whole
     config = json.loads((directory / "config.json").read_text())
-    for rank in range(case.tp):
-        model = build(directory, case, rank)
+    ranks = [VllmRank(case.tp, rank, expert_parallel=case.ep, fp8=case.fp8) for rank in range(case.tp)]
+    held = []
+    for rank in ranks:
+        model = build(directory, case, rank.tp_rank, "bfloat16" if case.fp8 else "float32")
         model.load_weights(iter(checkpoint.items()))
-        check_rank(checkpoint, model, vllm_weight_slices(config, VllmRank(case.tp, rank, expert_parallel=case.ep)))
-    print("agrees:", case.family, case.tp, case.ep, dict(case.changes), flush=True)
+        held.append(named_tensors(model))
+        check_rank(checkpoint, held[-1], vllm_weight_slices(config, rank))
+    if case.fp8:
+        check_refit(whole, config, ranks, held)
+    print("agrees:", case.family, case.tp, case.ep, case.fp8, flush=True)
 
 
-def _allow_experts_without_gate() -> None:
-    """vLLM refuses them on CPUs, where it has no kernel for them; their weights are laid out all the same."""
+def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:
+    """A BF16 trainer's refit leaves the bytes that vLLM's loader makes of the checkpoint in FP8."""
+    layout, modules = ParallelLayout(tp=2, pp=2), MegatronModules(transformer_engine=True, grouped_experts=True)
+    slices = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
+    wanted = [vllm_weight_slices(config, rank) for rank in ranks]
+    plan = plan_refit(slices, wanted, dtype="bfloat16", bucket_bytes=100_000)
+    built = [{name: torch.zeros_like(tensor) for name, tensor in tensors.items()} for tensors in held]
+    run_refit(plan, [*(fill(whole, mine) for mine in slices), *built], verify="checksum")
+    for ours, theirs, mine in zip(built, held, wanted, strict=True):
+        for one in expand(mine):
+            assert torch.equal(_raw(ours[one.tensor][_slices(one.local)]), _raw(theirs[one.tensor][_slices(one.local)])), one
+            if one.scales:
+                name, local = one.scales.tensor, _slices(one.scales.local)
+                assert torch.equal(ours[name][local], theirs[name][local]), one
+
+
+def fill(whole: Weights, slices: Sequence[WeightSlice]) -> Weights:
+    """A rank's tensors, made as large as their slices reach."""
+    shapes: dict[str, list[int]] = {}
+    parts = list(expand(slices))
+    for one in parts:
+        ends = [stop for _, stop in one.local]
+        shapes[one.tensor] = [max(pair) for pair in zip(shapes.get(one.tensor, ends), ends, strict=True)]
+    dtypes = {one.tensor: torch.float32 if one.dtype else torch.bfloat16 for one in parts}
+    built = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
+    for one in parts:
+        target = built[one.tensor][_slices(one.local)]
+        target.copy_(whole[one.name][_slices(one.box)].view(target.shape))
+    return built
+
+
+def _do_without_kernels() -> None:
+    """vLLM refuses what it has no kernel for on CPUs; weights are laid out all the same."""
     from vllm.model_executor.layers.fused_moe import config, unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.quantization import fp8
 
     class Platform:
         def __getattr__(self, name: str) -> Any:
@@ -124,6 +224,9 @@ def _allow_experts_without_gate() -> None:
 
     real = config.current_platform
     config.current_platform = Platform()
+    type(real).supported_quantization = ["fp8"]
+    fp8.init_fp8_linear_kernel = MagicMock()
+    fp8.select_fp8_moe_backend = lambda *args, **options: (MagicMock(), None)
     unquantized_fused_moe_method.select_unquantized_moe_backend = lambda moe_config: (UnquantizedMoeBackend.CPU, None)
 
 
@@ -133,10 +236,10 @@ def main() -> None:
     torch.manual_seed(0)
     _import_vllm()
     _import_model([name for config in FAMILIES.values() for name in config["architectures"]])
-    _allow_experts_without_gate()
+    _do_without_kernels()
     with tempfile.TemporaryDirectory() as root:
         # vLLM makes its expert-parallel group when the first model has experts.
-        for case in sorted(CASES, key=lambda case: "expert" not in str(case.config)):
+        for case in sorted([*CASES, *FP8_CASES], key=lambda case: "expert" not in str(case.config)):
             check(case, Path(root))
 
 
