@@ -1,0 +1,93 @@
+"""Refits across hosts: a byte crosses once, passes on inside; near sources are preferred; what the summary says of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from dagrl.errors import RefitPlanError
+from dagrl.layout import ParallelLayout
+from dagrl.refit import LinkSpeeds, RefitPlan, plan_refit
+from dagrl.refit.slices import volume
+from tests.unit.test_refit_plan import check_megatron_to_vllm, megatron_slices
+from tests.unit.weight_reference import Config, model_config
+from workers.families.vllm import VllmRank
+from workers.vllm.weights import vllm_weight_slices
+
+CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
+
+
+def plan_of(config: Config, replicas: int, hosts: list[int] | None, *, replicate: bool) -> RefitPlan:
+    wanted = [vllm_weight_slices(config, VllmRank(2, rank)) for rank in range(2)] * replicas
+    layout = ParallelLayout(dp=2, ep=2)
+    return plan_refit(
+        megatron_slices(config, layout), wanted, dtype="float32", hosts=hosts, replicate_in_host=replicate, bucket_bytes=8192
+    )
+
+
+def test_a_byte_crosses_to_each_host_once() -> None:
+    """Two engines of two ranks on one host, one on another: each host gets the model once, though ranks share norms."""
+    hosts = [0, 0, 1, 1, 1, 1, 2, 2]
+    plan = plan_of(CONFIG, 3, hosts, replicate=True)
+    unique = {(held.name, held.box) for rank in range(2) for held in vllm_weight_slices(CONFIG, VllmRank(2, rank))}
+    nbytes = 4 * sum(volume(box) for _, box in unique)
+    links = plan.summary().links
+    for host in (1, 2):
+        assert nbytes <= links[0, host] < 1.01 * nbytes  # alignment
+    each = plan_of(CONFIG, 3, hosts, replicate=False).summary().links
+    assert each[0, 1] > 1.9 * nbytes and (1, 1) not in each
+    assert links[1, 1] == pytest.approx(each[0, 1] - links[0, 1], rel=0.01)
+
+
+def test_what_is_passed_on_arrives() -> None:
+    plan = check_megatron_to_vllm(CONFIG, ParallelLayout(dp=2, ep=2), 2, 4, 4096, ranks_a_host=5, verify="checksum")
+    relays = [bucket for bucket in plan.buckets if bucket.source >= plan.sources]
+    assert relays
+    arrivals = {(block, bucket.destination): bucket.round for bucket in plan.buckets for block in bucket.blocks}
+    for bucket in relays:
+        assert all(arrivals[block, bucket.source] < bucket.round for block in bucket.blocks)
+
+
+def test_leaders_take_turns() -> None:
+    received = plan_of(model_config(hidden_size=64, vocab_size=4000), 4, [0, 0, *[1] * 8], replicate=True)
+    from_outside: dict[int, int] = defaultdict(int)
+    for bucket in received.buckets:
+        if bucket.source < received.sources:
+            from_outside[bucket.destination] += bucket.nbytes
+    counts = [from_outside[rank] for rank in range(2, 10)]
+    assert max(counts) <= 1.3 * sum(counts) / len(counts)
+
+
+def test_a_source_on_the_same_host_is_preferred() -> None:
+    plan = plan_of(model_config(), 2, [0, 1, 0, 0, 1, 1], replicate=True)
+    assert plan.summary().crossing == 0
+    assert not [bucket for bucket in plan.buckets if bucket.source >= plan.sources]
+
+
+def test_the_floor_is_that_of_the_busiest_link() -> None:
+    plan = plan_of(model_config(), 1, [0, 0, 1, 1], replicate=True)
+    summary = plan.summary()
+    worst = max(*summary.sent, *summary.received)
+    assert summary.floor_s(LinkSpeeds(in_host=100.0, between_hosts=1.0)) >= max(summary.sent)
+    assert summary.floor_s(LinkSpeeds(in_host=1.0, between_hosts=1.0)) <= 2 * worst
+    assert "2 hosts: " in str(summary) and "GB/s between hosts" in str(summary)
+
+
+def test_hosts_of_another_number_of_ranks_are_refused() -> None:
+    with pytest.raises(RefitPlanError, match="3 hosts were given for a refit of 4 ranks"):
+        plan_of(model_config(), 1, [0, 0, 1], replicate=True)
+
+
+def test_relays_keep_the_dtype_of_a_destination_that_casts() -> None:
+    """A float32 trainer into a bfloat16 engine: the second rank gets by way of the first what it would get directly."""
+    from tests.unit.memory_channel import run_refit
+    from tests.unit.test_refit_plan import held
+
+    box = ((0, 8), (0, 4))
+    plan = plan_refit([[held(box)]], [[held(box)]] * 2, dtype="float32", hosts=[0, 1, 1])
+    weights = torch.randn(8, 4)
+    targets = [torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(2)]
+    run_refit(plan, [{"t": weights}, *({"t": target} for target in targets)], verify="checksum")
+    assert all(torch.equal(target, weights.bfloat16()) for target in targets)

@@ -1,0 +1,138 @@
+"""Verified refits: a wrong byte, wherever it comes from, is found and its parameter named; right ones pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.errors import ChannelError, RefitPlanError, RunError
+from dagrl.layout import ParallelLayout
+from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
+from dagrl.refit.slices import Scales, WeightSlice
+from dagrl.refit.verify import Verify, checksum
+from tests.unit.memory_channel import Done, MemoryChannel, run_refit
+from tests.unit.test_refit_plan import check_megatron_to_vllm, held
+from tests.unit.weight_reference import model_config
+
+MODES: tuple[Verify, ...] = ("checksum", "bitwise")
+
+
+class FlippingChannel(MemoryChannel):
+    """Changes one bit of the `at`-th byte of the first message of `least` bytes or more that is sent through it."""
+
+    least, at, flipped = 64, 17, False
+
+    def send(self, tensor: Tensor, peer: int) -> Done:
+        if not type(self).flipped and tensor.nbytes >= self.least and tensor.dtype == torch.uint8:
+            type(self).flipped = True
+            tensor = tensor.clone()
+            tensor[self.at] ^= 4
+        return super().send(tensor, peer)
+
+
+def two_parameters(bucket_bytes: int) -> tuple[RefitPlan, list[dict[str, Tensor]]]:
+    """`p` strided into columns of a stack, `q` contiguous; float32."""
+    p, q = held(((0, 6), (0, 10))), WeightSlice("q", ((0, 40),), "u", ((0, 40),))
+    halves = [WeightSlice("p", ((0, 6), (5 * i, 5 * i + 5)), "t", ((i, i + 1), (0, 6), (0, 5))) for i in range(2)]
+    plan = plan_refit([[p, q]], [[*halves, q]], dtype="float32", bucket_bytes=bucket_bytes)
+    return plan, [{"t": torch.randn(6, 10), "u": torch.randn(40)}, {"t": torch.zeros(2, 6, 5), "u": torch.zeros(40)}]
+
+
+@pytest.mark.parametrize("verify", MODES)
+@pytest.mark.parametrize("bucket_bytes", [64, 200, 1 << 20])
+def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int) -> None:
+    FlippingChannel.flipped = False
+    plan, tensors = two_parameters(bucket_bytes)
+    with pytest.raises(RunError, match=r"refit to version 7: parameter '[pq]' .* is not what rank 0 sent"):
+        run_refit(plan, tensors, 7, verify, FlippingChannel)
+    assert FlippingChannel.flipped
+    run_refit(plan, tensors, 8, verify, FlippingChannel)  # and the next, whole one, is good
+    assert torch.equal(tensors[1]["u"], tensors[0]["u"])
+
+
+def test_without_verification_it_is_not() -> None:
+    FlippingChannel.flipped = False
+    plan, tensors = two_parameters(64)
+    run_refit(plan, tensors, 7, "off", FlippingChannel)
+    assert FlippingChannel.flipped
+    same = torch.equal(torch.cat(list(tensors[1]["t"]), 1), tensors[0]["t"]) and torch.equal(
+        tensors[1]["u"], tensors[0]["u"]
+    )
+    assert not same
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_a_byte_that_changes_where_it_is_held_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are of what the live tensors hold after unpacking, not of what came."""
+    from dagrl.refit.pack import BucketMemory
+
+    plan, tensors = two_parameters(1 << 20)
+    unpack = BucketMemory.unpack
+
+    def spoil(memory: BucketMemory) -> None:
+        unpack(memory)
+        tensors[1]["t"][1, 2, 3] += 1
+
+    monkeypatch.setattr(BucketMemory, "unpack", spoil)
+    with pytest.raises(RunError, match=r"parameter 'p' .* in tensor 't'"):
+        run_refit(plan, tensors, 1, verify)
+
+
+@pytest.mark.parametrize("verify", MODES)
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_casts_and_stacks_pass(verify: Verify, target: torch.dtype) -> None:
+    plan, tensors = two_parameters(100)
+    tensors[1] = {name: tensor.to(target) for name, tensor in tensors[1].items()}
+    report = run_refit(plan, tensors, 1, verify)[-1]
+    assert torch.equal(tensors[1]["u"], tensors[0]["u"].to(target))
+    assert 0 < report.verify_seconds < report.seconds
+    check_megatron_to_vllm(model_config("deepseek_v3"), ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2, 1, 500, verify=verify)
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_fp8_and_its_scales_are_verified(verify: Verify) -> None:
+    target = WeightSlice(
+        "p", ((0, 256), (0, 128)), "t", ((0, 256), (0, 128)), "float8_e4m3fn", Scales("s", ((0, 2), (0, 1)))
+    )
+    plan = plan_refit([[held(((0, 256), (0, 128)))]], [[target]], dtype="bfloat16")
+    tensors = [
+        {"t": torch.randn(256, 128).bfloat16()},
+        {"t": torch.zeros(256, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(2, 1)},
+    ]
+    run_refit(plan, tensors, 1, verify)
+    FlippingChannel.flipped = False
+    FlippingChannel.at, kept = 256 * 128 + 1, FlippingChannel.at  # a byte of the first scale
+    try:
+        with pytest.raises(RunError, match="parameter 'p'"):
+            run_refit(plan, tensors, 2, verify, FlippingChannel)
+    finally:
+        FlippingChannel.at = kept
+
+
+def test_both_sides_must_verify_alike() -> None:
+    from collections import defaultdict
+    from queue import Queue
+
+    plan, tensors = two_parameters(1 << 20)
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "off").send(1)
+    with pytest.raises(ChannelError, match=r"another refit plan, or refit\.verify differs"):
+        RefitReceiver(plan.for_rank(1), tensors[1], MemoryChannel(1, 2, queues), "checksum").receive(1)
+    with pytest.raises(RefitPlanError, match="refit.verify is 'md5'; choose one of off, checksum, bitwise"):
+        RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "md5")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 64, 16 * 1024, 16 * 1024 * 3 + 7, 70_000])
+def test_checksums_see_single_bytes_and_exchanges(size: int) -> None:
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    first = checksum(raw)
+    for at in {0, size // 2, size - 1}:
+        changed = raw.clone()
+        changed[at] ^= 1
+        assert not torch.equal(checksum(changed), first)
+    if size >= 64:
+        rows = raw[: size // 4 * 4].view(-1, 4).clone()
+        rows[[0, -1]] = rows[[-1, 0]]
+        exchanged = torch.cat([rows.flatten(), raw[size // 4 * 4 :]])
+        assert torch.equal(exchanged, raw) or not torch.equal(checksum(exchanged), first)
