@@ -61,9 +61,10 @@ class TestedWorker(MegatronWorker):
             hf.FILE_BYTES = usual
 
     def _boxes(self, tensors: dict[str, Any]) -> list[tuple[str, Box, Any]]:
+        from dagrl.refit.slices import expand
         from workers.megatron.hf import local_view
 
         return [
             (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().numpy().copy())
-            for piece in self.weight_slices()
+            for piece in expand(self.weight_slices())
         ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,17 @@ from tests.integration.megatron_pool import MegatronPool, free_port
 from tests.integration.test_megatron_layouts import logprobs, train
 
 
+def whole_model(shapes: Mapping[str, Sequence[int]]) -> list[WeightSlice]:
+    """A destination that holds every parameter whole under its own name; experts as the stacks that plans deal in."""
+    stacks = Counter(re.sub(r"experts\.\d+\.", "experts.*.", name) for name in shapes)
+    slices = []
+    for name, count in stacks.items():
+        box = tuple((0, extent) for extent in shapes[name.replace("*", "0")])
+        box = ((0, count), *box) if "*" in name else box
+        slices.append(WeightSlice(name, box, name, box))
+    return slices
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("qwen3_tied", ParallelLayout(tp=2, pp=2)), ("qwen3_moe", ParallelLayout(dp=2, ep=2))],
@@ -30,10 +44,7 @@ def test_weights_after_each_step_arrive(
     batch = reference.make_batch()
     with megatron_pool.group(layout, reference.make_config(tiny_models[model])) as group:
         shapes = {name: tensor.shape for name, tensor in reference.assemble(group.call("weights")).items()}
-        whole = [
-            WeightSlice(name, box, name, box) for name, box in ((n, tuple((0, e) for e in s)) for n, s in shapes.items())
-        ]
-        plan = plan_refit(group.call("weight_slices"), [whole], dtype="float32")
+        plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
         received = {name: torch.zeros(shape) for name, shape in shapes.items()}
 
         size, address = layout.world_size + 1, f"127.0.0.1:{free_port()}"
