@@ -55,6 +55,7 @@ CASES = [
     Case("qwen3_moe", 3, True, (("num_attention_heads", 6), ("num_key_value_heads", 3), ("vocab_size", 192))),  # 2, 1, 1
     Case("qwen3", 4),  # a key-value head on two ranks
     Case("nemotron_h", 2, changes=(("n_groups", 1), ("num_key_value_heads", 1))),  # a group on two ranks
+    Case("nemotron_h", 2, changes=(("moe_latent_size", 16),)),
     Case("deepseek_v3", 2, changes=(("q_lora_rank", None),)),
     Case("llama", 2, changes=(("attention_bias", True), ("mlp_bias", True))),
 ]

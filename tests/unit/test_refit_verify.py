@@ -119,7 +119,7 @@ def test_both_sides_must_verify_alike() -> None:
     RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "off").send(1)
     with pytest.raises(ChannelError, match=r"another refit plan, or refit\.verify differs"):
         RefitReceiver(plan.for_rank(1), tensors[1], MemoryChannel(1, 2, queues), "checksum").receive(1)
-    with pytest.raises(RefitPlanError, match="refit.verify is 'md5'; choose one of off, checksum, bitwise"):
+    with pytest.raises(RefitPlanError, match=r"refit\.verify is 'md5'; choose one of off, checksum, bitwise"):
         RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "md5")  # type: ignore[arg-type]
 
 

@@ -93,6 +93,7 @@ def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
         } | latent
     if model_type == "nemotron_h":
         groups = draw(st.sampled_from([1, 2, 4]))
+        config["moe_latent_size"] = draw(st.sampled_from([None, 4]))
         config |= {"n_groups": groups, "mamba_num_heads": groups * draw(st.sampled_from([1, 2, 4]))}
         config["hybrid_override_pattern"] = "".join(draw(st.sampled_from("M*-E")) for _ in range(layers))
     return config
@@ -248,8 +249,12 @@ def _hybrid_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[i
     else:
         yield f"{mixer}gate.weight", (c["n_routed_experts"], hidden)
         yield f"{mixer}gate.e_score_correction_bias", (c["n_routed_experts"],)
+        latent = c.get("moe_latent_size") or hidden
         for expert in range(c["n_routed_experts"]):
-            yield from _mlp_shapes(f"{mixer}experts.{expert}.", hidden, c["moe_intermediate_size"], plain)
+            yield from _mlp_shapes(f"{mixer}experts.{expert}.", latent, c["moe_intermediate_size"], plain)
+        if c.get("moe_latent_size"):
+            yield f"{mixer}fc1_latent_proj.weight", (latent, hidden)
+            yield f"{mixer}fc2_latent_proj.weight", (hidden, latent)
         if c["n_shared_experts"]:
             width = c["n_shared_experts"] * c["moe_shared_expert_intermediate_size"]
             yield from _mlp_shapes(f"{mixer}shared_experts.", hidden, width, plain)
@@ -368,6 +373,9 @@ class _Megatron:
                 name = f"local_experts.{index}.linear_fc{fc}.weight"
                 grouped = f"linear_fc{fc}.weight{index}"
                 self.out[f"{to}experts.{grouped if self.modules.grouped_experts else name}"] = value
+        for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
+            if f"{p}{name}" in self.w:
+                self.out[f"{to}{name}"] = self.w[f"{p}{name}"]
         for shared in ("shared_expert.", "shared_experts."):
             if f"{p}{shared}up_proj.weight" in self.w:
                 self.mlp(f"{p}{shared}", f"{to}shared_experts.", gated)

@@ -124,12 +124,14 @@ def _megatron_mlp(model: Model, rank: MegatronRank, hf: str, local: str, width: 
 
 
 def _megatron_experts(model: Model, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    _refuse_latent(model)
     count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
     yield whole(f"{hf}gate.weight", f"{local}router.weight", count, model.hidden)
     yield whole(f"{hf}gate.e_score_correction_bias", f"{local}router.expert_bias", count, dtype="float32")
     names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
-    yield from rank.experts(names, f"{local}experts.", count, model.hidden, width, "the rows of moe_intermediate_size")
+    what = "the rows of moe_intermediate_size"
+    yield from rank.experts(names, f"{local}experts.", count, expert_hidden(model), width, what)
+    for name, shape in latent_projections(model):
+        yield whole(f"{hf}{name}", f"{local}{name}", *shape)
     if shared := shared_width(model):
         yield from _megatron_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
 
@@ -192,20 +194,29 @@ def _vllm_mlp(model: Model, rank: VllmRank, hf: str, local: str, width: int) -> 
 
 
 def _vllm_experts(model: Model, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    _refuse_latent(model)
     count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
     yield vllm_whole(f"{hf}gate.weight", count, model.hidden, tensor=f"{local}gate.weight")
     bias = "gate.e_score_correction_bias"
     yield vllm_whole(f"{hf}{bias}", count, tensor=f"{local}{bias}", dtype="float32")
     names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
-    yield from rank.experts(names, f"{local}experts.", count, model.hidden, width)
+    yield from rank.experts(names, f"{local}experts.", count, expert_hidden(model), width)
+    for name, (rows, columns) in latent_projections(model):
+        yield rank.matrix(f"{hf}{name}", ((0, rows), (0, columns)), f"{local}{name}", ((0, rows), (0, columns)))
     if shared := shared_width(model):
         yield from _vllm_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
 
 
-def _refuse_latent(model: Model) -> None:
+def expert_hidden(model: Model) -> int:
+    """What routed experts see: the hidden state, or in Nemotron 3 Super a smaller latent."""
+    return model.size("moe_latent_size", model.hidden)
+
+
+def latent_projections(model: Model) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Into the latent and out of it, whole on every rank of both sides; names and shapes."""
     if model.has("moe_latent_size"):
-        raise ConfigError("moe_latent_size is set; the mamba family has no rules for experts in a latent space")
+        latent = model.size("moe_latent_size")
+        yield "fc1_latent_proj.weight", (latent, model.hidden)
+        yield "fc2_latent_proj.weight", (model.hidden, latent)
 
 
 def derived(model: Model, layer: int, local: str) -> Iterator[Derived]:

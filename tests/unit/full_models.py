@@ -1,0 +1,165 @@
+"""Models of the size at which they are trained, and the mappings of NeMo-RL's pull request 2413, without any weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dagrl.layout import ParallelLayout
+
+Hf = dict[str, Any]
+
+QWEN3_4B: Hf = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_30B: Hf = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "vocab_size": 151936,
+}
+QWEN3_235B: Hf = {
+    **QWEN3_30B,
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+}
+DEEPSEEK_V3: Hf = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "vocab_size": 129280,
+    "topk_method": "noaux_tc",
+}
+NEMOTRON_NANO: Hf = {  # Nemotron 3 Nano 30B-A3B
+    "model_type": "nemotron_h",
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 1856,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "vocab_size": 131072,
+}
+NEMOTRON_SUPER: Hf = {  # Nemotron 3 Super 120B-A12B: experts in a latent space
+    **NEMOTRON_NANO,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 88,
+    "mamba_num_heads": 128,
+    "n_routed_experts": 512,
+    "moe_latent_size": 1024,
+    "moe_intermediate_size": 2688,
+    "moe_shared_expert_intermediate_size": 5376,
+}
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One row: a model, the train layout, and the generation's tensor-parallel size, replicas and FP8."""
+
+    model: Hf
+    train: ParallelLayout
+    tp: int
+    dp: int
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        size = {2560: "4b", 2048: "30b", 4096: "235b", 7168: "dsv3", 2688: "nano"}[self.model["hidden_size"]]
+        name = "super" if self.model.get("moe_latent_size") else size
+        return f"{name}-{self.train.describe()}-to-tp{self.tp}dp{self.dp}{'-fp8' if self.fp8 else ''}".replace(" ", "")
+
+
+_EP4TP2DP2 = ParallelLayout(tp=2, dp=4, ep=4, etp=1)
+_EP4TP2PP2 = ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)
+_EP8PP2 = ParallelLayout(pp=2, dp=8, ep=8, etp=1)
+LARGEST = [
+    Mapping(QWEN3_235B, ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11), 8, 16),
+    Mapping(DEEPSEEK_V3, ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2), 32, 8),
+]
+TABLE = [
+    Mapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8),
+    Mapping(QWEN3_4B, ParallelLayout(dp=8), 8, 1),
+    Mapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2),
+    Mapping(QWEN3_4B, ParallelLayout(pp=4, dp=2), 4, 2),
+    Mapping(QWEN3_4B, ParallelLayout(tp=2, pp=2, dp=2), 4, 2),
+    Mapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2),
+    *(
+        Mapping(QWEN3_30B, train, tp, dp)
+        for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2)
+        for tp, dp in ((4, 4), (2, 8), (8, 2))
+    ),
+    Mapping(NEMOTRON_NANO, ParallelLayout(tp=2, dp=4, ep=8, etp=1), 4, 2),
+    Mapping(NEMOTRON_SUPER, ParallelLayout(tp=2, pp=2, dp=8, ep=8, etp=1), 8, 2),
+    Mapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2, fp8=True),
+    Mapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2, fp8=True),
+    Mapping(QWEN3_30B, _EP4TP2DP2, 2, 8, fp8=True),
+    Mapping(QWEN3_30B, _EP8PP2, 2, 8, fp8=True),
+    *LARGEST,
+]
+
+
+def parameters(model: Hf) -> int:
+    """Parameters of the model, counted from its published sizes: the truth for the bytes of a plan. Qwen3 and DeepSeek."""
+    hidden, vocabulary, count = model["hidden_size"], model["vocab_size"], model["num_hidden_layers"]
+    total = vocabulary * hidden * (1 if model.get("tie_word_embeddings") else 2) + hidden
+    for layer in range(count):
+        total += 2 * hidden + (_latent(model) if "kv_lora_rank" in model else _grouped(model))
+        routed = model.get("n_routed_experts", 0) if layer >= model.get("first_k_dense_replace", 0) else 0
+        experts = model.get("num_experts", 0) or routed
+        if not experts:
+            total += 3 * hidden * model["intermediate_size"]
+            continue
+        total += experts * hidden + 3 * experts * hidden * model["moe_intermediate_size"]
+        if "n_shared_experts" in model:
+            total += experts + 3 * hidden * model["moe_intermediate_size"]
+    return total
+
+
+def _grouped(model: Hf) -> int:
+    heads, kv_heads, dim = model["num_attention_heads"], model["num_key_value_heads"], model["head_dim"]
+    return model["hidden_size"] * dim * (2 * heads + 2 * kv_heads) + 2 * dim
+
+
+def _latent(model: Hf) -> int:
+    hidden, heads, query, kv = (model[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
+    nope, rope, value = model["qk_nope_head_dim"], model["qk_rope_head_dim"], model["v_head_dim"]
+    down = hidden * (query + kv + rope) + query + kv
+    return int(down + heads * (query * (nope + rope) + kv * (nope + value)) + hidden * heads * value)
