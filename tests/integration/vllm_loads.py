@@ -7,6 +7,7 @@ while a model is built and loaded. Checkpoints are written by transformers, unde
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -28,8 +29,9 @@ from tests.unit.memory_channel import run_refit
 from workers.families.megatron import MegatronModules
 from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
+from workers.vllm.derived import derive
 from workers.vllm.launch import _import_model, _import_vllm
-from workers.vllm.weights import local_name, vllm_weight_slices
+from workers.vllm.weights import derived_tensors, local_name, vllm_weight_slices
 
 Weights = dict[str, Tensor]
 
@@ -177,9 +179,32 @@ def check(case: Case, root: Path) -> None:
         model.load_weights(iter(checkpoint.items()))
         held.append(named_tensors(model))
         check_rank(checkpoint, held[-1], vllm_weight_slices(config, rank))
+        if not case.fp8:
+            check_derived(model, config)
     if case.fp8:
         check_refit(whole, config, ranks, held)
     print("agrees:", case.family, case.tp, case.ep, case.fp8, flush=True)
+
+
+def check_derived(model: torch.nn.Module, config: Hf) -> None:
+    """Hooks make again what vLLM makes after a load, of the tensors that a refit has written, in the same memory."""
+    rules = derived_tensors(config)
+    latent = [model.get_submodule(rule.module) for rule in rules if rule.rule == "absorbed_kv"]
+    for module in latent:
+        module.process_weights_after_loading(torch.float32)
+    found = derive(model, rules, torch.float32)
+    assert bool(found.hooks) == (config["model_type"] in ("deepseek_v3", "nemotron_h"))
+    held = {(rule.module, name): getattr(model.get_submodule(rule.module), name) for rule in rules for name in rule.tensors}
+    right = {key: tensor.clone() for key, tensor in held.items()}
+    for module in latent:
+        module.kv_b_proj.weight.data.mul_(2)
+    for tensor in found.inputs.values():
+        tensor.add_(math.log(2))
+    for hook in found.hooks:
+        hook.run()
+    for (module, name), tensor in held.items():
+        assert getattr(model.get_submodule(module), name) is tensor, (module, name)
+        assert torch.allclose(tensor, 2 * right[module, name]), (module, name)
 
 
 def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:

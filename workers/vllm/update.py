@@ -9,26 +9,20 @@ hook has vLLM make that something again, in the same memory where it is a tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
+from workers.families.model import Derived
+from workers.vllm.derived import Hook, derive
 from workers.vllm.loader import LoadedParameter
 from workers.vllm.weights import local_name
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class Hook:
-    """Something to recompute from the destination tensors after a write; `name` says what."""
-
-    name: str
-    run: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -40,14 +34,23 @@ class Destinations:
 
 
 def find_destinations(
-    model: torch.nn.Module, loaded: Mapping[str, LoadedParameter], slices: Sequence[WeightSlice], vllm_config: Any
+    model: torch.nn.Module,
+    loaded: Mapping[str, LoadedParameter],
+    slices: Sequence[WeightSlice],
+    vllm_config: Any,
+    rules: Sequence[Derived] = (),
 ) -> Destinations:
-    """The destinations of `slices` in a loaded model. Raises ConfigError where an update in place is not possible."""
+    """The destinations of `slices` in a loaded model, whose family has `rules` for derived tensors.
+
+    Raises ConfigError where an update in place is not possible.
+    """
     if vllm_config.quant_config is not None:
         raise ConfigError("the generation model is quantized; weights can only be updated in unquantized models")
     wanted = {piece.tensor for piece in slices}
     named = {local_name(name): name for name in loaded}
-    _check_names(wanted, named, loaded, model)
+    derived = derive(model, rules, vllm_config.model_config.dtype)
+    wanted -= derived.inputs.keys()
+    _check_names(wanted, named, loaded, model, {f"{rule.module}.{name}" for rule in rules for name in rule.tensors})
     live = dict(model.named_parameters(remove_duplicate=False))
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -60,21 +63,26 @@ def find_destinations(
         tensors[name] = parameter.tensor
         if not _same_memory(parameter.tensor, live.get(named[name])):
             kept[named[name]] = parameter.tensor
-    return Destinations(tensors, tuple(_hooks(model, kept, wanted, vllm_config)))
+    hooks = (*_hooks(model, kept, wanted, vllm_config), *derived.hooks)
+    return Destinations({**tensors, **derived.inputs}, hooks)
 
 
 def _check_names(
-    wanted: set[str], named: Mapping[str, str], loaded: Mapping[str, LoadedParameter], model: torch.nn.Module
+    wanted: set[str],
+    named: Mapping[str, str],
+    loaded: Mapping[str, LoadedParameter],
+    model: torch.nn.Module,
+    derived: set[str],
 ) -> None:
     """Slices and parameters name the same tensors; second names of one memory (a tied head, a router) are no others."""
     missing = sorted(wanted - named.keys())
     known = {loaded[named[name]].tensor.data_ptr() for name in wanted & named.keys()}
     others = {name for name in named.keys() - wanted if loaded[named[name]].tensor.data_ptr() not in known}
-    unknown = sorted(others - {"lm_head.weight"})  # wanted when untied; else see _tied_head
+    unknown = sorted(others - derived - {"lm_head.weight"})  # wanted when untied; else see _tied_head
     if missing or unknown:
         raise ConfigError(
             f"{type(model).__name__} in this vLLM lacks tensors of its weight layout ({missing[:4]}) "
-            f"or has others ({unknown[:4]}). Use a plain dense or Qwen3-MoE checkpoint, or extend workers/vllm/weights.py"
+            f"or has others ({unknown[:4]}). Use a plain checkpoint of a known family, or extend workers/families"
         )
 
 

@@ -20,7 +20,7 @@ from workers.vllm.environment import require_generation, vllm_environment
 from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
 from workers.vllm.loader import take_loaded_parameters
 from workers.vllm.update import Destinations, find_destinations
-from workers.vllm.weights import vllm_weight_slices
+from workers.vllm.weights import derived_tensors, vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
@@ -175,7 +175,8 @@ class VllmWorker:
 
     def _find_destinations(self) -> Destinations:
         model, self._device = self._llm.collective_rpc(_worker_model)[0]
-        return find_destinations(model, take_loaded_parameters(model), self._slices, self._llm.vllm_config)
+        rules = derived_tensors(self._hf_config)
+        return find_destinations(model, take_loaded_parameters(model), self._slices, self._llm.vllm_config, rules)
 
     def _enter_device(self) -> None:
         """Phases run on threads of the runtime's; the current CUDA device is a thread's own."""
