@@ -298,9 +298,9 @@ def _check_dtypes(source: WeightSlice, target: WeightSlice, dtype: str) -> str:
     if target.scales is not None and wanted == FP8 and sent in CASTABLE:
         return FP8
     if (sent != wanted and not (sent in CASTABLE and wanted in CASTABLE)) or (target.scales is not None):
-        hint = "without scales " if FP8 in (sent, wanted) and target.scales is None else ""
+        hint = " without scales" if FP8 in (sent, wanted) and target.scales is None else ""
         raise RefitPlanError(
-            f"parameter {target.name!r} is {sent} in the sources and cannot become the {wanted} {hint}of tensor "
+            f"parameter {target.name!r} is {sent} in the sources and cannot become {wanted}{hint} in tensor "
             f"{target.tensor!r}; {', '.join(CASTABLE)} are cast into each other, and into FP8 that has scales"
         )
     return sent

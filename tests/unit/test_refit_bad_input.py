@@ -1,0 +1,142 @@
+"""What is wrong with a refit is named before any byte moves: families, configurations, dtypes, worlds, parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from queue import Queue
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.errors import ConfigError, RefitPlanError
+from dagrl.layout import ParallelLayout
+from dagrl.refit import RefitReceiver, plan_refit
+from dagrl.refit.connect import check_configs
+from dagrl.refit.slices import Scales, WeightSlice
+from tests.families import FAMILIES
+from tests.unit.memory_channel import MemoryChannel
+from tests.unit.test_refit_plan import held
+from tests.unit.weight_reference import model_config
+from workers.families.keys import deciding_keys
+from workers.families.vllm import VllmRank
+from workers.megatron.weights import megatron_weight_slices
+from workers.vllm.weights import vllm_weight_slices
+
+BOX = ((0, 128), (0, 128))
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", None])
+def test_a_family_without_rules(kind: str | None) -> None:
+    config = model_config(model_type=kind)  # type: ignore[arg-type]
+    message = rf"model_type is {kind!r}, for which there are no weight layout rules; there are some for llama, .*nemotron_h"
+    for describe in (
+        lambda: megatron_weight_slices(config, ParallelLayout(), 0),
+        lambda: vllm_weight_slices(config, VllmRank()),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            describe()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("qwen3", "hidden_size", "wide"),
+        ("qwen3", "vocab_size", None),
+        ("deepseek_v3", "kv_lora_rank", None),
+        ("nemotron_h", "ssm_state_size", 1.5),
+        ("nemotron_h", "hybrid_override_pattern", "M*"),
+        ("qwen3_moe", "moe_intermediate_size", True),
+    ],
+)
+def test_a_configuration_that_lacks_a_key_or_has_a_wrong_one(family: str, key: str, value: object) -> None:
+    config = {**FAMILIES[family], key: value}
+    with pytest.raises(ConfigError, match=key):
+        megatron_weight_slices(config, ParallelLayout(), 0)
+    with pytest.raises(ConfigError, match=key):
+        vllm_weight_slices(config, VllmRank())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_keys_that_decide_are_those_that_change_the_layout(family: str) -> None:
+    """Of all whole numbers in the configuration, those not among the deciding keys change nothing."""
+    config = FAMILIES[family]
+    deciding = deciding_keys(config)
+    plain = megatron_weight_slices(config, ParallelLayout(), 0), vllm_weight_slices(config, VllmRank())
+    assert {"model_type", "hidden_size", "vocab_size", "tie_word_embeddings"} <= deciding.keys()
+    for key, value in config.items():
+        if isinstance(value, int) and not isinstance(value, bool) and key not in deciding:
+            other = {**config, key: value + 1}
+            assert (megatron_weight_slices(other, ParallelLayout(), 0), vllm_weight_slices(other, VllmRank())) == plain, key
+
+
+def test_configurations_that_differ_name_the_keys() -> None:
+    train = deciding_keys(FAMILIES["qwen3"])
+    other = {**train, "intermediate_size": 96, "tie_word_embeddings": False}
+    with pytest.raises(
+        RefitPlanError,
+        match=r"train worker 0 and that of generation worker 1 differ: intermediate_size is 48 and 96; "
+        r"tie_word_embeddings is True and False; give both the same model directory",
+    ):
+        check_configs([train, train], [train, other])
+    with pytest.raises(RefitPlanError, match=r"of train worker 1 differ: hidden_size is 32 and missing"):
+        check_configs([train, {key: value for key, value in train.items() if key != "hidden_size"}], [train])
+    check_configs([train], [dict(train)])
+
+
+def target(dtype: str, scales: bool) -> WeightSlice:
+    return WeightSlice("p", BOX, "t", BOX, dtype, Scales("s", ((0, 1), (0, 1))) if scales else None)
+
+
+@pytest.mark.parametrize(
+    ("sent", "dtype", "scales", "message"),
+    [
+        (
+            "float8_e4m3fn",
+            "bfloat16",
+            False,
+            "'p' is float8_e4m3fn in the sources and cannot become bfloat16 without",
+        ),
+        ("bfloat16", "float8_e4m3fn", False, "cannot become float8_e4m3fn without scales in tensor 't'"),
+        ("int64", "float8_e4m3fn", True, "'p' is int64 in the sources and cannot become float8_e4m3fn"),
+        ("bfloat16", "int32", False, "cannot become int32"),
+        ("float8_e4m3fn", "float8_e4m3fn", True, "'p' is float8_e4m3fn in the sources and cannot"),
+        ("complex64", "", False, "dtype 'complex64' cannot be sent in a refit"),
+    ],
+)
+def test_a_dtype_pair_that_cannot_be(sent: str, dtype: str, scales: bool, message: str) -> None:
+    with pytest.raises(RefitPlanError, match=message):
+        plan_refit([[held(BOX)]], [[target(dtype, scales)]], dtype=sent)
+
+
+@pytest.mark.parametrize(("sent", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "")])
+def test_dtype_pairs_that_can_be(sent: str, dtype: str) -> None:
+    plan_refit([[held(BOX)]], [[target(dtype, False)]], dtype=sent)
+
+
+def test_scales_of_another_dtype_are_refused_when_bound() -> None:
+    plan = plan_refit([[held(BOX)]], [[target("float8_e4m3fn", True)]], dtype="bfloat16")
+    tensors = {"t": torch.zeros(128, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(1, 1, dtype=torch.bfloat16)}
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    with pytest.raises(RefitPlanError, match=r"the scales 's' of 'p' are torch.bfloat16; expected torch\.float32"):
+        RefitReceiver(plan.for_rank(1), tensors, MemoryChannel(1, 2, queues))
+
+
+def test_a_world_that_does_not_match_the_plan() -> None:
+    plan = plan_refit([[held(BOX)]], [[held(BOX)]], dtype="float32")
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    with pytest.raises(RefitPlanError, match=r"the plan is for rank 1 of 2, the channel is rank 1 of 3; plan for the world"):
+        RefitReceiver(plan.for_rank(1), {"t": torch.zeros(128, 128)}, MemoryChannel(1, 3, queues))
+    with pytest.raises(RefitPlanError, match="rank 2 is outside a refit of 2 ranks"):
+        plan.for_rank(2)
+
+
+def test_a_parameter_that_one_side_lacks_is_named_with_its_stack() -> None:
+    config = FAMILIES["deepseek_v3"]
+    sources = [megatron_weight_slices(config, ParallelLayout(), 0)]
+    wanted = vllm_weight_slices({**config, "topk_method": "greedy"}, VllmRank())
+    with pytest.raises(RefitPlanError, match=r"destinations lack: 'model.layers.1.mlp.gate.e_score_correction_bias'"):
+        plan_refit(sources, [wanted], dtype="bfloat16")
+    fewer = vllm_weight_slices({**config, "n_routed_experts": 3}, VllmRank())
+    with pytest.raises(RefitPlanError, match=r"mlp\.gate\.weight' is \(\(0, 4\), .* in the sources but \(\(0, 3\)"):
+        plan_refit(sources, [fewer], dtype="bfloat16")
