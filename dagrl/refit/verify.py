@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from dagrl.refit.pack import BucketMemory
 
 Verify = Literal["off", "checksum", "bitwise"]
-_COLUMNS = 4096
+_WORD = 8
+_COLUMNS = 1024
 
 
 def check_mode(mode: str) -> None:
@@ -40,18 +41,25 @@ def checksums(memory: BucketMemory) -> torch.Tensor:
 
 
 def checksum(raw: torch.Tensor) -> torch.Tensor:
-    """`[2]` int64 of a vector of bytes, computed without a copy of it."""
+    """`[2]` int64 of a vector of bytes, computed without a copy of it where it is aligned.
+
+    Words of eight bytes: backends add int64 without converting it, on CPUs more than ten times as fast as smaller words.
+    """
     import torch
 
-    if len(raw) % 4 or raw.data_ptr() % 4:
-        words = raw.to(torch.int32)
-    else:
-        words = raw.view(torch.int32)
-    whole = len(words) // _COLUMNS * _COLUMNS
+    if raw.data_ptr() % _WORD:
+        raw = raw.clone()
+    whole = len(raw) // _WORD
+    words = raw[: whole * _WORD].view(torch.int64)
+    rows = whole // _COLUMNS * _COLUMNS
     sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
-    for first, part, width in ((0, words[:whole], _COLUMNS), (whole, words[whole:], len(words) - whole)):
+    for first, part, width in ((0, words[:rows], _COLUMNS), (rows, words[rows:], whole - rows)):
         if len(part):
             sums += _sums(part.view(-1, width), first)
+    if len(raw) % _WORD:
+        last = raw.new_zeros(_WORD)
+        last[: len(raw) % _WORD] = raw[whole * _WORD :]
+        sums += _sums(last.view(torch.int64).view(1, 1), whole)
     return sums
 
 
@@ -59,8 +67,8 @@ def _sums(rows: torch.Tensor, first: int) -> torch.Tensor:
     """Plain sum, and sum weighted by the position of row and column: odd weights lose no bit of a word."""
     import torch
 
-    of_rows = rows.sum(1, dtype=torch.int64)
-    of_columns = rows.sum(0, dtype=torch.int64)
+    of_rows = rows.sum(1)
+    of_columns = rows.sum(0)
     weighted = (of_rows * _weights(len(of_rows), first, rows.device)).sum() + (
         of_columns * _weights(len(of_columns), 0, rows.device)
     ).sum() * 0x9E3779B1

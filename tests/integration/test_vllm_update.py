@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dagrl.refit.slices import expand
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, requests
@@ -61,7 +62,7 @@ def test_layout_is_vllms_and_updates_match_transformers(started: Started) -> Non
     state = state_of(checkpoints[0])
     held = engine.on_all(vllm_calls.tensors)
     for tensors, slices in zip(held, engine.on_all(vllm_calls.weight_slices), strict=True):
-        for piece in slices:
+        for piece in expand(slices):
             part = tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
             whole = state[piece.name][tuple(slice(*extent) for extent in piece.box)]
             assert part.reshape(whole.shape).equal(whole), piece

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dagrl.refit.slices import WeightSlice
+from dagrl.refit.slices import WeightSlice, expand
 from tests.integration.vllm_models import state_of
 
 
@@ -28,7 +28,7 @@ def write_weights(worker: Any, checkpoint: Path, version: int) -> None:
 
 def write_slices(worker: Any, state: dict[str, torch.Tensor]) -> None:
     live = worker.weight_tensors()
-    for piece in worker.weight_slices():
+    for piece in expand(worker.weight_slices()):
         source = state[piece.name][tuple(slice(*extent) for extent in piece.box)]
         target = live[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
         target.copy_(source.reshape(target.shape))

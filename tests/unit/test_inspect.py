@@ -86,6 +86,17 @@ def test_the_refit_plan_moves_each_parameter_to_each_replica_once(precision: str
     assert halves.summary().received == (half + padded, half, half + padded, half)
 
 
+def test_the_refit_plan_over_hosts_and_its_floor() -> None:
+    overrides = [*GENERATION_DP2_TP2, "refit.gpus_per_host=4", "refit.between_hosts_gb_per_s=25"]
+    text = inspect_config(load_config(GRPO, overrides), "refit")
+    assert "GB/s in a host and 25 GB/s between hosts" in text and "2 hosts: " in text
+    plan = plan_config_refit(load_config(GRPO, overrides))
+    assert plan is not None and plan.hosts == (0, 0, 1, 1, 1, 1)
+    each = plan_config_refit(load_config(GRPO, [*overrides, "refit.replicate_in_host=false"]))
+    assert each is not None
+    assert plan.summary().crossing < 0.51 * each.summary().crossing  # two replicas on one host
+
+
 def test_workers_that_do_not_describe_themselves_have_no_plan() -> None:
     config = load_config(GRPO, ["policy.worker=tests.unit.phase_worker:Both"])
     assert plan_config_refit(config) is None
