@@ -33,7 +33,7 @@ MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_
         ({**QWEN3, "num_attention_heads": 12, "num_key_value_heads": 3}, ParallelLayout(tp=2), "3 key-value heads and tp 2"),
         ({**QWEN3, "intermediate_size": 130}, ParallelLayout(tp=4), "intermediate_size 130"),
         (QWEN3, ParallelLayout(pp=3), "4 layers are not divisible by pp 3"),
-        (QWEN3, ParallelLayout(pp=2, vpp=4), "pp 2 x vpp 4"),
+        (QWEN3, ParallelLayout(pp=2, vpp=4), "not divisible by vpp 4"),
         (QWEN3, ParallelLayout(dp=2, ep=2), "no experts, but ep is 2"),
         (MOE, ParallelLayout(dp=3, ep=3), "4 experts are not divisible by ep 3"),
         (MOE, ParallelLayout(tp=4), "moe_intermediate_size 30 is not divisible by etp 4"),
