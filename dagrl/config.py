@@ -27,7 +27,7 @@ class Section(BaseModel):
 class RandomInit(Section):
     """A model made from a seed instead of a checkpoint: `hf_config` is the content of a Hugging Face `config.json`.
 
-    `vocab_size` is set from the tokenizer. The checkpoint is written to `<run>/init_model` before any worker starts.
+    `vocab_size` is the tokenizer's unless a larger one is given. The checkpoint is written to `<run>/init_model` before any worker starts.
     """
 
     hf_config: dict[str, Json]

@@ -96,8 +96,7 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
     `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b] of each whole row, unless
     the loss is token level. Sums: `loss`, `policy_loss`, `kl` (before the penalty), `clip_fraction`, `probs_ratio`,
     `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose importance weight was cut or masked),
-    `token_mult_prob_error`, `valid_tokens`. Maxima:
-    `max_logprob_difference`, `max_probs_ratio`.
+    `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima: `max_logprob_difference`, `max_probs_ratio`.
     """
     mask = data["loss_mask"].to(logprobs.dtype)
     inside = mask > 0
@@ -175,11 +174,15 @@ def logprob_difference(data: Mapping[str, Tensor], mask: Tensor, denominators: D
     """Generation's log-probabilities against the train workers': `generation_logprobs` and `prev_logprobs` [b, t].
 
     `token_mult_prob_error` is NeMo-RL's: the mean over tokens of exp(|generation - prev|); 1 when both agree. After a
-    correct refit it differs from 1 by rounding only. `max_logprob_difference` is the largest |generation - prev|.
+    correct refit it differs from 1 by rounding only. `gen_kl_error` (NeMo-RL's too) is KL(generation || train), estimated
+    by k3 on generation's own samples. `max_logprob_difference` is the largest |generation - prev|.
     """
-    gap = _inside(data["generation_logprobs"] - data["prev_logprobs"], mask > 0).abs()
+    difference = _inside(data["generation_logprobs"] - data["prev_logprobs"], mask > 0)
+    gap = difference.abs()
+    divergence = kl_estimate(difference, torch.zeros_like(difference), "k3")
+    sums = {"token_mult_prob_error": torch.exp(gap), "gen_kl_error": divergence}
     return LogprobDifference(
-        sums={"token_mult_prob_error": _masked_sum(torch.exp(gap), mask) / denominators.tokens},
+        sums={name: _masked_sum(value, mask) / denominators.tokens for name, value in sums.items()},
         maxima={"max_logprob_difference": gap.amax()},
     )
 

@@ -68,12 +68,12 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
 
 
 def model_description(policy: PolicyConfig, vocabulary: int) -> dict[str, Json]:
-    """The content of the model's `config.json`; for a model from a seed, with `vocab_size` set from the tokenizer."""
+    """The content of the model's `config.json`; for a model from a seed, with a `vocab_size` that holds the tokenizer's."""
     if (policy.model_name is None) == (policy.random_init is None):
         found = "neither" if policy.model_name is None else "both"
         raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
     if policy.random_init is not None:
-        return {**policy.random_init.hf_config, "vocab_size": vocabulary}
+        return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, vocabulary)}
     path = _existing_directory(policy.model_name, "policy.model_name") / "config.json"
     try:
         return cast("dict[str, Json]", json.loads(path.read_text(encoding="utf-8")))
@@ -102,7 +102,7 @@ def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, dir
     description = dict(init.hf_config)
     kind = description.pop("model_type", None)
     tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
-    tokens |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
+    tokens |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": _vocabulary(init, len(tokenizer))}
     try:
         hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
         with torch.random.fork_rng(devices=[]):
@@ -119,6 +119,12 @@ def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, dir
     shutil.rmtree(directory, ignore_errors=True)
     part.rename(directory)
     logger.info("made a model of %d parameters from seed %d in %s", model.num_parameters(), init.seed, directory)
+
+
+def _vocabulary(init: RandomInit, tokenizer: int) -> int:
+    """Rows of the embedding: those of `hf_config.vocab_size`, and at least one a token of the tokenizer."""
+    wanted = init.hf_config.get("vocab_size")
+    return max(tokenizer, wanted if isinstance(wanted, int) else 0)
 
 
 def _existing_directory(name: str | None, key: str) -> Path:

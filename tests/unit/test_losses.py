@@ -41,7 +41,7 @@ def make_batch(seed: int = 0) -> tuple[Tensor, Data, Denominators]:
 
 def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: Denominators) -> dict[str, float]:
     """The GRPO loss and its metrics, token by token, from the papers; no tensors."""
-    out = dict.fromkeys(("policy_loss", "kl", "clip_fraction", "probs_ratio", "token_mult_prob_error"), 0.0)
+    out = dict.fromkeys(("policy_loss", "kl", "clip_fraction", "probs_ratio", "token_mult_prob_error", "gen_kl_error"), 0.0)
     largest = 0.0
     for row in range(len(logprobs)):
         length = int(data["loss_mask"][row].sum())
@@ -76,6 +76,8 @@ def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: 
             out["clip_fraction"] += (clipped * advantage < ratio * advantage) / denominators.tokens
             out["probs_ratio"] += ratio / denominators.tokens
             out["token_mult_prob_error"] += math.exp(abs(generation - prev)) / denominators.tokens
+            quotient = math.exp(prev) / math.exp(generation)
+            out["gen_kl_error"] += (quotient - math.log(quotient) - 1) / denominators.tokens
             largest = max(largest, abs(generation - prev))
     loss = out["policy_loss"] + config.reference_policy_kl_penalty * out["kl"]
     return {**out, "loss": loss, "max_logprob_difference": largest}

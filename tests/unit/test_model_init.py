@@ -27,10 +27,11 @@ INIT = RandomInit(
 )
 
 
-def written(directory: Path, seed: int = 0) -> bytes:
+def written(directory: Path, seed: int = 0, **hf_config: int) -> bytes:
     assert INIT.tokenizer_characters is not None
     tokenizer = character_tokenizer(INIT.tokenizer_characters)
-    write_random_model(INIT.model_copy(update={"seed": seed}), tokenizer, directory)
+    init = INIT.model_copy(update={"seed": seed, "hf_config": {**INIT.hf_config, **hf_config}})
+    write_random_model(init, tokenizer, directory)
     return (directory / "model.safetensors").read_bytes()
 
 
@@ -52,6 +53,13 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
     policy = PolicyConfig(model_name=str(tmp_path / "a"))
     assert model_description(policy, 0)["vocab_size"] == 18
     assert load_tokenizer(policy)("1+1=").input_ids == tokenizer("1+1=").input_ids
+
+
+@pytest.mark.parametrize(("wanted", "rows"), [(5, 18), (64, 64)])
+def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path: Path, wanted: int, rows: int) -> None:
+    written(tmp_path / "a", vocab_size=wanted)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == rows
 
 
 def test_character_tokenizer_keeps_every_character(tmp_path: Path) -> None:
