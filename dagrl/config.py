@@ -27,7 +27,8 @@ class Section(BaseModel):
 class RandomInit(Section):
     """A model made from a seed instead of a checkpoint: `hf_config` is the content of a Hugging Face `config.json`.
 
-    `vocab_size` is the tokenizer's unless a larger one is given. The checkpoint is written to `<run>/init_model` before any worker starts.
+    `vocab_size` is the tokenizer's unless a larger one is given. The checkpoint is written to `<run>/init_model` before any
+    worker starts.
     """
 
     hf_config: dict[str, Json]
@@ -122,6 +123,14 @@ class ForcedLengths(Section):
     between_prompts: float = Field(default=0.5, ge=0, le=1)  # share of the variance that all requests of a prompt have alike
 
 
+class ColocatedConfig(Section):
+    """Train and generation workers on the same GPUs, in turn: one holds the memory while the other waits without it."""
+
+    enabled: bool = False
+    train_share: float = Field(default=0.5, gt=0, lt=1)  # of a GPU in Ray's books, the rest is generation's
+    sleep_level: Literal[1, 2] = 2  # what becomes of generation's weights while training: 1 host memory, 2 dropped
+
+
 class GenerationConfig(Section):
     worker: str = "workers.vllm:VllmWorker"
     max_new_tokens: PositiveInt = 64
@@ -134,6 +143,7 @@ class GenerationConfig(Section):
     quantum_seconds: PositiveFloat | None = None  # what a quantum may last: sizes then follow what was measured
     request_order: Literal["longest_first", "fifo"] = "longest_first"  # by the past lengths of their prompts
     forced_lengths: ForcedLengths | None = None
+    colocated: ColocatedConfig = ColocatedConfig()
     vllm_cfg: VllmConfig = VllmConfig()
 
 
@@ -278,6 +288,7 @@ class LoggerConfig(Section):
     tensorboard_enabled: bool = True
     wandb_enabled: bool = False
     trace_enabled: bool = True
+    nvtx_enabled: bool = False  # name phases, replays and buckets for Nsight Systems and torch.profiler (dagrl.annotate)
     plot_enabled: bool = True
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 

@@ -7,6 +7,9 @@ The format is the JSON array of Chrome's Trace Event Format (Google, "Trace Even
         trace.declare(["driver", "train 0 (dp 0, pp 0, tp 0, cp 0)"])
         trace.write([TraceEvent("train_step", "replay", start_ns, duration_ns, "train 0 (...)", "replays")])
 
+Timestamps count from where those of `torch.profiler` do (`baseTimeNanoseconds` in its export), on the same clock: the events
+of both belong on one time axis.
+
 The file is a complete JSON document after every flush, so that a crash loses only the events of the last moment. Memory
 holds those events and the labels, no more, however long the run is.
 """
@@ -29,6 +32,10 @@ from dagrl.files import move_aside
 logger = logging.getLogger(__name__)
 
 DRIVER = "driver"
+
+_ORIGIN_PERIOD_NS = 3 * 2_629_746 * 10**9
+"""Kineto's zero is the last multiple of three months (each a twelfth of a Gregorian year) since the epoch: microseconds
+since the epoch itself would lose digits in a JavaScript number (libkineto, output_json.cpp, `ChromeTraceBaseTime`)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class TraceWriter:
         self._file = path.open("wb", buffering=0)  # a flush is then one write to the file
         self._file.write(b"[\n]\n")
         self._end = len(b"[\n")  # where the closing bracket stands, and the next event goes
-        self._origin_ns = time.time_ns()  # microseconds since the epoch would lose digits in a JavaScript number
+        self._origin_ns = time.time_ns() // _ORIGIN_PERIOD_NS * _ORIGIN_PERIOD_NS
         self._rows: dict[tuple[str, str | None], int] = {}
         self._lines: list[str] = []
         self._lock = threading.Lock()

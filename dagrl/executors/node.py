@@ -16,10 +16,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from dagrl.annotate import annotate, ranges_enabled
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
 from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.executors.tensors import accelerator_tensors
 from dagrl.graph import Json
+from dagrl.shapes import Batch
 from dagrl.worker import ReplayContext, replay_context
 
 TRACE_CAPACITY = 65_536
@@ -174,11 +176,21 @@ def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Pac
     state.activity = Activity(header.replay, call.label, threading.get_ident(), time.monotonic())
     try:
         with replay_context(ReplayContext(header.phase, header.replay, header.warmup)):
-            value = _evaluate(worker, call, packets)
+            value = _annotated(worker, call, packets) if ranges_enabled() else _evaluate(worker, call, packets)
     finally:
         state.activity = None
     state.runs.append(NodeRun(header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
     return value
+
+
+def _annotated(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
+    """`_evaluate` in a range for profilers: the node, the replay, and the bucket that its batch was padded to."""
+    header = packets[0].header
+    batch = next((packet.value for packet in packets if isinstance(packet.value, Batch)), None)
+    bucket = "" if batch is None else f" [{batch.rows} x {batch.tokens}]"
+    warmup = " warm-up" if header.warmup else ""
+    with annotate(f"{header.phase} #{header.replay}{warmup} {call.label}{bucket}"):
+        return _evaluate(worker, call, packets)
 
 
 def _check_size(call: NodeCall, value: object) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.annotate import enable_ranges
 from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
 from dagrl.cluster import ray_cluster
 from dagrl.config import Config
@@ -231,6 +232,9 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
             stop.listen()
         progress.stage(f"Starting {_workers_text(config)}")
         train, generation = _start_groups(config, stack, stop)
+        if config.logger.nvtx_enabled:
+            for group in (train, *([generation] if generation else [])):
+                group.call_function(enable_ranges)
         scheduler = stack.enter_context(Scheduler([g for g in (train, generation) if g], _options(config)))
         clock = PhaseClock(trace)
         session = Session(

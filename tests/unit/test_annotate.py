@@ -1,0 +1,69 @@
+"""Ranges for profilers: `torch.profiler` sees a node's run at the time that the trace gives it, on the same clock."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from dagrl.annotate import annotate, disable_ranges, enable_ranges
+from dagrl.executors.node import NodeCall, Take, drain_runs, install, run_node
+from dagrl.executors.packet import Header, Packet
+from dagrl.shapes import Batch
+from dagrl.trace import TraceEvent, TraceWriter
+
+CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, True, True, 1 << 20, 10.0)
+BATCH = Batch({"tokens": np.zeros((4, 16), np.int64), "lengths": np.full(4, 16)})
+ALLOWED_US = 2000.0  # between two readings of the clock on a busy machine
+
+
+class Worker:
+    def step(self, batch: Batch) -> int:
+        time.sleep(0.02)
+        return batch.rows
+
+
+@pytest.fixture
+def ranges() -> Iterator[None]:
+    enable_ranges()
+    yield
+    disable_ranges()
+
+
+def profiled(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """torch.profiler's export of two replays of a node, and the trace's events of the same."""
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for replay in range(2):
+            run_node(worker, CALL, Packet(Header("train_step", replay, False, {"train": replay}), BATCH))
+    profiler.export_chrome_trace(str(path / "torch.json"))
+    with TraceWriter(path / "trace.json") as trace:
+        trace.write(
+            TraceEvent(run.label, "replay", run.start_ns, run.end_ns - run.start_ns, "train 0") for run in drain_runs(worker)
+        )
+    events = json.loads((path / "trace.json").read_text())
+    return json.loads((path / "torch.json").read_text()), [event for event in events if event["ph"] == "X"]
+
+
+def test_both_traces_name_the_same_interval(ranges: None, tmp_path: Path) -> None:
+    theirs, ours = profiled(tmp_path)
+    named = {event["name"]: event for event in theirs["traceEvents"] if event.get("ph") == "X"}
+    for replay, event in enumerate(ours):
+        twin = named[f"train_step #{replay} train[0].step [4 x 16]"]
+        assert event["ts"] == pytest.approx(twin["ts"], abs=ALLOWED_US)
+        assert event["dur"] == pytest.approx(twin["dur"], abs=ALLOWED_US)
+        assert event["dur"] >= 20_000
+
+
+def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
+    theirs, ours = profiled(tmp_path)
+    assert len(ours) == 2
+    assert not [event for event in theirs["traceEvents"] if "train_step" in str(event.get("name"))]
+    assert annotate("one") is annotate("another")  # the one empty context
