@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import GenerationConfig
 from dagrl.errors import DataError, RunError
 from dagrl.generation import FinishedRequest, Generated, pack_generated
+from workers.vllm import features
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
@@ -123,6 +124,19 @@ class QuantumEngine:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         else:
             self.reset_prefix_cache()
+
+    def sleep(self, level: int) -> None:
+        """Give up the KV cache and the weights (level 1: they go to host memory; 2: they are dropped).
+
+        Raises RunError while requests run, whose KV cache would be lost.
+        """
+        if self._running:
+            raise RunError(f"{self.unfinished} requests are running; let them finish or abort them before the engine sleeps")
+        self._engine.sleep(level)
+
+    def wake_up(self, tags: tuple[str, ...]) -> bool:
+        """Take back what `tags` name, at the same addresses; whether nothing is missing now."""
+        return features.wake_up(self._engine, tags)
 
     def snapshot(self) -> list[FinishedRequest]:
         """What the requests that are not finished have made so far; they go on. The finish reason is `unfinished`."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from dagrl.config import Config, GenerationConfig
 from dagrl.errors import ConfigError
+from dagrl.machine import gpu_count
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def vllm_environment(config: Config) -> dict[str, str]:
@@ -44,3 +48,23 @@ def model_path(config: Config) -> str:
             "Write policy.random_init to a directory first and name that directory"
         )
     return config.policy.model_name
+
+
+def show_host_gpus(environment: MutableMapping[str, str] | None = None) -> None:
+    """Let this process see all GPUs of its host; call it before CUDA starts.
+
+    Ray leaves the variable alone here (see `vllm_environment`), but its graph loop looks in it for the actor's GPU.
+    """
+    environment = os.environ if environment is None else environment
+    if not environment.get(VISIBLE) and gpu_count():
+        environment[VISIBLE] = ",".join(str(index) for index in range(gpu_count()))
+
+
+def device_index(assigned: Sequence[str], visible: str | None) -> int | None:
+    """Index, among the GPUs that `visible` lists (None: all), of the first GPU that Ray assigned; None without one.
+
+    Example: `device_index(["5"], "4,5")` is 1.
+    """
+    if not assigned:
+        return None
+    return visible.split(",").index(assigned[0]) if visible else int(assigned[0])

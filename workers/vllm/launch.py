@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config
 from dagrl.errors import MissingDependencyError
 from dagrl.worker import WorkerContext
-from workers.vllm.environment import model_path, require_generation
+from workers.vllm import features
+from workers.vllm.environment import VISIBLE, device_index, model_path, require_generation
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -74,7 +75,7 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
 def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous) -> LLMEngine:
     """An engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM."""
     _import_vllm()
-    from vllm import EngineArgs, LLMEngine
+    from vllm import LLMEngine
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ.update(RANK=str(rendezvous.rank), LOCAL_RANK=str(rendezvous.local_rank), WORLD_SIZE=str(context.layout.tp))
@@ -82,11 +83,7 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
 
     register_loader()
     _import_model(read_hf_config(config).get("architectures") or ())
-    arguments = engine_arguments(config, context)
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    optional = {"async_scheduling", "distributed_timeout_seconds", "cpu_distributed_timeout_seconds"}
-    assert arguments.keys() - known <= optional, f"this vLLM lacks engine arguments {sorted(arguments.keys() - known)}"
-    engine_config = EngineArgs(**{name: value for name, value in arguments.items() if name in known}).create_engine_config()
+    engine_config = features.engine_config(engine_arguments(config, context))
     engine = LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
     _drop_message_queue()
     return engine
@@ -158,6 +155,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "distributed_executor_backend": "external_launcher",
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "disable_log_stats": True,
+        "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # Seen on H200: with it, ranks returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
         # A step in flight between two quanta would run on weights that a refit is writing.
@@ -214,8 +212,9 @@ def _local_rank(tp_rank: int) -> int:
     import ray
 
     if ray.is_initialized():
-        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return int(gpus[0]) if gpus else tp_rank
+        assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        index = device_index(assigned, os.environ.get(VISIBLE))
+        return tp_rank if index is None else index
     return int(os.environ.get("LOCAL_RANK", tp_rank))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 from dagrl.generation import FinishedRequest, Generated, merge_generated
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
@@ -15,8 +16,9 @@ from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
 from workers.families.keys import deciding_keys
 from workers.families.vllm import VllmRank
+from workers.vllm import features
 from workers.vllm.engine import QuantumEngine, Request
-from workers.vllm.environment import require_generation, vllm_environment
+from workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
 from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
 from workers.vllm.loader import take_loaded_parameters
 from workers.vllm.update import Destinations, find_destinations
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from dagrl.channels import Channel, ChannelSpec
     from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReceiver, RefitReport
+
+logger = logging.getLogger(__name__)
 
 
 class VllmWorker:
@@ -41,9 +45,11 @@ class VllmWorker:
         self.generation = require_generation(config)
         self._engine: QuantumEngine | None = None
         self._torn: str | None = None
+        self._asleep: set[str] = set()
         self._channel: Channel | None = None
         self._receiver: RefitReceiver | None = None
         self.version = 0
+        show_host_gpus()
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -96,6 +102,34 @@ class VllmWorker:
         """Drop requests (None: all); returns how many were there."""
         return self._require_engine().abort(request_ids)
 
+    def sleep(self, level: int) -> int:
+        """Give up the GPU's memory until `wake_up`; bytes freed, 0 where vLLM cannot (without a GPU) and nothing is done.
+
+        At level 1 the weights go to host memory, at level 2 they are dropped: then generate() refuses until a whole refit.
+        """
+        engine = self._require_engine()
+        self._enter_device()
+        if not features.can_sleep():
+            logger.debug("this vLLM cannot sleep; the generation worker keeps its memory")
+            return 0
+        before = self._free_bytes()
+        engine.sleep(level)
+        self._asleep = set(features.SLEEP_TAGS)
+        if level == 2:
+            self._torn = "the engine slept at level 2, which drops them"
+        return self._free_bytes() - before
+
+    def wake_up(self, tags: Sequence[str] = features.SLEEP_TAGS) -> None:
+        """Take back what `tags` name: `weights` before a refit, `kv_cache` before generation."""
+        unknown = set(tags) - set(features.SLEEP_TAGS)
+        if unknown:
+            raise ConfigError(f"wake_up: unknown tags {sorted(unknown)}; expected: some of {', '.join(features.SLEEP_TAGS)}")
+        self._enter_device()
+        wanted = tuple(tag for tag in features.SLEEP_TAGS if tag in tags and tag in self._asleep)
+        if wanted:
+            self._require_engine().wake_up(wanted)
+            self._asleep -= set(wanted)
+
     def unfinished_requests(self) -> list[FinishedRequest]:
         """What the requests that have not finished have made so far, for a checkpoint; they go on."""
         return self._require_engine().snapshot()
@@ -135,6 +169,8 @@ class VllmWorker:
     def writing_weights(self, version: int) -> Iterator[None]:
         """Write `weight_tensors()` inside of this: hooks run and `version` is taken up when the block ends well."""
         engine = self._require_engine()
+        if "weights" in self._asleep:
+            raise RunError("the engine sleeps without memory for weights; call wake_up(['weights']) before a refit")
         self._enter_device()
         self._torn = f"an update of the weights to version {version} has begun and has not ended well"
         yield
@@ -185,6 +221,11 @@ class VllmWorker:
 
             torch.cuda.set_device(self._device)
 
+    def _free_bytes(self) -> int:
+        import torch
+
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
     def _require_engine(self) -> QuantumEngine:
         if self._engine is None:
             raise RunError("the vLLM engine is not running; call setup(address) on all workers of the group first")
@@ -193,6 +234,8 @@ class VllmWorker:
     def _ready_engine(self) -> QuantumEngine:
         if self._torn is not None:
             raise RunError(f"the weights may be torn: {self._torn}. Replay a whole refit before generating")
+        if self._asleep:
+            raise RunError(f"the engine sleeps without its {' and '.join(sorted(self._asleep))}; call wake_up() first")
         return self._require_engine()
 
     def _close_channel(self) -> None:

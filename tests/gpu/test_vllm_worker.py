@@ -1,0 +1,218 @@
+"""The vLLM worker as an actor on a GPU: quanta through a compiled graph, updates in place under CUDA graphs, sleep.
+
+The truth is transformers in float32 on the same bfloat16 weights. Differences of bfloat16 are about 0.01 to 0.03 in the
+mean; a stale weight shows as more than 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dagrl.config import Config
+from dagrl.errors import RunError
+from dagrl.generation import FinishedRequest, Generated
+from dagrl.layout import ParallelLayout
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Batch, Bucket
+from dagrl.worker_group import Resources, WorkerGroup
+from graphs.generate import generate
+from tests.integration import vllm_calls
+from tests.integration.vllm_models import make_config
+from tests.integration.vllm_ranks import requests
+
+pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 4, "hidden": 256, "inter": 512, "heads": 8, "kv": 2, "head_dim": 64, "vocabulary": 1000},
+    "0.6B": {"layers": 28, "hidden": 1024, "inter": 3072, "heads": 16, "kv": 8, "head_dim": 128, "vocabulary": 151_936},
+}
+PROMPTS = [[3 + (7 * row + 11 * place) % 900 for place in range(5 + 9 * row)] for row in range(8)]
+LONG_PROMPT = [3 + token % 900 for token in range(0, 7 * 200, 7)]
+CLOSE = 0.05  # mean difference of log-probabilities that bfloat16 explains
+
+
+@dataclass
+class Engine:
+    group: WorkerGroup
+    scheduler: Scheduler
+    checkpoints: list[Path]
+
+    def quantum(self, batch: Batch) -> Generated:
+        (result,) = self.scheduler.replay(generate, batch).result()
+        return result
+
+    def run(self, batch: Batch) -> list[FinishedRequest]:
+        results = [self.quantum(batch)]
+        while results[-1].unfinished:
+            results.append(self.quantum(requests([], [])))
+        rows = [result.request(row) for result in results for row in range(len(result))]
+        return sorted(rows, key=lambda row: row.request_id)
+
+    def write(self, checkpoint: int, version: int) -> None:
+        self.group.call_function(vllm_calls.write_weights, self.checkpoints[checkpoint], version)
+
+    def check(self, checkpoint: int, rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]]) -> None:
+        assert difference(self.checkpoints[checkpoint], rows, prompts) < CLOSE
+
+
+CASES = {"tiny, eager": ("tiny", True), "tiny, graphs": ("tiny", False), "0.6B, graphs": ("0.6B", False)}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def engine(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    shape, eager = request.param
+    root = tmp_path_factory.mktemp("models")
+    checkpoints = [make_gpu_checkpoint(root / str(seed), seed, **SHAPES[shape]) for seed in range(2)]
+    with started(checkpoints, gpu_config(checkpoints[0], eager)) as engine:
+        yield engine
+
+
+@contextmanager
+def started(checkpoints: list[Path], config: Config, tp: int = 1) -> Iterator[Engine]:
+    """Actors of one engine, with the `generate` phase compiled and warmed up."""
+    from workers.vllm import VllmWorker
+
+    group = WorkerGroup.create("generation", VllmWorker, ParallelLayout(tp=tp), config, resources=Resources(num_gpus=1))
+    try:
+        with Scheduler([group], SchedulerOptions(executor="compiled", fallback="error")) as scheduler:
+            scheduler.add(generate, buckets=[Bucket(1, 1), Bucket(64, 256)], result_bytes=1 << 20)
+            scheduler.compile()
+            scheduler.warmup()
+            yield Engine(group, scheduler, checkpoints)
+    finally:
+        group.shutdown(20.0)
+
+
+def gpu_config(model: Path, eager: bool, tp: int = 1) -> Config:
+    content: dict[str, Any] = make_config(model, length=256).model_dump()
+    content["policy"]["precision"] = "bfloat16"
+    content["policy"]["generation"]["colocated"] = {"enabled": True}
+    content["policy"]["generation"]["vllm_cfg"] |= {
+        "enforce_eager": eager,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 2 << 30,
+        "gpu_memory_utilization": 0.3,
+        "tensor_parallel_size": tp,
+    }
+    return Config.model_validate(content)
+
+
+def make_gpu_checkpoint(
+    directory: Path, seed: int, *, layers: int, hidden: int, inter: int, heads: int, kv: int, head_dim: int, vocabulary: int
+) -> Path:
+    """Random bfloat16 weights of a Qwen3 with distributions far from uniform."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv, head_dim=head_dim, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, device="cuda")
+            spread = (2.0 if "embed" in name else 0.5) / hidden**0.5
+            parameter.copy_(1 + noise * 0.1 if "norm" in name else noise * spread)
+    model.save_pretrained(directory)
+    return directory
+
+
+def difference(checkpoint: Path, rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]]) -> float:
+    """Mean difference of the rows' log-probabilities from those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().cuda().eval()
+    found: list[torch.Tensor] = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *row.tokens]], device="cuda")).logits[0].float()
+        logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+        expected = logprobs.gather(-1, torch.tensor(list(row.tokens), device="cuda")[:, None])[:, 0]
+        found.append((torch.tensor(list(row.logprobs), device="cuda") - expected).abs())
+    return float(torch.cat(found).mean())
+
+
+def batch(first: int, *, new: int = 24, steps: int = 5, greedy: bool = True, seed: int = 0) -> Batch:
+    return requests(range(first, first + len(PROMPTS)), PROMPTS, new=new, steps=steps, greedy=greedy, seed=seed)
+
+
+def test_quanta_give_the_models_logprobs(engine: Engine) -> None:
+    engine.write(0, 0)
+    first = engine.quantum(batch(1, greedy=False))
+    assert (len(first), first.unfinished, first.engine_steps) == (0, 8, 5)
+    rows = engine.run(requests([], [], steps=5))
+    assert [row.request_id for row in rows] == list(range(1, 9))
+    engine.check(0, rows, PROMPTS)
+
+
+def test_updates_in_place_between_quanta(engine: Engine) -> None:
+    """Running sequences go on, later ones are the new weights' alone, also where the prefix was cached before."""
+    engine.write(0, 1)
+    engine.run(requests([90], [LONG_PROMPT], new=2))
+    engine.quantum(batch(1, greedy=False, steps=6))
+    engine.write(1, 2)
+    assert difference(engine.checkpoints[0], engine.run(requests([91], [LONG_PROMPT], new=8))[-1:], [LONG_PROMPT]) > 0.5
+    rows = [row for row in engine.run(batch(101, greedy=False)) if row.request_id > 100]
+    engine.check(1, rows, PROMPTS)
+    engine.write(0, 3)
+    long = engine.run(requests([92], [LONG_PROMPT], new=8))
+    engine.check(0, long, [LONG_PROMPT])
+    engine.check(0, engine.run(batch(201, greedy=False)), PROMPTS)
+
+
+def test_versions_of_a_sequence_that_runs_across_an_update(engine: Engine) -> None:
+    engine.write(0, 4)
+    engine.quantum(batch(1, new=12, steps=5))
+    engine.write(1, 5)
+    rows = engine.run(requests([], []))
+    assert {tuple(row.versions) for row in rows} == {(4,) * 5 + (5,) * 7}
+    heads = [FinishedRequest(row.request_id, row.tokens[:5], row.logprobs[:5], row.versions[:5], "") for row in rows]
+    engine.check(0, heads, PROMPTS)
+
+
+def test_seeds_and_aborts(engine: Engine) -> None:
+    engine.write(0, 6)
+    drawn = [[row.tokens for row in engine.run(batch(1, greedy=False, seed=seed))] for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    engine.quantum(batch(1, steps=2))
+    assert engine.group.call("abort_requests", [2, 3, 99]) == [2]
+    assert [row.request_id for row in engine.run(requests([], []))] == [1, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_frees_memory_and_waking_brings_all_back(engine: Engine, level: int) -> None:
+    engine.write(0, 7)
+    before = engine.run(batch(1))
+    addresses = engine.group.call_function(vllm_calls.memory_addresses)
+    engine.quantum(batch(11, steps=1))
+    with pytest.raises(RunError, match="requests are running"):
+        engine.group.call("sleep", level)
+    engine.group.call("abort_requests")
+    freed = engine.group.call("sleep", level)[0]
+    assert freed > 2 << 30, "at least the KV cache"
+    with pytest.raises(RunError, match=r"sleeps|dropped"):
+        engine.group.call("generate", requests([], []))
+    with pytest.raises(RunError, match="memory for weights"):
+        engine.write(1, 8)
+    engine.group.call("wake_up", ["weights"])
+    if level == 2:
+        engine.write(0, 8)
+    engine.group.call("wake_up", ["kv_cache"])
+    assert engine.group.call_function(vllm_calls.memory_addresses) == addresses
+    after = engine.run(batch(1))
+    assert [row.tokens for row in after] == [row.tokens for row in before]
+    engine.check(0, after, PROMPTS)

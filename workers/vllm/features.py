@@ -1,0 +1,49 @@
+"""What the installed vLLM can do, looked up rather than derived from its version: the one place that knows differences.
+
+Everything else in this package uses what vLLM 0.26 to 0.33 have alike. Where they differ, seen in their sources:
+
+- `wake_up` tells whether all memory is back since 0.32, before it returned nothing: `wake_up` here asks `is_sleeping`;
+- expert tensors lie in `experts.routed_experts` since 0.25 (`workers.vllm.weights.local_name`);
+- weight versions of vLLM's own (`set_weight_version`) came with 0.32: ours are counted beside the engine instead;
+- the CPU build has every field of `EngineArgs`, but neither sleep mode nor CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dagrl.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+    from vllm.config import VllmConfig
+
+SLEEP_TAGS = ("weights", "kv_cache")
+"""What a sleeping engine has given up, and may be given back one at a time."""
+
+
+def engine_config(arguments: Mapping[str, Any]) -> VllmConfig:
+    """vLLM's whole configuration from `EngineArgs` by name. Raises MissingDependencyError for a vLLM that lacks one."""
+    from vllm import EngineArgs, __version__
+
+    lacking = sorted(arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
+    if lacking:
+        raise MissingDependencyError(
+            f"vLLM {__version__} lacks the engine arguments {', '.join(lacking)}; install vLLM 0.26 to 0.33 (dagrl[vllm])"
+        )
+    return EngineArgs(**arguments).create_engine_config()
+
+
+def can_sleep() -> bool:
+    """Whether engines on this platform can give up their memory and take it back at the same addresses."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_sleep_mode_available() and current_platform.is_cumem_allocator_available())
+
+
+def wake_up(engine: LLMEngine, tags: tuple[str, ...]) -> bool:
+    """Give memory back; whether the engine has all of it again."""
+    engine.wake_up(list(tags))
+    return not engine.is_sleeping()
