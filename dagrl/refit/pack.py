@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit.moves import Move, TransferBucket, bucket_offsets
-from dagrl.refit.quantize import quantize_blocks, scale_shape
+from dagrl.refit.quantize import BlockQuantizer, scale_shape
 from dagrl.refit.slices import STACKED, Box, numbered
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class BucketMemory:
         self._scales = [_live_scales(move, tensors, side) for move in bucket.moves]
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live parts, and their places in the message
         self._owners: list[int] = []  # the move of each of these pairs
-        self._quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its place, its scales' place
+        self._quantizer = BlockQuantizer([])
         self.message = torch.empty(0, dtype=torch.uint8)
         part, move = self.live[0][0], bucket.moves[0]
         alone = len(bucket.moves) == 1 and len(self.live[0]) == 1 and move.scales is None
@@ -82,7 +82,8 @@ class BucketMemory:
         if self.direct:
             return
         self.message = staging[: self.bucket.nbytes]
-        self._pairs, self._quantized, self._owners = ([], []), [], []
+        self._pairs, self._owners = ([], []), []
+        quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its place, its scales' place
         offsets = bucket_offsets(self.bucket.moves)
         for owner, (move, parts, scales) in enumerate(zip(self.bucket.moves, self.live, self._scales, strict=True)):
             offset = offsets[owner]
@@ -96,15 +97,13 @@ class BucketMemory:
             if scales:
                 self._pair(owner, [*parts, *scales], [*places, *stored])
             else:
-                self._quantized += zip(parts, places, stored, strict=True)
+                quantized += zip(parts, places, stored, strict=True)
+        self._quantizer = BlockQuantizer(quantized)
 
     def pack(self) -> None:
         """Copy the live parts into the message, one launch for all where the backend has it; quantize where asked."""
         self._copy(self._pairs[1], self._pairs[0])
-        for weight, place, scale_place in self._quantized:
-            quantized, scales = quantize_blocks(weight)
-            _raw(place).copy_(_raw(quantized))
-            scale_place.copy_(scales)
+        self._quantizer.run()
 
     def unpack(self) -> None:
         """Copy the message into the live parts, cast where their dtype differs."""
