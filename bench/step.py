@@ -1,4 +1,4 @@
-"""Whole GRPO steps: synchronous, asynchronous, and asynchronous with updates in flight, from one seed on equal workers.
+"""Whole GRPO steps: plain Ray calls, synchronous, asynchronous, updates in flight; from one seed, on the same workers.
 
     dagrl bench step                                  the setting of bench/step.yaml, minutes on two cores
     dagrl bench step --json F --plot F [--steps N] [--config YAML] [a.b=c ...]
@@ -34,13 +34,16 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One row: whether the loop is asynchronous, whether it updates in flight, and the maximal age."""
+    """One row: whether the loop is asynchronous, updates in flight, and the maximal age; or the loop without dagrl."""
 
     name: str
+    plain: bool = False
     enabled: bool = True
     in_flight: bool = True
     age: int = 0
 
+
+PLAIN = Way("plain Ray", plain=True, enabled=False)
 
 WAYS = (
     Way("sync", enabled=False),
@@ -76,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
     parser.add_argument("--steps", type=int, help="steps of each way that count")
     parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
-    parser.add_argument("--ways", help=f"some of: {'; '.join(way.name for way in WAYS)} (separated by semicolons)")
+    names = "; ".join(way.name for way in (PLAIN, *WAYS))
+    parser.add_argument("--ways", help=f"some of: {names} (separated by semicolons; else all but the first)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -85,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
     names = [name.strip() for name in options.ways.split(";")] if options.ways else [way.name for way in WAYS]
-    ways = [way for way in WAYS if way.name in names]
+    ways = [way for way in (PLAIN, *WAYS) if way.name in names]
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
@@ -99,10 +103,13 @@ def run(options: argparse.Namespace) -> None:
 
 def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: int) -> list[Result]:
     """Every way in every round on one session, each time from the first weights."""
+    from bench.plain import with_plain_workers
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.session import open_session
     from dagrl.rewards import RewardRunner
 
+    if PLAIN in ways:
+        config = with_plain_workers(config)
     measured: dict[Way, list[Sequence[Metrics]]] = {way: [] for way in ways}
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
         session.train.call("snapshot_reference")
@@ -118,6 +125,7 @@ def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: in
 
 def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, first_weights: Path) -> Sequence[Metrics]:
     """The metrics of the steps of one way that count."""
+    from bench.plain import train_plain
     from dagrl.checkpoint import TrainState
     from dagrl.loops.async_grpo import train_async
     from dagrl.loops.grpo import train_grpo
@@ -133,7 +141,8 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, fi
     session.step, session.state = 0, TrainState(0)
     before = len(read_metrics(session.paths.metrics))
     session.lap(tokens=0)
-    (train_async if way.enabled else train_grpo)(session, reward)
+    loop = train_plain if way.plain else train_async if way.enabled else train_grpo
+    loop(session, reward)
     session.savers.clear()
     first = before + way.age + 1
     return read_metrics(session.paths.metrics)[first : first + config.grpo.max_num_steps]
@@ -146,7 +155,7 @@ def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], fir
     def mean(name: str) -> float:
         return median(sum(float(step.get(name, 0.0)) for step in steps) / len(steps) for steps in rounds)
 
-    rate = median(_total(steps, "trained_tokens") / _total(steps, "timing/total") for steps in rounds)
+    rate = median(_total(steps, "trained_tokens") / _total(steps, "timing_s/total") for steps in rounds)
     workers = sum(layout.world_size for layout in layouts(config).values())
     return Result(
         way=way.name,
@@ -154,11 +163,11 @@ def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], fir
         steps=len(rounds[0]),
         tokens_per_s=rate,
         tokens_per_s_per_worker=rate / workers,
-        step_s=mean("timing/total"),
-        exposed_generation_s=mean("timing/exposed_generation"),
+        step_s=mean("timing_s/total"),
+        exposed_generation_s=mean("timing_s/exposed_generation"),
         idle_train=mean("idle/train"),
         idle_generation=mean("idle/generation"),
-        update_s=mean("timing/refit"),
+        update_s=mean("timing_s/refit"),
         policy_age_mean=mean("staleness/policy_age_mean"),
         policy_age_max=max(float(step["staleness/policy_age_max"]) for steps in rounds for step in steps),
         speedup=rate / first.tokens_per_s if first else 1.0,

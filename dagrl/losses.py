@@ -36,6 +36,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import DataError
+from dagrl.metrics import CLIP_RATIO, KL
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
 
     `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs`, `generation_logprobs` [b, t];
     `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b] of each whole row, unless
-    the loss is token level. Sums: `loss`, `policy_loss`, `kl` (before the penalty), `clip_fraction`, `probs_ratio`,
+    the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty), `policy/clip_ratio`, `probs_ratio`,
     `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose importance weight was cut or masked),
     `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima: `max_logprob_difference`, `max_probs_ratio`.
     """
@@ -112,7 +113,7 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
     policy_loss = _masked_sum(token_loss, weights)
     loss, kl = _add_kl(policy_loss, logprobs, data, config, weights)
     means = {
-        "clip_fraction": (clipped_loss > unclipped_loss).to(mask.dtype),
+        CLIP_RATIO: (clipped_loss > unclipped_loss).to(mask.dtype),
         "probs_ratio": ratio,
         "probs_ratio_clamped": clamped,
         "sampling_importance_ratio": importance,
@@ -214,7 +215,7 @@ def _add_kl(
         _inside(logprobs, inside), _inside(data["reference_logprobs"], inside), config.reference_policy_kl_type
     )
     kl = _masked_sum(estimate, weights)
-    return (policy_loss + penalty * kl if penalty else policy_loss), {"kl": kl.detach()}
+    return (policy_loss + penalty * kl if penalty else policy_loss), {KL: kl.detach()}
 
 
 def _token_weights(mask: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> Tensor:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-# Names in metrics.jsonl, TensorBoard and the plot: `loss`, `reward`, `kl`, `tokens_per_second` as they are; with a prefix:
-TIMING = "timing/"  # seconds of a phase in the step; `timing/total` is the step's wall time
+# Names in metrics.jsonl, TensorBoard and the plot, NeMo-RL's where it has them: `loss` and the losses' own as they are, and
+REWARD_MEAN = "reward/mean"  # of a step's samples, as the reward function gave it
+KL = "policy/kl"  # to the reference policy, per token
+ENTROPY = "policy/entropy"  # nats per token
+CLIP_RATIO = "policy/clip_ratio"  # share of tokens whose ratio PPO's clip cut
+TOKENS_PER_SEC = "perf/tokens_per_sec"  # of prompts and completions trained on
+TOKENS_PER_SEC_PER_GPU = "perf/tokens_per_sec_per_gpu"  # by the run's GPUs; by its workers on a machine without
+# with a prefix:
+TIMING = "timing_s/"  # seconds of a phase in the step; `timing_s/total` is the step's wall time
 IDLE = "idle/"  # share of the step, 0 to 1, in which the workers of a role ran no phase
 STALENESS = "staleness/"  # policy versions between a token and the step that trains on it
 DROPPED = "dropped/"  # groups given up since the run began, by reason

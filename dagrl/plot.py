@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import DataError
-from dagrl.metrics import SPANS, TIMING, VALIDATION
+from dagrl.metrics import KL, REWARD_MEAN, SPANS, TIMING, VALIDATION
 from dagrl.record import read_metrics
 
 if TYPE_CHECKING:
@@ -109,15 +109,20 @@ def _read(path: Path) -> list[Stage]:
 def _panels(stages: Sequence[Stage]) -> list[Callable[[Axes], None]]:
     """What to draw, in reading order."""
     panels: list[Callable[[Axes], None]] = []
-    for name, title in (("reward", "Reward"), ("loss", "Loss"), ("kl", "KL to the reference policy")):
+    for name, title in ((REWARD_MEAN, "Reward"), ("loss", "Loss"), (KL, "KL to the reference policy")):
         for stage in stages:
-            if stage.has(name) or stage.has(VALIDATION + name):
+            if stage.has(name) or stage.has(_held_out(name)):
                 label = f"{title} ({stage.name.upper()})" if name == "loss" else title
                 panels.append(_curve_panel(stage, name, label))
     panels += [_agreement_panel(stage) for stage in stages if stage.has("token_mult_prob_error")]
     if any(stage.has(TIMING + "total") for stage in stages):
         panels.append(lambda axis: _time_panel(axis, stages))
     return panels
+
+
+def _held_out(name: str) -> str:
+    """The same of held-out data: `validation/loss`, `validation/reward`."""
+    return VALIDATION + name.removesuffix("/mean")
 
 
 def _curve_panel(stage: Stage, name: str, title: str) -> Callable[[Axes], None]:
@@ -131,11 +136,11 @@ def _curve_panel(stage: Stage, name: str, title: str) -> Callable[[Axes], None]:
             else:
                 axis.plot(steps, values, color=BLUE, alpha=0.3, linewidth=1.2)
                 axis.plot(steps, _smooth(values, window), color=BLUE, linewidth=2, label=f"train, mean of {window} steps")
-        if stage.has(VALIDATION + name):
+        if stage.has(_held_out(name)):
             axis.plot(
-                *stage.series(VALIDATION + name), color=ORANGE, marker="o", markersize=4.5, linewidth=1.6, label="held out"
+                *stage.series(_held_out(name)), color=ORANGE, marker="o", markersize=4.5, linewidth=1.6, label="held out"
             )
-        if name == "reward":
+        if name == REWARD_MEAN:
             axis.set_ylim(-0.03, max(1.03, axis.get_ylim()[1]))
         if axis.get_legend_handles_labels()[0]:
             axis.legend()

@@ -5,7 +5,7 @@
         progress.stage("Warming up")
         for step in range(1, total + 1):
             ...
-            progress.step(step, total, {"reward": 0.4, "loss": 0.01, "timing/generate": 0.8}, stage="grpo")
+            progress.step(step, total, {"reward/mean": 0.4, "loss": 0.01, "timing_s/generate": 0.8}, stage="grpo")
         progress.summary(clock.totals, paths.written())
 
 Where the output is not a terminal, the same comes as plain log lines, one a stage and one a step. While it is open, the log
@@ -32,12 +32,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dagrl.config import LoggerConfig
-from dagrl.metrics import SPANS, TIMING, VALIDATION
+from dagrl.metrics import KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
 
 logger = logging.getLogger(__name__)
 
 LOGGERS = ("dagrl", "graphs", "workers")
-SHOWN = ("reward", "loss", "kl")
+SHOWN = {REWARD_MEAN: "reward", "loss": "loss", KL: "kl"}
 SUMMARY_WIDTH = 100  # of the closing tables in a log file
 
 
@@ -201,11 +201,11 @@ def _title(stage: Setup | Training) -> str:
 def _headline(training: Training) -> str:
     """Reward, loss, KL, speed, and the last validation, as one line."""
     metrics = training.metrics
-    parts = [f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics]
-    if "tokens_per_second" in metrics:
-        parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+    parts = [f"{label} {metrics[name]:.4g}" for name, label in SHOWN.items() if name in metrics]
+    if TOKENS_PER_SEC in metrics:
+        parts.append(f"{metrics[TOKENS_PER_SEC]:,.0f} tokens/s")
     held_out = [(name.removeprefix(VALIDATION), value) for name, value in training.validation.items()]
-    parts += [f"held-out {name} {value:.4g}" for name, value in held_out if name in SHOWN]
+    parts += [f"held-out {name} {value:.4g}" for name, value in held_out if name in SHOWN.values()]
     return "  ".join(parts)
 
 

@@ -14,7 +14,7 @@ Use:
 
     paths = prepare_run_directory(config)
     with RunRecord(config, resumed_step=0) as record:
-        record.log(step, "grpo", {"loss": 0.1, "reward": 0.4, "timing/generate": 0.8})
+        record.log(step, "grpo", {"loss": 0.1, "reward/mean": 0.4, "timing_s/generate": 0.8})
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 clock = PhaseClock(trace)
 with clock.measure("generate"):
     ...
-record.log(step, {**metrics, **clock.lap()})     # {"timing/generate": 0.8, "timing/total": 1.0}
+record.log(step, {**metrics, **clock.lap()})     # {"timing_s/generate": 0.8, "timing_s/total": 1.0}
 progress.summary(clock.totals, paths)
 """
 
@@ -46,7 +46,7 @@ class PhaseClock:
             self._lap[phase] = self._lap.get(phase, 0.0) + seconds
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each phase since the last lap, as metrics `timing/<phase>`, and `timing/total`, the wall time."""
+        """Seconds of each phase since the last lap, as metrics `timing_s/<phase>`, and `timing_s/total`, the wall time."""
         now = time.perf_counter()
         timings = {TIMING + phase: seconds for phase, seconds in self._lap.items()}
         timings[TIMING + "total"] = now - self._lap_start

@@ -30,7 +30,7 @@ from dagrl.loops.rollout import RolloutGroup, Rollouts, Sample, new_group, reque
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
-from dagrl.metrics import DROPPED, STALENESS, VALIDATION
+from dagrl.metrics import DROPPED, REWARD_MEAN, STALENESS, VALIDATION
 from dagrl.preflight import generation_config
 from dagrl.rewards import FloatArray, RewardRunner, Rewards, check_failures, overlong_penalty, rewards_of
 from dagrl.tokenization import Prompt
@@ -159,8 +159,8 @@ class Experience:
         ages = self.buffer.version - np.concatenate(made)
         lengths = [len(sample.completion.tokens) for sample in samples]
         return {
-            "reward": float(np.concatenate([group.rewards.values for group in groups]).mean()),
-            "reward_failures": float(sum(group.rewards.failed for group in groups)),
+            REWARD_MEAN: float(np.concatenate([group.rewards.values for group in groups]).mean()),
+            "reward/failures": float(sum(group.rewards.failed for group in groups)),
             "completion_tokens": float(np.mean(lengths)),
             "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
             "turns": float(np.mean([sample.completion.turns for sample in samples])),

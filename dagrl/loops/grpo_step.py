@@ -16,7 +16,7 @@ from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.rollout import Sample, request_slots
 from dagrl.loops.session import PhasePlan, Session
 from dagrl.loops.sft import sft_plans, train_buckets
-from dagrl.metrics import TIMING
+from dagrl.metrics import ENTROPY, TIMING
 from dagrl.preflight import bucket_widths, generation_config
 from dagrl.rewards import shuffled
 from dagrl.shapes import Batch, Bucket
@@ -113,14 +113,19 @@ def train_batch(samples: Sequence[Sample], advantage: npt.NDArray[np.float32], *
 def with_logprobs(session: Session, batch: Batch) -> tuple[Batch, dict[str, float]]:
     """The batch with the policy's and the reference's log-probabilities, and the policy's mean entropy."""
     rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
+    offload = session.config.policy.offload_optimizer_for_logprob
+    if offload:
+        session.replay("logprob_inference_prep", session.step)
     policy: Batch = session.replay("logprobs", rows)
     mask = batch["loss_mask"]
     fields = {"prev_logprobs": policy["logprobs"] * mask, "reference_logprobs": np.zeros_like(policy["logprobs"])}
     if session.config.loss_fn.reference_policy_kl_penalty:
         reference: Batch = session.replay("reference_logprobs", rows)
         fields["reference_logprobs"] = reference["logprobs"] * mask
+    if offload:
+        session.replay("training_prep", session.step)
     entropy = float((policy["entropy"] * mask).sum() / mask.sum())
-    return batch.with_fields(**fields), {"entropy": entropy}
+    return batch.with_fields(**fields), {ENTROPY: entropy}
 
 
 def optimize(session: Session, batch: Batch) -> dict[str, float]:
@@ -146,8 +151,10 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
         PhasePlan("logprobs", scored, result_bytes=_rows_bytes(scored)),
         PhasePlan("reference_logprobs", scored, result_bytes=_rows_bytes(scored)),
         PhasePlan("generate", _request_buckets(requests, widest), result_bytes=answers),
-        PhasePlan("refit"),
+        PhasePlan("refit", value=0),
     ]
+    if config.policy.offload_optimizer_for_logprob:
+        plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
     if not config.loss_fn.reference_policy_kl_penalty:
         plans = [plan for plan in plans if plan.name != "reference_logprobs"]
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans

@@ -22,7 +22,7 @@ from dagrl.cluster import ray_cluster
 from dagrl.config import Config
 from dagrl.loops.stop import StopSignal, stop_on_signals
 from dagrl.machine import gpus_per_worker
-from dagrl.metrics import IDLE, TIMING, StepMetrics, merge_step_metrics
+from dagrl.metrics import IDLE, TIMING, TOKENS_PER_SEC, TOKENS_PER_SEC_PER_GPU, StepMetrics, merge_step_metrics
 from dagrl.model_init import prepare_model
 from dagrl.plot import plot_run
 from dagrl.preflight import Inputs, layouts, load_phase, preflight, worker_classes
@@ -106,7 +106,8 @@ class Session:
         return {
             **times,
             **{f"{IDLE}{role}": max(0.0, 1.0 - seconds / total) for role, seconds in busy.items()},
-            "tokens_per_second": tokens / total,
+            TOKENS_PER_SEC: tokens / total,
+            TOKENS_PER_SEC_PER_GPU: tokens / total / devices_of(self.config),
             "replays": float(len(counted)),
             "replay_overhead_s": overhead,
             "padding_share": sum(batches) / len(batches) if batches else 0.0,
@@ -196,11 +197,15 @@ TRACE_PERIOD = 20
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase of a loop, by its name in `phases.*`, and the shapes it will be replayed at (sequences and tokens a shard)."""
+    """A phase of a loop, by its name in `phases.*`, and the shapes it will be replayed at (sequences and tokens a shard).
+
+    `value` is what a phase that takes no batch is warmed up with.
+    """
 
     name: str
     buckets: tuple[Bucket, ...] = ()
     result_bytes: int | None = None
+    value: int | None = None
 
 
 @contextmanager
@@ -282,12 +287,11 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     session.progress.stage("Compiling phases")
     scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
     for plan in plans:
-        value = 0 if plan.name == "refit" else None
         scheduler.add(
             load_phase(config.phases, plan.name),
             buckets=plan.buckets,
             scalars=scalars,
-            warmup_value=value,
+            warmup_value=plan.value,
             result_bytes=plan.result_bytes,
         )
     scheduler.compile()
@@ -332,6 +336,18 @@ def _options(config: Config) -> SchedulerOptions:
         replay_s=config.timeouts.replay_s,
         teardown_s=config.timeouts.teardown_s / 2,
     )
+
+
+def devices_of(config: Config) -> int:
+    """GPUs of a run, or its workers where there are none: each worker's own, or shared by the roles in turn."""
+    sizes = [layout.world_size for layout in layouts(config).values()]
+    return max(sizes) if is_colocated(config) else sum(sizes)
+
+
+def is_colocated(config: Config) -> bool:
+    """Whether train and generation workers share their GPUs (`policy.generation.colocated.enabled`)."""
+    generation = config.policy.generation
+    return config.algorithm == "grpo" and generation is not None and generation.colocated.enabled
 
 
 def _process_label(group: WorkerGroup, rank: int) -> str:

@@ -29,7 +29,7 @@ GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 COMPLETIONS = "DAGRL_TEST_COMPLETIONS"
 PATIENCE_S = 180.0  # for what takes 10 s on two free cores
-TIMED = ("time", "timing/", "idle/", "tokens_per_second", "replay_overhead_s")
+TIMED = ("time", "timing_s/", "idle/", "perf/", "replay_overhead_s")
 ESCAPE = r"\x1b\[[0-9;?]*[A-Za-z]"
 TAKE_TERMINAL = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.argv[2], sys.argv[2:])"
 

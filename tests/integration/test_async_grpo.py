@@ -142,12 +142,12 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
         config = configuration(tmp_path, name, grpo={"async_grpo": settings})
         run_grpo(config)
         runs[name] = steps_of(config)
-    names = ("step", "loss", "kl", "reward", "entropy", "clip_fraction", "completion_tokens", "validation/reward")
+    names = ("step", "loss", "policy/kl", "reward/mean", "policy/entropy", "policy/clip_ratio", "completion_tokens", "validation/reward")
     for sync, asynchronous in zip(runs["sync"], runs["async"], strict=True):
         assert [sync.get(name) for name in names] == [asynchronous.get(name) for name in names]
         assert asynchronous["staleness/policy_age_max"] == 0
     assert len(runs["sync"]) == STEPS
-    assert runs["sync"][-1]["reward"] != runs["sync"][0]["reward"]
+    assert runs["sync"][-1]["reward/mean"] != runs["sync"][0]["reward/mean"]
     assert numbers_of(trained) == 2 * list(range(STEPS * PROMPTS))
     asked = [json.loads(line)[0] for line in (tmp_path / "asked").read_text().splitlines()]
     groups = [prompts[0] for prompts in asked if len(prompts) == GENERATIONS]

@@ -41,7 +41,7 @@ def make_batch(seed: int = 0) -> tuple[Tensor, Data, Denominators]:
 
 def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: Denominators) -> dict[str, float]:
     """The GRPO loss and its metrics, token by token, from the papers; no tensors."""
-    out = dict.fromkeys(("policy_loss", "kl", "clip_fraction", "probs_ratio", "token_mult_prob_error", "gen_kl_error"), 0.0)
+    out = dict.fromkeys(("policy_loss", "policy/kl", "policy/clip_ratio", "probs_ratio", "token_mult_prob_error", "gen_kl_error"), 0.0)
     largest = 0.0
     for row in range(len(logprobs)):
         length = int(data["loss_mask"][row].sum())
@@ -65,7 +65,7 @@ def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: 
             if config.use_importance_sampling_correction:
                 objective *= written_out_weight(prev, generation, geometric_mean(data, row), config)
             out["policy_loss"] -= weight * objective
-            out["kl"] += (
+            out["policy/kl"] += (
                 weight
                 * {
                     "k1": math.log(math.exp(new) / math.exp(reference)),
@@ -73,13 +73,13 @@ def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: 
                     "k3": math.exp(reference) / math.exp(new) - math.log(math.exp(reference) / math.exp(new)) - 1,
                 }[config.reference_policy_kl_type]
             )
-            out["clip_fraction"] += (clipped * advantage < ratio * advantage) / denominators.tokens
+            out["policy/clip_ratio"] += (clipped * advantage < ratio * advantage) / denominators.tokens
             out["probs_ratio"] += ratio / denominators.tokens
             out["token_mult_prob_error"] += math.exp(abs(generation - prev)) / denominators.tokens
             quotient = math.exp(prev) / math.exp(generation)
             out["gen_kl_error"] += (quotient - math.log(quotient) - 1) / denominators.tokens
             largest = max(largest, abs(generation - prev))
-    loss = out["policy_loss"] + config.reference_policy_kl_penalty * out["kl"]
+    loss = out["policy_loss"] + config.reference_policy_kl_penalty * out["policy/kl"]
     return {**out, "loss": loss, "max_logprob_difference": largest}
 
 
@@ -143,7 +143,7 @@ def test_grpo_is_the_formula_written_out(config: LossConfig) -> None:
     for name, value in expected.items():
         assert float(found[name]) == pytest.approx(value, abs=1e-12), name
     assert float(output.loss.detach()) == float(output.sums["loss"])
-    assert 0 < expected["clip_fraction"] < 1, "the batch must reach both sides of the clip"
+    assert 0 < expected["policy/clip_ratio"] < 1, "the batch must reach both sides of the clip"
 
 
 @any_config
@@ -171,7 +171,7 @@ def test_first_step_gradient_is_reinforce() -> None:
     expected = torch.where(data["loss_mask"] > 0, -data["advantages"] / denominators.tokens, 0)
     torch.testing.assert_close(logprobs.grad, expected, rtol=0, atol=1e-15)
     assert float(output.sums["probs_ratio"]) == pytest.approx(1.0)
-    assert float(output.sums["clip_fraction"]) == 0.0
+    assert float(output.sums["policy/clip_ratio"]) == 0.0
 
 
 @pytest.mark.parametrize("config", CORRECTIONS.values(), ids=CORRECTIONS.keys())
@@ -279,7 +279,7 @@ def test_no_penalty_needs_no_reference() -> None:
     logprobs, data, denominators = make_batch()
     del data["reference_logprobs"]
     output = LOSSES["grpo"](logprobs, data, LossConfig(reference_policy_kl_penalty=0), denominators)
-    assert "kl" not in output.sums
+    assert "policy/kl" not in output.sums
     assert torch.isfinite(output.loss)
 
 

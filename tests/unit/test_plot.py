@@ -21,7 +21,7 @@ def sft_lines(count: int) -> list[Line]:
     lines: list[Line] = []
     for step in range(1, count + 1):
         line: Line = {"step": step, "stage": "sft", "time": 0.0, "loss": 2.2 * math.exp(-step / 12) + 0.3}
-        line |= {"timing/total": 0.5, "timing/train_step": 0.45, "timing/data": 0.02}
+        line |= {"timing_s/total": 0.5, "timing_s/train_step": 0.45, "timing_s/data": 0.02}
         if step % 10 == 1:
             line["validation/loss"] = 2.3 * math.exp(-step / 12) + 0.33
         lines.append(line)
@@ -33,13 +33,13 @@ def grpo_lines(first: int, count: int) -> list[Line]:
     lines: list[Line] = []
     for step in range(first, first + count):
         progress = (step - first) / count
-        line: Line = {"step": step, "stage": "grpo", "time": 0.0, "loss": 0.01 * random.normal(), "kl": 0.2 * progress}
+        line: Line = {"step": step, "stage": "grpo", "time": 0.0, "loss": 0.01 * random.normal(), "policy/kl": 0.2 * progress}
         line |= {
-            "reward": 0.3 + 0.6 * progress + 0.04 * random.normal(),
+            "reward/mean": 0.3 + 0.6 * progress + 0.04 * random.normal(),
             "token_mult_prob_error": 1 + 1e-6 * random.random(),
         }
-        line |= {"max_logprob_difference": 1e-5 * random.random(), "timing/generate": 0.9 + 0.1 * random.random()}
-        line |= {"timing/train_step": 0.6, "timing/logprobs": 0.3, "timing/refit": 0.05, "timing/total": 2.1}
+        line |= {"max_logprob_difference": 1e-5 * random.random(), "timing_s/generate": 0.9 + 0.1 * random.random()}
+        line |= {"timing_s/train_step": 0.6, "timing_s/logprobs": 0.3, "timing_s/refit": 0.05, "timing_s/total": 2.1}
         if step % 10 == 0:
             line["validation/reward"] = 0.3 + 0.65 * progress
         lines.append(line)

@@ -14,13 +14,13 @@ from dagrl.config import LoggerConfig
 from dagrl.progress import Progress, Training
 
 METRICS = {
-    "reward": 0.4125,
+    "reward/mean": 0.4125,
     "loss": 0.00312,
-    "kl": 0.0012,
-    "tokens_per_second": 12345.6,
-    "timing/refit": 0.05,
-    "timing/generate": 0.8,
-    "timing/total": 1.0,
+    "policy/kl": 0.0012,
+    "perf/tokens_per_sec": 12345.6,
+    "timing_s/refit": 0.05,
+    "timing_s/generate": 0.8,
+    "timing_s/total": 1.0,
 }
 
 

@@ -35,7 +35,7 @@ def log_steps(run: Config, first: int, last: int, resumed_step: int = 0) -> RunP
     paths = prepare_run_directory(run)
     with RunRecord(run, resumed_step=resumed_step) as record:
         for step in range(first, last + 1):
-            record.log(step, "grpo", {"loss": 1 / step, "reward": 0.1 * step})
+            record.log(step, "grpo", {"loss": 1 / step, "reward/mean": 0.1 * step})
     return paths
 
 
@@ -44,11 +44,11 @@ def test_one_line_a_step_written_at_once(tmp_path: Path) -> None:
     paths = prepare_run_directory(run)
     with RunRecord(run) as record:
         record.log(1, "sft", {"loss": 2.0, "validation/loss": 1.5})
-        record.log(2, "grpo", {"loss": float("nan"), "reward": float("inf")})
+        record.log(2, "grpo", {"loss": float("nan"), "reward/mean": float("inf")})
         lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]  # before the file is closed
     assert [{key: value for key, value in line.items() if key != "time"} for line in lines] == [
         {"step": 1, "stage": "sft", "loss": 2.0, "validation/loss": 1.5},
-        {"step": 2, "stage": "grpo", "loss": None, "reward": None},
+        {"step": 2, "stage": "grpo", "loss": None, "reward/mean": None},
     ]
     assert lines[1]["time"] >= lines[0]["time"] > 1e9
 
@@ -101,8 +101,8 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 4, 4, resumed_step=3)
     events = EventAccumulator(str(paths.tensorboard))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {"grpo/loss", "grpo/reward"}
-    assert [event.step for event in events.Scalars("grpo/reward")] == [1, 2, 3, 4]
+    assert set(events.Tags()["scalars"]) == {"grpo/loss", "grpo/reward/mean"}
+    assert [event.step for event in events.Scalars("grpo/reward/mean")] == [1, 2, 3, 4]
     assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
 
 
@@ -127,9 +127,9 @@ def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
     log_steps(config(tmp_path, wandb_enabled=True), 1, 1)
     log_steps(config(tmp_path, wandb_enabled=True, resume=True), 2, 2, resumed_step=1)
     assert logged == [
-        (1, {"grpo/loss": 1.0, "grpo/reward": 0.1}),
+        (1, {"grpo/loss": 1.0, "grpo/reward/mean": 0.1}),
         (-1, {}),
-        (2, {"grpo/loss": 0.5, "grpo/reward": 0.2}),
+        (2, {"grpo/loss": 0.5, "grpo/reward/mean": 0.2}),
         (-1, {}),
     ]
     assert started[0]["id"] == started[1]["id"]
