@@ -59,6 +59,10 @@ class SchedulerConfig(Section):
     lr_decay_iters: PositiveInt | None = None  # None: the steps of the run
 
 
+class DistributedDataParallelConfig(Section):
+    grad_reduce_in_fp32: bool = True  # off: gradients are kept and reduced in the policy's precision
+
+
 class MegatronConfig(Section):
     data_parallel_size: PositiveInt = 1
     tensor_model_parallel_size: PositiveInt = 1
@@ -72,6 +76,7 @@ class MegatronConfig(Section):
     sequence_parallel: bool = False
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
 
     @property
     def layout(self) -> ParallelLayout:
@@ -94,6 +99,8 @@ class VllmConfig(Section):
     expert_parallel_size: PositiveInt = 1  # 1, or tensor_parallel_size: every rank of an engine then holds whole experts
     data_parallel_size: PositiveInt = 1
     max_model_len: PositiveInt | None = None  # None: policy.max_total_sequence_length
+    precision: Literal["float32", "bfloat16", "fp8"] | None = None  # None: policy.precision; fp8: 128x128 blocks of weights
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # fp8: scales are calibrated on the train workers, refits carry them
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt | None = None
     enforce_eager: bool = True
@@ -156,6 +163,7 @@ class PolicyConfig(Section):
     train_global_batch_size: PositiveInt = 64  # sequences of one optimizer step
     train_micro_batch_size: PositiveInt = 8
     logprob_batch_size: PositiveInt = 16  # sequences of one log-probability microbatch
+    offload_optimizer_for_logprob: bool = False  # optimizer state lies in host memory while log-probabilities are computed
     max_total_sequence_length: PositiveInt = 512
     sequence_buckets: tuple[PositiveInt, ...] = ()  # token widths to warm up; empty: max_total_sequence_length alone
     megatron_cfg: MegatronConfig = MegatronConfig()
@@ -269,6 +277,8 @@ class PhasesConfig(Section):
     evaluate: str = "graphs.train:evaluate"
     logprobs: str = "graphs.logprobs:logprobs"
     reference_logprobs: str = "graphs.logprobs:reference_logprobs"
+    logprob_inference_prep: str = "graphs.prepare:logprob_inference_prep"
+    training_prep: str = "graphs.prepare:training_prep"
     generate: str = "graphs.generate:generate"
     refit: str = "graphs.refit:refit"
 

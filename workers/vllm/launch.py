@@ -24,6 +24,7 @@ from dagrl.errors import MissingDependencyError
 from dagrl.worker import WorkerContext
 from workers.vllm import features
 from workers.vllm.environment import VISIBLE, device_index, model_path, require_generation
+from workers.vllm.quantization import quantization_arguments, quantized_names, quantizes
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -81,8 +82,9 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
     os.environ.update(RANK=str(rendezvous.rank), LOCAL_RANK=str(rendezvous.local_rank), WORLD_SIZE=str(context.layout.tp))
     from workers.vllm.loader import register_loader
 
-    register_loader()
-    _import_model(read_hf_config(config).get("architectures") or ())
+    hf_config = read_hf_config(config)
+    register_loader(quantized_names(hf_config) if quantizes(config, hf_config) else frozenset())
+    _import_model(hf_config.get("architectures") or ())
     engine_config = features.engine_config(engine_arguments(config, context))
     engine = LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
     _drop_message_queue()
@@ -142,7 +144,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "tokenizer": tokenizer or model_path(config),
         "skip_tokenizer_init": tokenizer is None,
         "load_format": "dagrl",
-        "dtype": config.policy.precision,
+        **quantization_arguments(config, read_hf_config(config)),
         "seed": config.seed,  # equal on all ranks of a shard: they must sample alike
         "max_model_len": vllm.max_model_len or config.policy.max_total_sequence_length,
         "max_num_seqs": vllm.max_num_seqs,

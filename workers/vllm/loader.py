@@ -7,8 +7,11 @@ layout, are the tensors that a weight update writes (see `update.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from workers.vllm.quantization import quantize_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +32,11 @@ class LoadedParameter:
         return _sample(self.tensor).equal(self.sample)
 
 
-def register_loader() -> None:
-    """Register the load format with vLLM (`vllm.model_executor.model_loader.register_model_loader`); again is harmless."""
+def register_loader(quantized: frozenset[str] = frozenset()) -> None:
+    """Register the load format with vLLM (`vllm.model_executor.model_loader.register_model_loader`), for the next engine.
+
+    The checkpoint's parameters named in `quantized` are quantized as they are read.
+    """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -40,6 +46,10 @@ def register_loader() -> None:
             load_config.load_format = "auto"
             load_config.use_tqdm_on_load = False
             super().__init__(load_config)
+
+        def get_all_weights(self, model_config: object, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+            device = next(model.parameters()).device
+            return quantize_checkpoint(super().get_all_weights(model_config, model), quantized, device)
 
         def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
             super().load_weights(model, model_config)
@@ -57,5 +67,8 @@ def take_loaded_parameters(model: torch.nn.Module) -> dict[str, LoadedParameter]
 
 
 def _sample(tensor: torch.Tensor, elements: int = 1024) -> torch.Tensor:
+    import torch
+
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // elements)].clone()
+    raw = flat.view(torch.uint8) if flat.dtype.itemsize == 1 else flat  # few kernels know FP8
+    return raw[:: max(1, raw.numel() // elements)].clone()

@@ -19,6 +19,7 @@ from dagrl.refit.slices import WeightSlice
 from workers.families.model import Derived
 from workers.vllm.derived import Hook, derive
 from workers.vllm.loader import LoadedParameter
+from workers.vllm.quantization import check_form
 from workers.vllm.weights import local_name
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def find_destinations(
     Raises ConfigError where an update in place is not possible.
     """
     if vllm_config.quant_config is not None:
-        raise ConfigError("the generation model is quantized; weights can only be updated in unquantized models")
-    wanted = {piece.tensor for piece in slices}
-    named = {local_name(name): name for name in loaded}
+        check_form(vllm_config.quant_config)
+    wanted = {piece.tensor for piece in slices} | {piece.scales.tensor for piece in slices if piece.scales is not None}
+    named = {local_name(name): name for name, parameter in loaded.items() if parameter.tensor.dim()}  # not of the KV cache
     derived = derive(model, rules, vllm_config.model_config.dtype)
     wanted -= derived.inputs.keys()
     _check_names(wanted, named, loaded, model, {f"{rule.module}.{name}" for rule in rules for name in rule.tensors})
@@ -58,7 +59,8 @@ def find_destinations(
         parameter = loaded[named[name]]
         if not parameter.unchanged():
             raise ConfigError(
-                f"vLLM rearranged {named[name]!r} in its own memory; choose a kernel (moe_backend) that does not"
+                f"vLLM rearranged {named[name]!r} in its own memory after loading, which a refit could not undo; choose a "
+                "kernel that does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
             )
         tensors[name] = parameter.tensor
         if not _same_memory(parameter.tensor, live.get(named[name])):

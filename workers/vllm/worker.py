@@ -21,6 +21,7 @@ from workers.vllm.engine import QuantumEngine, Request
 from workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
 from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
 from workers.vllm.loader import take_loaded_parameters
+from workers.vllm.quantization import compute_dtype, in_fp8
 from workers.vllm.update import Destinations, find_destinations
 from workers.vllm.weights import derived_tensors, vllm_weight_slices
 
@@ -54,12 +55,15 @@ class VllmWorker:
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raise LayoutError or ConfigError, before any actor starts, for a model that vLLM cannot hold in this layout."""
+        compute_dtype(config, hf_config)
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """What `rank` of `layout` will hold, without a worker."""
-        return vllm_weight_slices(hf_config, VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1))
+        fp8 = in_fp8(config, hf_config)
+        place = VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1, fp8=fp8)
+        return vllm_weight_slices(hf_config, place)
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:

@@ -1,0 +1,77 @@
+"""What GPU tests of refits run inside a vLLM process, on its worker; importable there by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dagrl.refit import RefitReceiver, RefitSender, plan_refit
+from dagrl.refit.slices import WeightSlice
+from tests.integration.vllm_models import state_of
+from tests.unit.memory_channel import Done, MemoryChannel
+
+
+class DeviceChannel(MemoryChannel):
+    """Both ends in this process, messages on the GPU; with `flip` one byte of the largest message changes on its way."""
+
+    flip: int | None = None
+
+    def send(self, tensor: Tensor, peer: int) -> Done:
+        message = tensor.clone()
+        if self.flip is not None and tensor.dtype == torch.uint8 and tensor.numel() > self.flip:
+            message[self.flip] ^= 1
+        self.queues[self.spec.rank, peer].put(message)
+        return Done()
+
+    def receive(self, tensor: Tensor, peer: int) -> Done:
+        tensor.copy_(self.queues[peer, self.spec.rank].get(timeout=30))
+        return Done()
+
+
+def refit_from(worker: Any, checkpoint: Path, version: int, flip: int | None = None) -> None:
+    """A refit of a bfloat16 checkpoint, held whole on this GPU, into the engine; every part verified."""
+    with worker.writing_weights(version):
+        sources = {name: tensor.to("cuda", torch.bfloat16) for name, tensor in state_of(checkpoint).items()}
+        plan = plan_refit([whole(sources)], [worker.weight_slices()], dtype="bfloat16", bucket_bytes=1 << 20)
+        queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+        ends = [DeviceChannel(rank, 2, queues) for rank in range(2)]
+        ends[0].flip = flip
+        RefitSender(plan.for_rank(0), sources, ends[0], "checksum").send(version)
+        RefitReceiver(plan.for_rank(1), worker.weight_tensors(), ends[1], "checksum").receive(version)
+
+
+def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:
+    """Every tensor whole; the experts of a layer as the stacks that plans deal in."""
+    slices: dict[str, WeightSlice] = {}
+    for name, tensor in state.items():
+        box = tuple((0, size) for size in tensor.shape)
+        parts = name.split(".")
+        if "experts" not in parts:
+            slices[name] = WeightSlice(name, box, name, box)
+            continue
+        place = parts.index("experts") + 1
+        stack = ".".join([*parts[:place], "*", *parts[place + 1 :]])
+        count = int(parts[place]) + 1
+        if stack not in slices or slices[stack].box[0][1] < count:
+            slices[stack] = WeightSlice(stack, ((0, count), *box), stack, ((0, count), *box))
+    return list(slices.values())
+
+
+def held(worker: Any) -> dict[str, Tensor]:
+    """The live parameters of vLLM's model on the host, FP8 as bytes."""
+    model = worker._llm.collective_rpc(_model)[0]
+    return {name: _raw(tensor.data).cpu() for name, tensor in model.named_parameters(remove_duplicate=False)}
+
+
+def _model(vllm_worker: Any) -> Any:
+    return vllm_worker.get_model()
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,0 +1,178 @@
+"""Blockwise FP8 on a GPU: the kernel against torch on the CPU, and a BF16 refit into an engine in FP8 against vLLM's loader.
+
+The truth is an engine that vLLM loads from the same checkpoint in FP8, quantized by vLLM's own `per_block_cast_to_fp8`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.errors import RunError
+from dagrl.refit.quantize import BlockQuantizer, quantize_blocks, scale_shape
+from tests.gpu import refit_calls
+from tests.integration.vllm_models import make_config
+from tests.integration.vllm_ranks import Engine, Ranks, requests
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+PROMPTS = [[3 + (7 * row + 11 * place) % 900 for place in range(5 + 9 * row)] for row in range(6)]
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
+    "mlp_only_layers": [1], "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+def weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Blocks of very different sizes, among them one of zeros, one below the smallest peak, and negative zeros."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    exponents = torch.randint(-18, 8, scale_shape(shape), generator=generator)
+    spread = torch.exp2(exponents.float()).repeat_interleave(128, -2).repeat_interleave(128, -1)
+    weight = torch.randn(shape, generator=generator) * spread[..., : shape[-2], : shape[-1]]
+    weight[..., : min(128, shape[-2]), : min(128, shape[-1])] = -0.0
+    return weight.to(dtype)
+
+
+def targets(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    place = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+    return place, torch.empty(scale_shape(shape), device="cuda")
+
+
+def test_the_kernel_gives_the_bytes_of_torch_on_the_cpu() -> None:
+    shapes: list[tuple[int, ...]] = [(256, 512), (100, 300), (1, 7), (128, 129), (3, 256, 384), (2, 2, 130, 128)]
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    sources = [weights(shape, dtype) for dtype in dtypes for shape in shapes]
+    wide = weights((512, 1024), torch.bfloat16)
+    sources += [wide[128:400, 256:700], weights((256, 128), torch.bfloat16).t(), wide[::2, ::4]]  # strided views
+    on_gpu = [*(source.cuda() for source in sources[:-3]), wide.cuda()[128:400, 256:700]]
+    on_gpu += [weights((256, 128), torch.bfloat16).cuda().t(), wide.cuda()[::2, ::4]]
+    places = [targets(tuple(source.shape)) for source in sources]
+    quantizer = BlockQuantizer([(source, *place) for source, place in zip(on_gpu, places, strict=True)])
+    for _ in range(2):
+        quantizer.run()
+    for source, (place, scales) in zip(sources, places, strict=True):
+        quantized, expected = quantize_blocks(source)
+        assert torch.equal(scales.cpu(), expected), source.shape
+        assert torch.equal(place.cpu().view(torch.uint8), quantized.contiguous().view(torch.uint8)), source.shape
+
+
+def test_the_kernel_can_be_captured() -> None:
+    source = weights((384, 512), torch.bfloat16).cuda()
+    place, scales = targets((384, 512))
+    quantizer = BlockQuantizer([(source, place, scales)])
+    quantizer.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantizer.run()
+    source.mul_(-3)
+    graph.replay()
+    torch.cuda.synchronize()
+    quantized, expected = quantize_blocks(source.cpu())
+    assert torch.equal(scales.cpu(), expected)
+    assert torch.equal(place.cpu().view(torch.uint8), quantized.view(torch.uint8))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    pytest.importorskip("vllm")
+    from workers.vllm import VllmWorker
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    ranks = Ranks(VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm"))))
+    yield ranks
+    ranks.close()
+
+
+def make_checkpoint(directory: Path, model_type: str, seed: int) -> Path:
+    """Bfloat16 weights whose blocks have their own sizes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**SIZES, **(EXPERTS if model_type == "qwen3_moe" else {}), "tie_word_embeddings": False}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + noise * 0.1 if "norm" in name else noise * 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def export_fp8(checkpoint: Path, directory: Path) -> Path:
+    """The checkpoint as DeepSeek's are: blocks by vLLM's own function, routers, embedding and head as they are."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    shutil.copytree(checkpoint, directory)
+    whole = load_file(directory / "model.safetensors")
+    out: dict[str, Tensor] = {}
+    routers = []
+    with torch.compiler.set_stance("force_eager"):
+        for name, tensor in whole.items():
+            if any(part in name for part in ("embed_tokens", "lm_head", "norm", "mlp.gate.weight")):
+                out[name] = tensor
+                routers += [name.removesuffix(".weight")] if "mlp.gate." in name else []
+            else:
+                out[name], out[f"{name}_scale_inv"] = per_block_cast_to_fp8(tensor)
+    save_file(out, directory / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((directory / "config.json").read_text())
+    form = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    content["quantization_config"] = {**form, "modules_to_not_convert": routers}
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory
+
+
+def fp8_config(model: Path, **vllm: Any) -> Config:
+    content: dict[str, Any] = make_config(model, length=128).model_dump()
+    content["policy"]["precision"] = "bfloat16"
+    more = {"max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.3, "precision": "fp8", **vllm}
+    content["policy"]["generation"]["vllm_cfg"] |= more
+    return Config.model_validate(content)
+
+
+@contextmanager
+def running(ranks: Ranks, config: Config) -> Iterator[Engine]:
+    with ranks.engine(config, 1) as engine:
+        yield engine
+
+
+def greedy(engine: Engine) -> list[list[int]]:
+    rows = engine.run(requests(range(len(PROMPTS)), PROMPTS, new=24, greedy=True))
+    return [list(row.tokens) for row in rows]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(ranks: Ranks, tmp_path: Path, model_type: str) -> None:
+    first, second = (make_checkpoint(tmp_path / str(seed), model_type, seed) for seed in range(2))
+    with running(ranks, fp8_config(first)) as engine:
+        before = greedy(engine)
+        with pytest.raises(RunError, match=r"parameter .* is not what rank 0 sent"):
+            engine.on_all(refit_calls.refit_from, second, 1, 700_001)  # one byte changes on its way
+        with pytest.raises(RunError, match="torn"):
+            greedy(engine)
+        engine.on_all(refit_calls.refit_from, second, 2)
+        (ours,), tokens = engine.on_all(refit_calls.held), greedy(engine)
+    with running(ranks, fp8_config(export_fp8(second, tmp_path / "fp8"), precision=None)) as engine:
+        (theirs,), expected = engine.on_all(refit_calls.held), greedy(engine)
+    assert ours.keys() == theirs.keys()
+    assert any(name.endswith("scale_inv") for name in ours)
+    assert sum(tensor.dtype == torch.uint8 for tensor in ours.values()) >= 3 * 4
+    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert tokens == expected != before

@@ -1,0 +1,110 @@
+"""Generation in blockwise FP8: what vLLM is told, and which parameters are quantized while it loads a plain checkpoint.
+
+The form is that of DeepSeek-V3's checkpoints (`quantization_config` with `weight_block_size` [128, 128], activations
+quantized by vLLM as it goes): every linear layer but the routers; embedding, head and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dagrl.config import Config, Json
+from dagrl.errors import ConfigError
+from dagrl.refit.quantize import BLOCK, quantize_blocks
+from dagrl.refit.slices import WeightSlice, expand
+from workers.families.vllm import VllmRank
+from workers.vllm.environment import require_generation
+from workers.vllm.weights import vllm_weight_slices
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SCALE_SUFFIX = "_scale_inv"
+_FORM: dict[str, Json] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+
+
+def in_fp8(config: Config, hf_config: Mapping[str, Json]) -> bool:
+    """Whether the engine holds its linear layers in blockwise FP8: asked for, or as the checkpoint has them.
+
+    Raises ConfigError for a checkpoint that is quantized in another way.
+    """
+    form = hf_config.get("quantization_config")
+    if form is None:
+        return require_generation(config).vllm_cfg.precision == "fp8"
+    found = {key: form.get(key) for key in _FORM} if isinstance(form, dict) else form
+    if found != _FORM:
+        raise ConfigError(
+            f"the checkpoint's quantization_config has {found}; a refit writes models without one, or with {_FORM} "
+            "(DeepSeek-V3's form). Give policy.model_name a checkpoint in bfloat16 and set "
+            "policy.generation.vllm_cfg.precision=fp8"
+        )
+    return True
+
+
+def compute_dtype(config: Config, hf_config: Mapping[str, Json]) -> str:
+    """The dtype in which the engine computes, by vLLM's name. Raises ConfigError for one that FP8 cannot be used with."""
+    vllm = require_generation(config).vllm_cfg
+    dtype = "bfloat16" if in_fp8(config, hf_config) else vllm.precision or config.policy.precision
+    if vllm.kv_cache_dtype == "fp8" and dtype != "bfloat16":
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.kv_cache_dtype is fp8, but the engine computes in {dtype}; set "
+            "policy.generation.vllm_cfg.precision to bfloat16 or fp8"
+        )
+    return dtype
+
+
+def quantization_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, Any]:
+    """vLLM's engine arguments that decide dtypes; a plain checkpoint for an engine in FP8 is quantized as it is loaded."""
+    arguments: dict[str, Any] = {"dtype": compute_dtype(config, hf_config)}
+    arguments["kv_cache_dtype"] = require_generation(config).vllm_cfg.kv_cache_dtype
+    if quantizes(config, hf_config):
+        form = {**_FORM, "modules_to_not_convert": sorted(_unconverted(hf_config))}
+        arguments["hf_overrides"] = {"quantization_config": form}
+    return arguments
+
+
+def quantizes(config: Config, hf_config: Mapping[str, Json]) -> bool:
+    """Whether a plain checkpoint is to be quantized."""
+    return in_fp8(config, hf_config) and hf_config.get("quantization_config") is None
+
+
+def quantized_names(hf_config: Mapping[str, Json]) -> frozenset[str]:
+    """The Hugging Face parameters that an engine in FP8 holds quantized."""
+    return frozenset(held.name for held in _whole_model(hf_config) if held.scales is not None)
+
+
+def quantize_checkpoint(
+    weights: Iterator[tuple[str, Tensor]], names: frozenset[str], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint as they come, those in `names` in FP8 and followed by their scales."""
+    for name, weight in weights:
+        if name not in names:
+            yield name, weight
+            continue
+        quantized, scales = quantize_blocks(weight.to(device))
+        yield name, quantized
+        yield f"{name}{SCALE_SUFFIX}", scales
+
+
+def check_form(quant_config: Any) -> None:
+    """Raise ConfigError for a loaded vLLM model in a form that a refit cannot write."""
+    found = {name: getattr(quant_config, name, None) for name in ("weight_block_size", "activation_scheme")}
+    if found != {name: _FORM[name] for name in found} or not quant_config.is_checkpoint_fp8_serialized:
+        raise ConfigError(
+            f"vLLM holds the generation model as {type(quant_config).__name__} with {found}; a refit writes plain ones, and "
+            f"FP8 in blocks of {BLOCK}x{BLOCK}: set policy.generation.vllm_cfg.precision=fp8"
+        )
+
+
+def _whole_model(hf_config: Mapping[str, Json]) -> Iterator[WeightSlice]:
+    return expand(vllm_weight_slices(hf_config, VllmRank(fp8=True)))
+
+
+def _unconverted(hf_config: Mapping[str, Json]) -> Iterator[str]:
+    """Modules with a matrix that is not quantized, which vLLM would take for linear layers: routers and the like."""
+    for held in _whole_model(hf_config):
+        vocabulary = "embed" in held.name or held.name.startswith("lm_head")
+        if held.scales is None and len(held.box) == 2 and held.name.endswith(".weight") and not vocabulary:
+            yield held.name.removesuffix(".weight")
