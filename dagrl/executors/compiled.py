@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,10 +27,12 @@ from ray.experimental.channel import ChannelContext
 
 from dagrl.errors import RunError
 from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
-from dagrl.executors.edge import Edge, EdgeType
+from dagrl.executors.edge import EdgeType, Place, make_mailbox
 from dagrl.executors.gather import Gathering
 from dagrl.executors.node import run_node
+from dagrl.executors.outputs import Outputs, Submitted
 from dagrl.executors.packet import Packet
+from dagrl.executors.ring import KEPT
 from dagrl.graph import PhaseGraph
 
 logger = logging.getLogger(__name__)
@@ -53,16 +54,23 @@ class CompiledGraph:
         self._gathering = Gathering.of(graph, limits.result_bytes)
         graph = self._gathering.graph
         settings = (limits.result_bytes, bool(accelerated(graph)))
-        ray.get([actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors], timeout=limits.compile_s)
+        prepared = [actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors]
+        hosts = dict(
+            zip([actor._actor_id for actor in self._actors], ray.get(prepared, timeout=limits.compile_s), strict=True)
+        )
+        near = _only_driver_reads(graph, actors, hosts)
+        mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
+        places = {number: Place(mailbox.address, place) for place, number in enumerate(near)} if mailbox else {}
         with _driver_context(limits), _one_driver_proxy():
-            self._dag = _bind(graph, actors, limits).experimental_compile(
+            self._dag = _bind(graph, actors, limits, places).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
             )
         (self._input,) = self._dag.dag_input_channels
-        self._outputs = self._dag.dag_output_channels
+        self._outputs = Outputs(self._dag.dag_output_channels, mailbox)
+        self._submitted = 0
 
-    def submit(self, packet: Packet) -> int:
-        """Write the input and return the replay's number; the scheduler has checked size and replays in flight.
+    def submit(self, packet: Packet) -> Submitted:
+        """Write the input; the scheduler has checked size and replays in flight.
 
         The driver's ends of the edges are used without Ray's `execute` and `get`, whose bookkeeping of references takes
         20 us a replay, and 10 us more for each output.
@@ -72,19 +80,19 @@ class CompiledGraph:
         except RayChannelTimeoutError as late:
             limit = f"{self._limits.replay_s:.0f} s"
             raise RunError(f"no room for the input of phase {self._phase!r} in {limit}: {late}") from late
-        return packet.header.replay
+        self._submitted += 1
+        return Submitted(self._submitted, packet.header)
 
-    def fetch(self, submitted: int, timeout_s: float) -> list[Packet]:
-        """The outputs' packets of replay number `submitted`; those of earlier ones that nobody fetched are dropped."""
-        deadline = time.monotonic() + timeout_s
+    def fetch(self, submitted: Submitted, timeout_s: float) -> list[Packet]:
+        """The outputs' packets of a replay; those of earlier ones that nobody fetched are dropped."""
         try:
-            read = {edge: _packet_of(submitted, edge, deadline) for edge in dict.fromkeys(self._outputs)}
+            parts = self._outputs.read(submitted, timeout_s)
         except RayChannelTimeoutError as late:
             raise TimeoutError(str(late)) from late
         except RayChannelError:
             self._raise_death()
             raise
-        return self._gathering.put_together([read[edge] for edge in self._outputs])
+        return self._gathering.put_together(submitted.header, parts)
 
     def _raise_death(self) -> None:
         """Edges are closed because a worker's loop ended; raise what ended it."""
@@ -108,15 +116,6 @@ class CompiledGraph:
             stopper.join(timeout_s)
 
 
-def _packet_of(replay: int, edge: Edge, deadline: float) -> Packet:
-    while True:
-        packet: Packet | Exception = edge.read(max(0.0, deadline - time.monotonic()))
-        if isinstance(packet, Exception):  # an error of Ray's own; those of workers are in their packets
-            raise packet
-        if packet.header.replay >= replay:
-            return packet
-
-
 class CompiledExecutor:
     """Makes compiled graphs."""
 
@@ -127,17 +126,16 @@ class CompiledExecutor:
         return CompiledGraph(graph, actors, limits)
 
 
-def _bind(graph: PhaseGraph, actors: Actors, limits: Limits) -> Any:
+def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, places: Mapping[int, Place]) -> Any:
     """The Ray DAG: an `__ray_call__` of `run_node` a node."""
     inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
-    results = EdgeType(limits.result_bytes, limits.max_in_flight)
     with InputNode() as start:
         start.type_hint = inputs
         bound: list[Any] = []
         for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
             packets = [start if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
-            bound[-1].type_hint = results
+            bound[-1].type_hint = EdgeType(limits.result_bytes, limits.max_in_flight, places.get(node.number))
             if call.accelerated:
                 bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
@@ -152,8 +150,16 @@ def _distinct(actors: Actors) -> list[ActorHandle]:
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
-def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> None:
-    """Settings of the loops that run this worker's nodes; runs in the worker.
+def _only_driver_reads(graph: PhaseGraph, actors: Actors, hosts: Mapping[Any, str]) -> list[int]:
+    """Outputs, on this driver's host, that no node reads."""
+    read = {number for node in graph.nodes for number in node.upstream}
+    here = ray.get_runtime_context().get_node_id()
+    mine = [number for number in dict.fromkeys(graph.outputs) if number not in read]
+    return [number for number in mine if hosts[_actor(graph, actors, number)._actor_id] == here]
+
+
+def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> str:
+    """Settings of the loops that run this worker's nodes; runs in the worker, and gives its Ray node.
 
     A loop that waits for its input looks up only every few seconds (Ray's default is 0.1 s, to notice the errors of other
     inputs early; ours travel as values). It need not ask torch for a device around each read and write, nor import torch for
@@ -164,6 +170,7 @@ def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> Non
     context._torch_available = accelerator or bool(context._torch_available)
     if accelerator:
         DAGContext.get_current().buffer_size_bytes = result_bytes
+    return str(ray.get_runtime_context().get_node_id())
 
 
 _proxies: dict[str, ActorHandle] = {}

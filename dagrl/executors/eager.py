@@ -42,7 +42,7 @@ class EagerGraph:
             packets: list[Packet] = ray.get(submitted, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as late:
             raise TimeoutError(str(late)) from late
-        return self._gathering.put_together(packets)
+        return self._gathering.put_together(packets[0].header, [packet.part for packet in packets])
 
     def teardown(self, timeout_s: float) -> None:
         """Nothing runs between replays."""

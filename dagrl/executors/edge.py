@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import uuid
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -22,22 +23,36 @@ from ray.experimental.channel import ChannelOutputType, IntraProcessChannel
 from ray.experimental.channel.common import ChannelInterface
 from ray.experimental.channel.shared_memory_channel import Channel
 
+from dagrl.executors.mailbox import CELL_BYTES, Mailbox, MailboxAddress
+from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError
 from dagrl.executors.packet import Packet
-from dagrl.executors.ring import Ring, RingAddress, RingClosedError, RingTimeoutError
+from dagrl.executors.ring import Ring, RingAddress
 
 _rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
 """The rings that this process has open, by the name of their edge."""
+
+_mailboxes: weakref.WeakValueDictionary[MailboxAddress, Mailbox] = weakref.WeakValueDictionary()
+"""The mailboxes that this process has open."""
 
 _written: dict[str, Ring] = {}
 """Keeps the rings that this process writes until they are closed: readers open them through this process."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """A writer's place in a mailbox."""
+
+    mailbox: MailboxAddress
+    writer: int
+
+
 class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
     """The type hint of a node whose result goes over edges with `in_flight` messages of up to `slot_bytes` bytes."""
 
-    def __init__(self, slot_bytes: int, in_flight: int) -> None:
+    def __init__(self, slot_bytes: int, in_flight: int, place: Place | None = None) -> None:
         self.slot_bytes = slot_bytes
         self.in_flight = in_flight
+        self.place = place  # in the driver's mailbox, of a node that only the driver reads
 
     def create_channel(
         self, writer: Any, reader_and_node_list: list[tuple[Any, str]], driver_actor_id: str | None = None
@@ -48,6 +63,7 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
         near = [_actor_id(reader) for reader, node in others if node == here]
         far = [(reader, node) for reader, node in others if node != here]
         name = uuid.uuid4().hex
+        place = self.place if near and len(reader_and_node_list) == 1 else None
         if near:
             _written[name] = _rings[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
         return Edge(
@@ -60,6 +76,7 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
             writer=_actor_id(writer) if writer is not None else "",
             driver=driver_actor_id,
             first_reader=_actor_id(reader_and_node_list[0][0]),
+            place=place,
         )
 
 
@@ -78,6 +95,7 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         writer: str,
         driver: str | None,
         first_reader: str,
+        place: Place | None,
     ) -> None:
         self._parts: dict[str, Any] = {
             "name": name,
@@ -89,12 +107,21 @@ class Edge(ChannelInterface):  # type: ignore[misc]
             "writer": writer,
             "driver": driver,
             "first_reader": first_reader,
+            "place": place,
         }
         self._own = own
         self._far = far
         self._ring: Ring | None = None
+        self._mailbox: Mailbox | None = None
+        self._posted = 0
         self._reader = -1
         self._read_from: Any = None
+
+    @property
+    def place(self) -> Place | None:
+        """Where its messages are announced; None: they are read from the edge alone."""
+        place: Place | None = self._parts["place"]
+        return place
 
     def __reduce__(self) -> Any:
         return _make_edge, (self._parts,)
@@ -103,6 +130,8 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         """Open what this process writes to."""
         if self._ring is None and self._parts["address"] is not None:
             self._ring = self._open_ring()
+        if self._mailbox is None and self.place is not None:
+            self._mailbox = open_mailbox(self.place.mailbox)
         if self._far is not None:
             self._far.ensure_registered_as_writer()
 
@@ -126,12 +155,11 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         if self._ring is None and self._parts["address"] is not None:
             self.ensure_registered_as_writer()
         if self._ring is not None:
-            try:
-                self._ring.write(_dump(value.wire() if type(value) is Packet else value), _limit(timeout))
-            except RingTimeoutError as late:
-                raise RayChannelTimeoutError(str(late)) from late
-            except RingClosedError as closed:
-                raise RayChannelError(str(closed)) from closed
+            with rays_errors:
+                if self._mailbox is None:
+                    self._ring.write(_dump(value.wire() if type(value) is Packet else value), _limit(timeout))
+                else:
+                    self._post(self._mailbox, self._ring, value[1:] if type(value) is Packet else value, _limit(timeout))
         if self._far is not None:
             self._far.write(value, timeout)
         if self._own is not None:
@@ -144,13 +172,29 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         if self._read_from is not self._ring:
             return self._read_from.read(timeout)
         assert self._ring is not None
-        try:
+        with rays_errors:
             content = self._ring.read(self._reader, _limit(timeout))
-        except RingTimeoutError as late:
-            raise RayChannelTimeoutError(str(late)) from late
-        except RingClosedError as closed:
-            raise RayChannelError(str(closed)) from closed
         return Packet.from_wire(content) if type(content) is tuple else content
+
+    def read_message(self, number: int, timeout_s: float) -> Any:
+        """Message `number` of the edge's ring, which its mailbox announced; those before it are dropped."""
+        if self._read_from is None:
+            self.ensure_registered_as_reader()
+        assert self._ring is not None
+        while self._ring.messages_read < number - 1:
+            self._ring.skip(self._reader, timeout_s)
+        return self._ring.read(self._reader, timeout_s)
+
+    def _post(self, mailbox: Mailbox, ring: Ring, content: Any, timeout_s: float | None) -> None:
+        assert self.place is not None
+        parts = _dump(content)
+        if len(parts) > 1 and sum(map(len, parts)) < CELL_BYTES:
+            parts = [pickle.dumps(content, protocol=5)]
+        if len(parts) > 1 or len(parts[0]) > CELL_BYTES:
+            ring.write(parts, timeout_s)
+            parts = [pickle.dumps(ring.messages_written)]
+        self._posted += 1
+        mailbox.post(self.place.writer, self._posted, bytes(parts[0]), timeout_s)
 
     def release_buffer(self, timeout: float | None = None) -> None:
         """Let the next value go unread."""
@@ -166,9 +210,14 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         if self._parts["address"] is not None:
             try:
                 self._open_ring().close()
-            except RingClosedError:  # its writer is gone, and its readers hear of that from Ray
+            except EdgeClosedError:  # its writer is gone, and its readers hear of that from Ray
                 pass
             _written.pop(self._parts["name"], None)
+        if self.place is not None:
+            try:
+                open_mailbox(self.place.mailbox).close()
+            except EdgeClosedError:  # the driver is gone
+                pass
         for channel in (self._own, self._far):
             if channel is not None:
                 channel.close()
@@ -179,6 +228,37 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         if ring is None:
             ring = _rings[name] = Ring.open(self._parts["address"])
         return ring
+
+
+def open_mailbox(address: MailboxAddress) -> Mailbox:
+    """A mailbox of this process or of another one. Raises EdgeClosedError when that process is gone."""
+    mailbox = _mailboxes.get(address)
+    if mailbox is None:
+        mailbox = _mailboxes[address] = Mailbox.open(address)
+    return mailbox
+
+
+def make_mailbox(writers: int, slots: int) -> Mailbox:
+    """A mailbox for this process to read."""
+    mailbox = Mailbox.create(writers, slots)
+    _mailboxes[mailbox.address] = mailbox
+    return mailbox
+
+
+class _RaysErrors:
+    """Raises errors of edges as Ray knows them; a generator's context would take 1 us more a message."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EdgeTimeoutError):
+            raise RayChannelTimeoutError(str(error)) from error
+        if isinstance(error, EdgeClosedError):
+            raise RayChannelError(str(error)) from error
+
+
+rays_errors = _RaysErrors()
 
 
 def _make_edge(parts: dict[str, Any]) -> Edge:

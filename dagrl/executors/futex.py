@@ -1,16 +1,29 @@
 """Waiting for a word of shared memory to change, without polling: Linux's futex, through ctypes.
 
 Ray's own shared-memory channels poll (`sched_yield` in a loop), so that every graph alive on a worker takes a whole core
-while nothing happens. See futex(2); the words are shared between processes, so the flag for private ones is not set.
+while nothing happens. Who waits here looks for a while, if messages come often, and then sleeps. See futex(2); the words are
+shared between processes, so the flag for private ones is not set.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import threading
+import time
 
 from dagrl.errors import RunError
+from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError
+
+SHORT_SPIN_S = 30e-6
+LONG_SPIN_S = 20e-3 if len(os.sched_getaffinity(0)) >= 16 else 60e-6
+"""How long to look for a message before sleeping: long if the last one came within that time, else short. Waking a sleeper
+takes 50 to 200 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. The long
+time must exceed that of a chain of 64 sleepers, or the chain never wakes. On a small machine the one who looks takes the
+core of the one who is to send."""
+
+_LOOK_S = 0.5  # how long to sleep before looking again whether the edge was closed
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
@@ -44,6 +57,57 @@ class Futexes:
     def wake(self, index: int) -> None:
         """Wake all who wait on a word, so that they look again."""
         self._call(self._number, ctypes.c_void_p(self._start + 4 * index), _WAKE, _EVERYONE, None, None, 0)
+
+
+class Watch:
+    """Waits for words of one memory, whose word `closed` says whether it is still in use."""
+
+    def __init__(self, words: memoryview, futexes: Futexes, closed: int) -> None:
+        self._words = words
+        self._futexes = futexes
+        self._closed = closed
+        self._spin_s = SHORT_SPIN_S
+
+    def check_open(self) -> None:
+        """Raise EdgeClosedError if the memory is in use no more."""
+        if self._words[self._closed]:
+            raise EdgeClosedError("this edge was closed")
+
+    def wait(self, index: int, known: int, timeout_s: float | None) -> None:
+        """Return once a word is no longer `known`. Raises EdgeTimeoutError, EdgeClosedError."""
+        words, closed = self._words, self._closed
+        if words[index] != known and not words[closed]:
+            return
+        started = time.perf_counter()
+        until, yield_core = started + self._spin_s, self._futexes.let_others_run
+        while words[index] == known and not words[closed] and time.perf_counter() < until:
+            yield_core()
+        while words[index] == known or words[closed]:
+            self._sleep(index, known, started, timeout_s)
+        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < LONG_SPIN_S else SHORT_SPIN_S
+
+    def _sleep(self, index: int, known: int, started: float, timeout_s: float | None) -> None:
+        self.check_open()
+        left = _LOOK_S if timeout_s is None else started + timeout_s - time.perf_counter()
+        if left <= 0:
+            raise EdgeTimeoutError("no message in time")
+        self._futexes.wait(index, known, min(left, _LOOK_S))
+
+
+class Pause:
+    """Waiting for room: a reader acknowledges without waking anybody, so the writer looks now and then."""
+
+    def __init__(self, timeout_s: float | None, late: str) -> None:
+        self._until = None if timeout_s is None else time.perf_counter() + timeout_s
+        self._late = late
+        self._pause_s = 50e-6
+
+    def take(self) -> None:
+        """Let some time pass. Raises EdgeTimeoutError at the end of the time."""
+        if self._until is not None and time.perf_counter() >= self._until:
+            raise EdgeTimeoutError(self._late)
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, 2e-3)
 
 
 _ORDERED = platform.machine() == "x86_64"

@@ -1,7 +1,7 @@
 """Where the parts of an output that is a list are put together: on the workers, in a tree, or in the driver.
 
-A tree costs a hop a level and copies large parts at each of them; reading every part in the driver costs the driver some
-10 us a part, one after the other. So lists that are short, or whose parts are large, are read part by part.
+A tree costs a hop a level and copies large parts at each of them; the driver reads the parts of one host from a mailbox
+(`mailbox.py`), at 1 to 2 us a part, or in place where they are large. So a tree is for lists of very many small parts.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dagrl.executors.packet import Packet
+from dagrl.executors.packet import Header, Packet, Part
 from dagrl.graph import Node, NodeRef, PhaseGraph
 
-DRIVER_PARTS = 8
-"""The longest list of small parts that the driver puts together itself: with 8 workers that is as fast as a tree, with 32 a
-tree takes three quarters of the time (docs/scaling.md)."""
+DRIVER_PARTS = 128
+"""The longest list of small parts that the driver puts together itself; a hop of a tree takes as long as so many parts."""
 
 LARGE_BYTES = 4 << 20
 """A phase whose results may be larger than this is taken to have large parts."""
@@ -43,10 +42,14 @@ class Gathering:
             return Gathering(graph, (0,) * len(graph.outputs))
         return Gathering(_pruned(graph, outputs), tuple(short))
 
-    def put_together(self, packets: Sequence[Packet]) -> list[Packet]:
-        """The packets of the phase's outputs from those of the graph's."""
-        rest = iter(packets)
-        return [_listed([next(rest) for _ in range(count)]) if count else next(rest) for count in self.parts]
+    def put_together(self, header: Header, parts: Sequence[Part]) -> list[Packet]:
+        """The packets of the phase's outputs from those of the graph's, given without their headers."""
+        packets, start = [], 0
+        for count in self.parts:
+            mine = parts[start : start + (count or 1)]
+            packets.append(_listed(header, mine) if count else Packet(header, *mine[0]))
+            start += count or 1
+        return packets
 
 
 def _leaves(graph: PhaseGraph, number: int) -> list[int]:
@@ -76,7 +79,7 @@ def _renumbered(node: Node, places: dict[int, int]) -> Node:
     return dataclasses.replace(node, number=places[node.number], args=args)
 
 
-def _listed(packets: Sequence[Packet]) -> Packet:
-    failures = tuple(dict.fromkeys(failure for packet in packets for failure in packet.failures))
-    values = None if failures else [packet.value for packet in packets]
-    return Packet(packets[0].header, values, max(packet.busy_s for packet in packets), failures)
+def _listed(header: Header, parts: Sequence[Part]) -> Packet:
+    failures = tuple(dict.fromkeys([failure for part in parts if part[2] for failure in part[2]]))
+    values = None if failures else [part[0] for part in parts]
+    return Packet(header, values, max([part[1] for part in parts]), failures)

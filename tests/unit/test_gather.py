@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dagrl.executors.gather import DRIVER_PARTS, LARGE_BYTES, Gathering
-from dagrl.executors.packet import Header, Packet
+from dagrl.executors.packet import Header, Part
 from dagrl.graph import PhaseGraph
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Role, Shard, join, methods_of, phase
@@ -34,8 +34,11 @@ def traced(item, workers: int, arity: int = 8) -> PhaseGraph:
     return item.trace({"train": Role("train", ParallelLayout(tp=workers), methods_of(Worker))}, arity)
 
 
-def packet(value: object, busy_s: float = 0.0) -> Packet:
-    return Packet(Header("ranks", 0, False, {"train": 0}), value, busy_s)
+HEADER = Header("ranks", 0, False, {"train": 0})
+
+
+def part(value: object, busy_s: float = 0.0) -> Part:
+    return value, busy_s, ()
 
 
 @pytest.mark.parametrize("workers", [2, 3, DRIVER_PARTS])
@@ -45,7 +48,7 @@ def test_a_short_list_is_put_together_in_the_driver_in_order(workers: int) -> No
     assert all(node.kind == "call" for node in gathering.graph.nodes)
     positions = [gathering.graph.nodes[number].worker.position for number in gathering.graph.outputs]
     assert positions == list(range(workers))
-    (listed,) = gathering.put_together([packet(number, number / 10) for number in range(workers)])
+    (listed,) = gathering.put_together(HEADER, [part(number, number / 10) for number in range(workers)])
     assert listed.value == list(range(workers))
     assert listed.busy_s == (workers - 1) / 10
 
@@ -54,7 +57,7 @@ def test_a_long_list_of_small_parts_stays_a_tree() -> None:
     graph = traced(ranks, DRIVER_PARTS + 1)
     gathering = Gathering.of(graph, 1 << 20)
     assert gathering.graph == graph
-    assert gathering.put_together([packet([1, 2])])[0].value == [1, 2]
+    assert gathering.put_together(HEADER, [part([1, 2])])[0].value == [1, 2]
 
 
 def test_a_long_list_of_large_parts_is_put_together_in_the_driver() -> None:
@@ -66,7 +69,7 @@ def test_several_outputs_keep_their_places_and_reductions_stay_on_the_workers() 
     gathering = Gathering.of(traced(ranks_and_total, 3), 1 << 20)
     gathering.graph.validate()
     assert [node.kind for node in gathering.graph.nodes] == ["call", "call", "call", "reduce"]
-    listed, total = gathering.put_together([packet(1), packet(2), packet(3), packet(6)])
+    listed, total = gathering.put_together(HEADER, [part(1), part(2), part(3), part(6)])
     assert (listed.value, total.value) == ([1, 2, 3], 6)
 
 
@@ -75,6 +78,6 @@ def test_failures_of_all_parts_are_kept_once() -> None:
 
     failure = WorkerFailure("train", 1, "dp 0", "host", 1, "ranks", 0, "train[1].rank", "raised", "message", "")
     gathering = Gathering.of(traced(ranks, 2), 1 << 20)
-    (listed,) = gathering.put_together([packet(1), packet(None)._replace(failures=(failure,))])
+    (listed,) = gathering.put_together(HEADER, [part(1), (None, 0.0, (failure,))])
     assert listed.value is None
     assert listed.failures == (failure,)

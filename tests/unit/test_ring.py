@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from dagrl.executors.ring import IN_PLACE_BYTES, MessageTooLargeError, Ring, RingAddress, RingClosedError, RingTimeoutError
+from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
+from dagrl.executors.ring import IN_PLACE_BYTES, Ring, RingAddress
 
 SLOT = 1 << 20
 
@@ -110,7 +111,7 @@ def test_readers_that_keep_different_messages_hold_nobody_up() -> None:
 def test_more_messages_than_may_be_in_flight_wait_for_their_readers(ring: Ring) -> None:
     for number in range(4):  # two in flight, and two slots for messages that the reader may keep
         ring.write(parts(number), 1.0)
-    with pytest.raises(RingTimeoutError, match="has not read"):
+    with pytest.raises(EdgeTimeoutError, match="has not read"):
         ring.write(parts(4), 0.05)
     assert [ring.read(0, 1.0) for _ in range(4)] == [0, 1, 2, 3]
     ring.write(parts(4), 1.0)
@@ -126,7 +127,7 @@ def test_a_message_that_does_not_fit_is_an_error_and_the_ring_lives_on(ring: Rin
 
 def test_a_read_without_a_message_ends_by_its_timeout(ring: Ring) -> None:
     started = time.monotonic()
-    with pytest.raises(RingTimeoutError):
+    with pytest.raises(EdgeTimeoutError):
         ring.read(0, 0.1)
     assert 0.1 <= time.monotonic() - started < 2.0
 
@@ -137,7 +138,7 @@ def test_closing_wakes_who_waits(ring: Ring) -> None:
     def wait() -> None:
         try:
             ring.read(0, 30.0)
-        except RingClosedError as error:
+        except EdgeClosedError as error:
             errors.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -146,13 +147,13 @@ def test_closing_wakes_who_waits(ring: Ring) -> None:
     ring.close()
     waiting.join(5.0)
     assert errors and not waiting.is_alive()
-    with pytest.raises(RingClosedError):
+    with pytest.raises(EdgeClosedError):
         ring.write(parts(1), 1.0)
 
 
 def test_waiting_takes_no_processor_time(ring: Ring) -> None:
     before = time.process_time()
-    with pytest.raises(RingTimeoutError):
+    with pytest.raises(EdgeTimeoutError):
         ring.read(0, 1.0)
     assert time.process_time() - before < 0.05
 
@@ -180,5 +181,5 @@ def test_a_ring_ends_with_its_processes() -> None:
     del rings
     gc.collect()
     assert ring_files() == before
-    with pytest.raises(RingClosedError, match="cannot be reached"):
+    with pytest.raises(EdgeClosedError, match="cannot be reached"):
         Ring.open(address)

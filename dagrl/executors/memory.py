@@ -1,0 +1,63 @@
+"""Memory that processes of one host share: anonymous files, how many bytes were copied into them, and what can go wrong.
+
+The memory of an edge is an anonymous file (memfd_create(2)) that other processes of the same user open through its maker's
+`/proc/<pid>/fd`: it ends with the last process that has it mapped and leaves nothing in `/dev/shm`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from dagrl.errors import RunError
+
+LINE = 64
+"""Bytes of a cache line; what different processes write starts on one of its own."""
+
+_copied = [0]
+
+
+class EdgeClosedError(RunError):
+    """The edge was closed, or the process at its other end is gone."""
+
+
+class EdgeTimeoutError(RunError):
+    """No message, or no room, in time."""
+
+
+class MessageTooLargeError(RunError):
+    """A message does not fit a slot."""
+
+
+def anonymous_memory(size: int) -> int:
+    """The descriptor of new memory of `size` bytes; pages exist once they are touched."""
+    descriptor = os.memfd_create("dagrl")
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def open_memory(pid: int, descriptor: int) -> mmap.mmap:
+    """Memory that another process made. Raises EdgeClosedError when that process is gone."""
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    except OSError as error:
+        raise EdgeClosedError(f"the process {pid} that made this edge cannot be reached: {error}") from error
+    try:
+        return mmap.mmap(opened, 0)
+    finally:
+        os.close(opened)
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to whole cache lines."""
+    return -(-size // LINE) * LINE
+
+
+def count_copied(size: int) -> None:
+    """Add to the bytes that this process has copied into edges, or out of them."""
+    _copied[0] += size
+
+
+def copied_bytes() -> int:
+    """Bytes that this process has copied into the memory of edges, into sockets, and out of both, since it started."""
+    return _copied[0]

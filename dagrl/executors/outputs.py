@@ -1,0 +1,58 @@
+"""The driver's side of a graph's outputs: what the workers announce in its mailbox, and edges that are read one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dagrl.executors.edge import Edge, rays_errors
+from dagrl.executors.mailbox import Mailbox
+from dagrl.executors.packet import Header, Packet, Part
+
+
+class Submitted(NamedTuple):
+    """A replay of one graph: its place in the order of the graph's replays, from 1, and the header of its input."""
+
+    number: int
+    header: Header
+
+
+class Outputs:
+    """The outputs of one graph, in order."""
+
+    def __init__(self, edges: Sequence[Edge], mailbox: Mailbox | None) -> None:
+        self._edges = tuple(edges)
+        self._mailbox = mailbox
+        self._posted = {edge.place.writer: edge for edge in edges if edge.place is not None}
+        self._others = dict.fromkeys(edge for edge in edges if edge.place is None)
+        self._as_posted = len(self._posted) == len(edges)  # no other edges, and none that is two outputs
+
+    def read(self, replay: Submitted, timeout_s: float) -> list[Part]:
+        """What each output is in a replay. Raises Ray's errors of channels, and errors of Ray's that a node sent."""
+        deadline = time.perf_counter() + timeout_s
+        posted = self._read_mailbox(self._mailbox, replay.number, deadline) if self._mailbox else []
+        if self._as_posted:
+            return posted
+        others = {edge: self._read_edge(edge, replay.header, deadline) for edge in self._others}
+        return [others[edge] if edge.place is None else posted[edge.place.writer] for edge in self._edges]
+
+    def _read_mailbox(self, mailbox: Mailbox, number: int, deadline: float) -> list[Part]:
+        with rays_errors:
+            messages: list[Any] = mailbox.collect(number, deadline - time.perf_counter())
+            for writer, message in enumerate(messages):
+                if type(message) is tuple:
+                    continue
+                if isinstance(message, Exception):  # an error of Ray's own; those of workers are in their parts
+                    raise message
+                left = max(0.0, deadline - time.perf_counter())
+                messages[writer] = self._posted[writer].read_message(message, left)
+        return messages
+
+    def _read_edge(self, edge: Edge, header: Header, deadline: float) -> Part:
+        while True:
+            packet: Packet | Exception = edge.read(max(0.0, deadline - time.perf_counter()))
+            if isinstance(packet, Exception):
+                raise packet
+            if packet.header.replay >= header.replay:
+                return packet.part
