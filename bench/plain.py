@@ -1,0 +1,213 @@
+"""What one would write without dagrl: a GRPO step of plain Ray actor calls, with a broadcast refit, as NeMo-RL does today.
+
+The same workers, model, prompts, seeds and losses as `dagrl.loops.grpo`, and the same order of work. Different is how it is
+driven: each phase is a `ray.get` of one actor call a worker, with its shard's batch in the object store; a batch of
+generation is given to the engines whole, in equal parts, and waited for until its longest sequence is done; weights are
+gathered and broadcast (`plain_workers.py`). `dagrl bench step` measures it beside the loops of dagrl.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import ray
+
+from dagrl.advantages import group_advantages
+from dagrl.checkpoint import TrainState
+from dagrl.data import Sampler
+from dagrl.loops.grpo_step import grpo_plans, train_batch
+from dagrl.loops.rollout import RolloutGroup, new_group, request_seeds, samples_of
+from dagrl.metrics import merge_step_metrics
+from dagrl.preflight import generation_config
+from dagrl.replay import ReplayTiming, Split
+from dagrl.shapes import Batch, choose_bucket, split_rows
+from dagrl.worker_group import WorkerGroup, free_address
+
+if TYPE_CHECKING:
+    from bench.plain_workers import Described
+    from dagrl.config import Config
+    from dagrl.generation import Generated
+    from dagrl.loops.session import Session
+    from dagrl.metrics import StepMetrics
+    from dagrl.rewards import RewardRunner
+
+ALL_STEPS = 1 << 30
+"""Engine steps of one call of `generate`: until everything is finished."""
+
+
+def with_plain_workers(config: Config) -> Config:
+    """The configuration with workers that can do both; it must name the workers that dagrl ships."""
+    generation = generation_config(config).model_copy(update={"worker": "bench.plain_workers:PlainVllmWorker"})
+    policy = {"worker": "bench.plain_workers:PlainMegatronWorker", "generation": generation}
+    return config.model_copy(update={"policy": config.policy.model_copy(update=policy)})
+
+
+def train_plain(session: Session, reward: RewardRunner) -> None:
+    """All GRPO steps that are left, with metrics under the names that dagrl's loops use."""
+    driver = PlainDriver(session, reward)
+    driver.refit(session.step)
+    session.lap(tokens=0)
+    for _ in range(session.step, session.config.grpo.max_num_steps):
+        driver.step()
+
+
+class PlainDriver:
+    """The driver of the baseline."""
+
+    def __init__(self, session: Session, reward: RewardRunner) -> None:
+        assert session.generation is not None
+        self._session, self._reward = session, reward
+        self._train, self._generation = session.train, session.generation
+        self._buckets = {plan.name: plan.buckets for plan in grpo_plans(session.config)}
+        self._sampler = Sampler(len(session.inputs.prompts), session.config.data.seed, session.config.data.shuffle)
+        self._groups = 0
+        self._described = self._join_broadcast()
+
+    def step(self) -> None:
+        """Generate, reward, log-probabilities, train, refit."""
+        session, started = self._session, time.perf_counter()
+        groups = self._generate()
+        samples = [sample for group in groups for sample in samples_of(session, group)]
+        rewards = self._rewards(samples)
+        exposed = time.perf_counter() - started
+        batch = self._with_logprobs(train_batch(samples, self._advantages(rewards)))
+        metrics = self._optimize(batch)
+        self.refit(session.step + 1)
+        tokens = float(batch["lengths"].sum())
+        metrics |= {"reward/mean": float(rewards.mean()), "trained_tokens": tokens, "timing_s/exposed_generation": exposed}
+        metrics |= {"staleness/policy_age_mean": 0.0, "staleness/policy_age_max": 0.0}
+        metrics |= session.lap(tokens=int(tokens))
+        step = session.step + 1
+        session.finish_step("grpo", step, session.config.grpo.max_num_steps, metrics, TrainState(step))
+
+    def refit(self, version: int) -> None:
+        """Gather, broadcast, load."""
+        with self._session.clock.measure("refit"):
+            sent = self._start(self._train, "broadcast_weights", [()] * len(self._train.actors))
+            arguments = [(version, self._described)] * len(self._generation.actors)
+            received = self._start(self._generation, "receive_broadcast", arguments)
+            self._wait([(self._train, sent), (self._generation, received)])
+
+    def _join_broadcast(self) -> Described:
+        address = self._train.call_function(free_address)[0]
+        size = 1 + len(self._generation.actors)
+        joining = [
+            [actor.join_broadcast.remote(address, size) for actor in group.actors]
+            for group in (self._train, self._generation)
+        ]
+        described, _ = (ray.get(refs, timeout=self._session.config.timeouts.start_s) for refs in joining)
+        return cast("Described", described[0])
+
+    def _generate(self) -> list[RolloutGroup]:
+        config = self._session.config
+        groups = [self._new_group() for _ in range(config.grpo.num_prompts_per_step)]
+        episodes = [episode for group in groups for episode in group.episodes]
+        tokens = np.zeros((len(episodes), max(len(episode.prompt) for episode in episodes)), np.int64)
+        for row, episode in enumerate(episodes):
+            tokens[row, : len(episode.prompt)] = episode.prompt.tokens
+        batch = Batch(
+            {
+                "tokens": tokens,
+                "lengths": np.array([len(episode.prompt) for episode in episodes], np.int64),
+                "request_ids": np.arange(len(episodes)),
+                "seeds": np.array([episode.seed for episode in episodes], np.int64),
+                "max_new_tokens": np.array([episode.max_new_tokens for episode in episodes], np.int64),
+                "greedy": np.zeros(len(episodes), np.int64),
+            },
+            {"engine_steps": ALL_STEPS},
+        )
+        rows = np.array_split(np.arange(len(episodes), dtype=np.intp), self._generation.layout.dp)
+        shards = self._call("generate", self._generation, "generate", [batch.select(mine) for mine in rows])
+        for generated in cast("Sequence[Generated]", shards):
+            for made in (generated.request(row) for row in range(len(generated))):
+                episodes[made.request_id].append(made)
+                episodes[made.request_id].finish_reason = made.finish_reason
+        return groups
+
+    def _new_group(self) -> RolloutGroup:
+        config, number = self._session.config, self._groups
+        self._groups += 1
+        (key,) = self._sampler.take(1)
+        seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
+        return new_group(self._session, number, key, self._session.inputs.prompts[key], seeds)
+
+    def _rewards(self, samples: Sequence[Any]) -> npt.NDArray[np.float32]:
+        with self._session.clock.measure("reward"):
+            texts = zip(*[(sample.prompt.text, sample.text, sample.prompt.reference) for sample in samples], strict=True)
+            return self._reward(*map(list, texts)).values
+
+    def _advantages(self, rewards: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        grpo = self._session.config.grpo
+        table = group_advantages(
+            rewards.reshape(grpo.num_prompts_per_step, -1),
+            leave_one_out=grpo.use_leave_one_out_baseline,
+            normalize=grpo.normalize_rewards,
+        )
+        return table.reshape(-1).astype(np.float32)
+
+    def _with_logprobs(self, batch: Batch) -> Batch:
+        rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
+        mask = batch["loss_mask"]
+        fields = {"prev_logprobs": self._logprobs("logprobs", rows, "policy") * mask}
+        fields["reference_logprobs"] = np.zeros_like(fields["prev_logprobs"])
+        if self._session.config.loss_fn.reference_policy_kl_penalty:
+            fields["reference_logprobs"] = self._logprobs("reference_logprobs", rows, "reference") * mask
+        return batch.with_fields(**fields)
+
+    def _logprobs(self, phase: str, rows: Batch, model: str) -> Any:
+        split, shares = self._share_out(phase, rows)
+        layout = self._train.layout
+        with self._session.clock.measure(phase):
+            every = self._get(phase, self._train, "logprobs", shares, model)
+            found = [next(every[rank] for rank in layout.shard(dp) if every[rank] is not None) for dp in range(layout.dp)]
+        return split.restore(found)["logprobs"]
+
+    def _optimize(self, batch: Batch) -> dict[str, float]:
+        size, metrics = self._session.config.policy.train_global_batch_size, {}
+        for start in range(0, batch.rows, size):
+            part = batch.select(range(start, start + size))
+            mask = part["loss_mask"].astype("float64")
+            valid = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float((mask.sum(axis=1) > 0).sum())}
+            _, shares = self._share_out("train_step", part.with_scalars(**valid))
+            with self._session.clock.measure("train_step"):
+                parts = self._get("train_step", self._train, "train_step", shares, "grpo")
+            metrics = merge_step_metrics(cast("Sequence[StepMetrics]", parts)).flat()
+        return metrics
+
+    def _share_out(self, phase: str, batch: Batch) -> tuple[Split, list[Batch]]:
+        """Rows for each shard, padded to the phase's bucket, as the scheduler does it."""
+        lengths = batch["lengths"].astype("int64")
+        rows = split_rows(lengths, self._train.layout.dp)
+        bucket = choose_bucket(self._buckets[phase], max(map(len, rows)), int(lengths.max()))
+        return Split(tuple(rows), bucket, batch.tokens), [batch.select(mine).pad(bucket) for mine in rows]
+
+    def _call(self, phase: str, group: WorkerGroup, method: str, shares: Sequence[Batch]) -> list[Any]:
+        """The result of the first worker of each shard."""
+        with self._session.clock.measure(phase):
+            every = self._get(phase, group, method, shares)
+        return [every[group.layout.shard(dp)[0]] for dp in range(group.layout.dp)]
+
+    def _get(self, phase: str, group: WorkerGroup, method: str, shares: Sequence[Batch], *args: object) -> list[Any]:
+        """What every worker returned, for its shard's share from the object store."""
+        stored = [ray.put(share) for share in shares]
+        own = [(stored[group.layout.coordinates(rank).dp], *args) for rank in range(len(group.actors))]
+        return self._wait([(group, self._start(group, method, own))])[0]
+
+    def _start(self, group: WorkerGroup, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
+        return [actor.timed.remote(method, *mine) for actor, mine in zip(group.actors, args, strict=True)]
+
+    def _wait(self, calls: Sequence[tuple[WorkerGroup, list[Any]]]) -> list[list[Any]]:
+        """Results by group; their times count as those of replays do, for idle shares and overhead."""
+        started = time.perf_counter()
+        flat = ray.get([ref for _, refs in calls for ref in refs], timeout=self._session.config.timeouts.replay_s)
+        finished, results, taken = time.perf_counter(), [], iter(flat)
+        for group, refs in calls:
+            mine = [next(taken) for _ in refs]
+            busy = max(seconds for seconds, _ in mine)
+            self._session.timings.append(((group.role.name,), ReplayTiming(started, finished, busy, None)))
+            results.append([result for _, result in mine])
+        return results
