@@ -7,7 +7,7 @@ both sides know dtype and size beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -81,6 +81,13 @@ class Channel(Protocol):
     ) -> Sequence[Pending]:
         """Post several messages at once, `(tensor, peer)` each; one group where the backend has groups."""
 
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record what `work` posts, waits for and launches, and return what does it again: at once, where the backend can.
+
+        Nothing has happened yet when this returns. `work` must have run before, use only memory that stays, and not wait on
+        the host. What is returned lives as long as the channel.
+        """
+
     def synchronize(self) -> None:
         """Return when all that was waited for has happened, as seen from the host; at most the deadline."""
 
@@ -89,6 +96,12 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Give everything back; may be called twice."""
+
+
+def wait_all(pending: Sequence[Pending]) -> None:
+    """Wait for several messages."""
+    for message in pending:
+        message.wait()
 
 
 def check_message(spec: ChannelSpec, tensor: torch.Tensor, peer: int, device: str) -> None:

@@ -2,7 +2,7 @@
 
 cupy's communicator is independent of torch's process groups, of which each side already has its own default. Messages run
 on a stream of the channel: they start after what the caller's current stream has been given so far, and a wait makes the
-current stream wait for them. Only `synchronize` waits on the host, with the deadline.
+current stream wait for them. Only `synchronize` waits on the host, with the deadline. What is recorded becomes a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+_SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
 _POLL_S = 50e-6
 
 
@@ -46,9 +48,11 @@ class NcclChannel:
         self.spec = spec
         self._nccl = nccl
         self._device = torch.cuda.current_device()
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # Of high priority: its kernels are few and need whole multiprocessors, which others shall not take first.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._reason: str | None = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._communicator: Any = None
         self._store: Store | None = open_store(spec)
         store = self._store
@@ -116,8 +120,9 @@ class NcclChannel:
             raise self._broken(f"messages with rank {', '.join(map(str, peers))} failed: {error}") from error
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
-        for tensor, _ in (*sends, *receives):
-            tensor.record_stream(self._stream)
+        if not torch.cuda.is_current_stream_capturing():  # recorded work uses memory that stays
+            for tensor, _ in (*sends, *receives):
+                tensor.record_stream(self._stream)
         return [NcclPending(done)] * (len(sends) + len(receives))
 
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -133,6 +138,31 @@ class NcclChannel:
             nccl.groupEnd()
             self._posting_until = None
 
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture `work` in a CUDA graph, which one launch replays on the current stream."""
+        import torch
+
+        self._check_usable()
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        with self._lock:
+            self._graphs.add(graph)
+        return lambda: self._launch(graph)
+
+    def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._check_usable()
+        with self._lock:  # an abort frees graphs
+            if self._reason is None:
+                graph.replay()
+        self._check_usable()
+
     def synchronize(self) -> None:
         """Wait on the host for the channel's stream and the current one; raises ChannelError when the deadline passes."""
         import torch
@@ -141,12 +171,13 @@ class NcclChannel:
         current = torch.cuda.current_stream()
         current.wait_stream(self._stream)
         done.record(current)
-        deadline = time.monotonic() + self.spec.timeout_s
+        start = time.monotonic()
         while not done.query():  # type: ignore[no-untyped-call]
             self._check_usable()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > self.spec.timeout_s:
                 raise self._broken(f"messages did not end within {self.spec.timeout_s} s")
-            time.sleep(_POLL_S)
+            time.sleep(0 if waited < _SPIN_S else _POLL_S)
         self._check_usable()
 
     def _check_usable(self) -> None:
@@ -171,7 +202,14 @@ class NcclChannel:
         with self._lock:
             if self._reason is None and self._communicator is not None:
                 self._reason = reason
+                self._free_graphs()
                 self._communicator.abort()
+
+    def _free_graphs(self) -> None:
+        """Graphs refer to the communicator, whose end waits for theirs (NCCL's `commDestroySync`)."""
+        for graph in list(self._graphs):
+            graph.reset()
+        self._graphs.clear()
 
     def close(self) -> None:
         """Destroy the communicator."""
@@ -179,6 +217,7 @@ class NcclChannel:
         with self._lock:
             if self._communicator is not None and self._reason is None:
                 self._stream.synchronize()
+                self._free_graphs()
                 self._communicator.destroy()
             self._communicator = None
             self._store = None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from dagrl.errors import RefitPlanError
+from dagrl.refit.copies import BatchedCopy
 from dagrl.refit.moves import Move, TransferBucket, bucket_offsets
 from dagrl.refit.quantize import BlockQuantizer, scale_shape
 from dagrl.refit.slices import STACKED, Box, numbered
@@ -62,6 +63,7 @@ class BucketMemory:
         self._scales = [_live_scales(move, tensors, side) for move in bucket.moves]
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live parts, and their places in the message
         self._owners: list[int] = []  # the move of each of these pairs
+        self._copies: dict[Side, BatchedCopy] = {}  # from this side to the other, made when first needed
         self._quantizer = BlockQuantizer([])
         self.message = torch.empty(0, dtype=torch.uint8)
         part, move = self.live[0][0], bucket.moves[0]
@@ -82,7 +84,7 @@ class BucketMemory:
         if self.direct:
             return
         self.message = staging[: self.bucket.nbytes]
-        self._pairs, self._owners = ([], []), []
+        self._pairs, self._owners, self._copies = ([], []), [], {}
         quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its place, its scales' place
         offsets = bucket_offsets(self.bucket.moves)
         for owner, (move, parts, scales) in enumerate(zip(self.bucket.moves, self.live, self._scales, strict=True)):
@@ -102,16 +104,16 @@ class BucketMemory:
 
     def pack(self) -> None:
         """Copy the live parts into the message, one launch for all where the backend has it; quantize where asked."""
-        self._copy(self._pairs[1], self._pairs[0])
+        self._copy("source")
         self._quantizer.run()
 
     def unpack(self) -> None:
         """Copy the message into the live parts, cast where their dtype differs."""
-        self._copy(self._pairs[0], self._pairs[1])
+        self._copy("target")
 
     def repack(self) -> None:
         """Copy what was unpacked back into the message, to compare it with what came."""
-        self._copy(self._pairs[1], self._pairs[0])
+        self._copy("source")
 
     def differing(self, message: torch.Tensor) -> list[Move]:
         """The moves whose live parts are not what `message` would make of them."""
@@ -134,12 +136,14 @@ class BucketMemory:
             self._pairs[0].append(_raw(one) if same else one)
             self._pairs[1].append(_raw(place) if same else place)
 
-    def _copy(self, to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
-        import torch
-
-        if to and not self.direct:
-            with torch.inference_mode():  # vLLM's parameters may be inference tensors
-                torch._foreach_copy_(to, of)
+    def _copy(self, side: Side) -> None:
+        """As the source does, from the live parts to the message; or as the target does, back."""
+        if self.direct or not self._owners:
+            return
+        if side not in self._copies:
+            live, places = self._pairs
+            self._copies[side] = BatchedCopy(places, live) if side == "source" else BatchedCopy(live, places)
+        self._copies[side].run()
 
 
 def bind_buckets(buckets: Sequence[TransferBucket], tensors: Tensors, side: Side) -> list[BucketMemory]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
@@ -41,6 +41,9 @@ class MemoryChannel:
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
         return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
 
     def synchronize(self) -> None:
         pass

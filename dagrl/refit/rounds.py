@@ -1,0 +1,106 @@
+"""The rounds of one rank, bound to memory: what it packs, sends, receives and unpacks in each, and in which order.
+
+Two buckets are in flight: while one travels, the next is packed and the one before is unpacked. On GPUs nothing here waits
+on the host: copies are launched on the current stream and messages on the channel's, and events order the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dagrl.channels.base import Channel, Pending, wait_all
+from dagrl.refit.moves import RankPlan
+from dagrl.refit.pack import BucketMemory, Side, bind_staging, moved_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+Seen = Callable[[BucketMemory], None]
+
+
+@dataclass
+class Round:
+    """What one rank does in one round: at most one message each way."""
+
+    send: BucketMemory | None = None
+    receive: BucketMemory | None = None
+
+
+class Rounds:
+    """All rounds of `plan`, over `tensors` as they lie in memory now.
+
+    Raises RefitPlanError when tensors or dtypes do not fit the plan.
+    """
+
+    def __init__(self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel, side: Side) -> None:
+        self._channel = channel
+        self._plan, self._side = plan, side
+        named = dict.fromkeys([*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")])
+        self._rounds = self._bind(tensors)
+        self._pointers = [tensors[name].data_ptr for name in named]
+        self._addresses = [pointer() for pointer in self._pointers]
+        self.device = next((tensors[name].device for name in named), None)
+
+    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> list[Round]:
+        rounds: dict[int, Round] = {}
+        for bucket in self._plan.sends:
+            rounds.setdefault(bucket.round, Round()).send = BucketMemory(bucket, tensors, "source")
+        for bucket in self._plan.receives:
+            rounds.setdefault(bucket.round, Round()).receive = BucketMemory(bucket, tensors, "target")
+        ordered = [rounds[number] for number in sorted(rounds)]
+        bind_staging([one.send for one in ordered if one.send])
+        bind_staging([one.receive for one in ordered if one.receive])
+        return ordered
+
+    @property
+    def sends(self) -> list[BucketMemory]:
+        """What is sent, in order."""
+        return [one.send for one in self._rounds if one.send is not None]
+
+    @property
+    def receives(self) -> list[BucketMemory]:
+        """What is received, in order."""
+        return [one.receive for one in self._rounds if one.receive is not None]
+
+    @property
+    def moved(self) -> bool:
+        """Whether a tensor was given new memory since, so that what is bound here is dead."""
+        return [pointer() for pointer in self._pointers] != self._addresses
+
+    def run(self, packed: Seen, received: Seen, into: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Carry everything. `packed` sees each message before it goes, `received` each that has come, to unpack it.
+
+        `into` has other memory to receive in, by the identity of the bucket's own.
+        """
+        flying: list[tuple[Round, Sequence[Pending]]] = []
+        for one in self._rounds:
+            # What is passed on came in an earlier round, which must have been unpacked.
+            depth = 0 if one.send is not None and one.send.bucket.relay else 1
+            while len(flying) > depth:
+                self._land(*flying.pop(0), received)
+            if one.send is not None:
+                one.send.pack()
+                packed(one.send)
+            flying.append((one, self._post(one, into or {})))
+        for landing in flying:
+            self._land(*landing, received)
+
+    def run_wire(self) -> None:
+        """The messages alone, without packing or unpacking: to measure what they cost. What is sent is left undefined."""
+        for one in self._rounds:
+            wait_all(self._post(one, {}))
+
+    def _post(self, one: Round, into: Mapping[int, torch.Tensor]) -> Sequence[Pending]:
+        if one.receive is None and one.send is not None:
+            return [self._channel.send(one.send.message, one.send.bucket.destination)]
+        sends = [(one.send.message, one.send.bucket.destination)] if one.send else []
+        to = one.receive
+        receives = [(into.get(id(to), to.message), to.bucket.source)] if to else []
+        return self._channel.exchange(sends, receives)
+
+    def _land(self, one: Round, pending: Sequence[Pending], received: Seen) -> None:
+        wait_all(pending)
+        if one.receive is not None:
+            received(one.receive)
