@@ -31,6 +31,7 @@ WORKERS_PER_CORE = 8
 
 SFT_PHASES = ("sft_step", "evaluate")
 GRPO_PHASES = ("train_step", "logprobs", "reference_logprobs", "generate", "refit")
+OFFLOAD_PHASES = ("logprob_inference_prep", "training_prep")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def preflight(config: Config) -> Inputs:
     workers = worker_classes(config)
     _check_batches(config)
     _check_off_policy(config)
+    _check_colocated(config)
     _check_machine(config)
     trace_phases(config, workers)
     if config.algorithm == "grpo":
@@ -90,6 +92,12 @@ def generation_config(config: Config) -> GenerationConfig:
     if config.policy.generation is None:
         raise ConfigError("algorithm is 'grpo', but policy.generation is missing; add it, `policy.generation: {}` is enough")
     return config.policy.generation
+
+
+def is_colocated(config: Config) -> bool:
+    """Whether train and generation workers share their GPUs (`policy.generation.colocated.enabled`)."""
+    generation = config.policy.generation
+    return config.algorithm == "grpo" and generation is not None and generation.colocated.enabled
 
 
 def worker_classes(config: Config) -> dict[str, type]:
@@ -131,7 +139,8 @@ def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
 def _phase_keys(config: Config) -> Iterable[str]:
     if config.algorithm == "sft":
         return SFT_PHASES
-    return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES)
+    offload = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
+    return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *offload)
 
 
 def _check_choices(config: Config) -> None:
@@ -214,10 +223,19 @@ def _check_off_policy(config: Config) -> None:
         )
 
 
+def _check_colocated(config: Config) -> None:
+    if is_colocated(config) and config.grpo.async_grpo.enabled:
+        raise ConfigError(
+            "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true: asynchronous training generates "
+            "and trains at the same time, while colocated workers take turns on their GPUs; set one of them to false"
+        )
+
+
 def _check_machine(config: Config) -> None:
     """More workers than this machine holds; a cluster that runs already is asked when it is joined."""
     groups = layouts(config)
-    workers = sum(layout.world_size for layout in groups.values())
+    together = max if is_colocated(config) and gpus_per_worker(config.cluster) else sum
+    workers = together(layout.world_size for layout in groups.values())
     sizes = " + ".join(f"{layout.world_size} {role} ({layout.describe()})" for role, layout in groups.items())
     most, reason = _most_workers(config)
     if most is not None and workers > most:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,9 +132,14 @@ class Scheduler:
                 entry.executables = self._compile(entry)
                 entry.seats = self._seats(entry)
 
-    def warmup(self) -> None:
-        """Replay each phase at each of its buckets, largest first. Workers leave their state as it was."""
+    def warmup(self, before: Callable[[Phase], None] | None = None) -> None:
+        """Replay each phase at each of its buckets, largest first. Workers leave their state as it was.
+
+        `before` is called with each phase before its first replay.
+        """
         for entry in self._entries.values():
+            if before is not None:
+                before(entry.phase)
             for value in self._warmup_inputs(entry):
                 self._submit(entry, value, warmup=True, deadline_s=self.options.warmup_s).result()
 

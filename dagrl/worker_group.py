@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dagrl.errors import DeadlineError, LayoutError, RunError, UserError
 from dagrl.executors.node import NodeRun, drain_runs, install, report_hang, reset_tickets, where
@@ -26,13 +27,40 @@ HEALTH = "dagrl_health"
 """Concurrency group, one thread, on which a worker answers while its other threads are busy."""
 
 
+class GpuBundles:
+    """Whole GPUs reserved from Ray, each to be shared by the workers of equal rank of several groups."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        from ray.util.placement_group import placement_group
+
+        self._group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
+        if not self._group.wait(timeout_s):
+            self.release()
+            raise DeadlineError(f"Ray had no {count} GPUs free within {timeout_s:.0f} s; choose smaller layouts, or wait")
+
+    def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Where the worker of `rank` goes."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+
+    def release(self) -> None:
+        """Give the GPUs back."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
 @dataclass(frozen=True)
 class Resources:
-    """What one worker asks of Ray. `graphs` is the number of compiled graphs that can live on it at once."""
+    """What one worker asks of Ray, from `bundles` if there are. `graphs`: compiled graphs that can live on it at once."""
 
     num_cpus: float = 0
     num_gpus: float = 0
     graphs: int = 12
+    bundles: GpuBundles | None = None
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Options of the actor of `rank`."""
+        return {"name": None} if self.bundles is None else {"name": None, "scheduling_strategy": self.bundles.of(rank)}
 
 
 @dataclass(frozen=True)
@@ -99,7 +127,7 @@ class WorkerGroup:
             runtime_env={"env_vars": environment},
         )(worker_class)
         contexts = [WorkerContext(role, rank, layout, seed, collective_timeout_s) for rank in range(layout.world_size)]
-        actors = [actor_class.options(name=None).remote(context, config) for context in contexts]
+        actors = [actor_class.options(**resources.options(context.rank)).remote(context, config) for context in contexts]
         traced = Role(role, layout, methods_of(worker_class), group_transports(resources.num_gpus))
         try:
             group = cls(

@@ -10,26 +10,18 @@ from dagrl.config import Config
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy
-from dagrl.loops.session import Session, open_session
+from dagrl.loops.session import Session, run_session
 from dagrl.loops.sft import train_sft
-from dagrl.loops.stop import StopRequestedError
 from dagrl.rewards import RewardRunner
 
 
 def run_grpo(config: Config) -> None:
     """A short SFT phase if there is one, then GRPO, from start (or the newest checkpoint) to the final policy."""
-    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
-        try:
-            if config.sft.max_num_steps:
-                train_sft(session)
-            train = train_async if config.grpo.async_grpo.enabled else train_grpo
-            train(session, reward)
-            session.finish()
-        except StopRequestedError:
-            session.save()
-            raise
-        finally:
-            session.summarize()
+    with run_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+        if config.sft.max_num_steps:
+            train_sft(session)
+        train = train_async if config.grpo.async_grpo.enabled else train_grpo
+        train(session, reward)
 
 
 def train_grpo(session: Session, reward: RewardRunner) -> None:

@@ -29,6 +29,7 @@ def start_policy(session: Session, experience: Experience) -> None:
     first, total = session.config.sft.max_num_steps, session.config.grpo.max_num_steps
     resumed = session.resumed is not None and "grpo_sampler" in session.state.counters
     if not resumed:
+        session.hold("train", keep_generation_weights=True)
         session.train.call("snapshot_reference")
         session.train.call("reset_optimizer")
     session.replay("refit", session.step)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,13 @@ from dagrl.annotate import enable_ranges
 from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
 from dagrl.cluster import ray_cluster
 from dagrl.config import Config
-from dagrl.loops.stop import StopSignal, stop_on_signals
+from dagrl.loops.colocated import TRAIN_PARTS, SharedDevices
+from dagrl.loops.stop import StopRequestedError, StopSignal, stop_on_signals
 from dagrl.machine import gpus_per_worker
 from dagrl.metrics import IDLE, TIMING, TOKENS_PER_SEC, TOKENS_PER_SEC_PER_GPU, StepMetrics, merge_step_metrics
 from dagrl.model_init import prepare_model
 from dagrl.plot import plot_run
-from dagrl.preflight import Inputs, layouts, load_phase, preflight, worker_classes
+from dagrl.preflight import Inputs, generation_config, is_colocated, layouts, load_phase, preflight, worker_classes
 from dagrl.progress import Progress
 from dagrl.record import RunPaths, RunRecord, prepare_run_directory
 from dagrl.refit.connect import connect_refit
@@ -34,7 +35,7 @@ from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket
 from dagrl.timing import PhaseClock
 from dagrl.trace import DRIVER, TraceEvent, TraceWriter
-from dagrl.worker_group import Resources, WorkerGroup
+from dagrl.worker_group import GpuBundles, Resources, WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,24 @@ class Session:
     timings: list[tuple[tuple[str, ...], ReplayTiming]] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=dict)  # when each role's last replay was read
     savers: list[Callable[[Path], None]] = field(default_factory=list)
+    shared: SharedDevices | None = None  # where train and generation workers share their GPUs
+
+    def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
+        """Give `roles` the memory they compute with; replays do so themselves, other calls of workers need it before."""
+        if self.shared is not None:
+            self.shared.give_to(roles, keep_generation_weights=keep_generation_weights)
 
     def replay(self, name: str, value: object) -> Any:
         """Replay the phase `phases.<name>`, wait for it, and count its time and overhead."""
+        self.hold(*load_phase(self.config.phases, name).roles)
         with self.clock.measure(name):
             return self._result(name, self.submit(name, value))
 
     def submit(self, name: str, value: object, rows: Sequence[npt.NDArray[np.intp]] | None = None) -> Replay:
         """Start a replay to be read by `collect`; `rows` are those of each shard (see `Scheduler.replay`)."""
-        return self.scheduler.replay(load_phase(self.config.phases, name), value, rows=rows)
+        phase = load_phase(self.config.phases, name)
+        self.hold(*phase.roles)
+        return self.scheduler.replay(phase, value, rows=rows)
 
     def collect(self, name: str, replay: Replay) -> Any:
         """Wait for a replay started by `submit`, and count the time waited and the overhead."""
@@ -139,6 +149,7 @@ class Session:
         if self.step in (0, self.saved_step):
             return
         self.progress.status("saving a checkpoint")
+        self.hold("train", keep_generation_weights=True)
         with self.clock.measure("checkpoint"), self.store.saving(self.state) as directory:
             self.train.call("save_checkpoint", str(directory / "train"), {}, timeout_s=self.config.timeouts.checkpoint_s)
             for saver in self.savers:
@@ -171,6 +182,7 @@ class Session:
             self.save()
         if self.config.checkpointing.export_hf:
             self.progress.stage("Writing the final policy")
+            self.hold("train", keep_generation_weights=True)
             self.train.call("export_hf", str(self.paths.final_model), timeout_s=self.config.timeouts.checkpoint_s)
             self.inputs.tokenizer.save_pretrained(self.paths.final_model)
 
@@ -206,6 +218,24 @@ class PhasePlan:
     buckets: tuple[Bucket, ...] = ()
     result_bytes: int | None = None
     value: int | None = None
+
+
+@contextmanager
+def run_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+    """`open_session` for a whole run: the block takes the steps.
+
+    After it comes what a finished run leaves (`Session.finish`), or a checkpoint if a stop was asked for; in any case the
+    plot and the summary.
+    """
+    with open_session(config, plans) as session:
+        try:
+            yield session
+            session.finish()
+        except StopRequestedError:
+            session.save()
+            raise
+        finally:
+            session.summarize()
 
 
 @contextmanager
@@ -245,6 +275,10 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         session = Session(
             config, paths, inputs, train, generation, scheduler, record, trace, progress, clock, store, stop, resumed
         )
+        if is_colocated(config):
+            assert generation is not None and config.policy.generation is not None
+            level = config.policy.generation.colocated.sleep_level
+            session.shared = SharedDevices(train, generation, level, clock.measure)
         if trace is not None:
             trace.declare(
                 [DRIVER, *(_process_label(g, rank) for g in session.groups for rank in range(g.layout.world_size))]
@@ -257,29 +291,51 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
 
 
 def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[WorkerGroup, WorkerGroup | None]:
-    """The train group and, where the run has one, the generation group; side by side, as both spend long on imports."""
-    classes, timeouts = worker_classes(config), config.timeouts
-    with ThreadPoolExecutor(len(classes)) as pool:
-        starting = [
-            pool.submit(
-                WorkerGroup.create,
-                role,
-                classes[role],
-                layout,
-                config,
-                resources=Resources(num_gpus=gpus_per_worker(config.cluster)),
-                seed=config.seed,
-                start_timeout_s=timeouts.start_s,
-                collective_timeout_s=timeouts.collective_s,
-                while_waiting=stop.check,
-            )
-            for role, layout in layouts(config).items()
-        ]
-    started = [future.result() for future in starting if future.exception() is None]
-    for group in started:
-        stack.callback(group.shutdown, timeouts.teardown_s / 2)
+    """The train group and, where the run has one, the generation group.
+
+    Side by side, as both spend long on imports; on shared GPUs in turn, the train state gone before generation starts.
+    """
+    places = shared_places(config, stack) if is_colocated(config) else {}
+
+    def start(role: str) -> WorkerGroup:
+        return WorkerGroup.create(
+            role,
+            worker_classes(config)[role],
+            layouts(config)[role],
+            config,
+            resources=places.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))),
+            seed=config.seed,
+            start_timeout_s=config.timeouts.start_s,
+            collective_timeout_s=config.timeouts.collective_s,
+            while_waiting=stop.check,
+        )
+
+    def keep(group: WorkerGroup) -> WorkerGroup:
+        stack.callback(group.shutdown, config.timeouts.teardown_s / 2)
+        return group
+
+    if is_colocated(config):
+        train = keep(start("train"))
+        train.call("offload", TRAIN_PARTS)
+        return train, keep(start("generation"))
+    with ThreadPoolExecutor() as pool:
+        starting = [pool.submit(start, role) for role in layouts(config)]
+    for future in starting:
+        if future.exception() is None:
+            keep(future.result())
     train, *generation = [future.result() for future in starting]  # raises what a group could not start for
     return train, generation[0] if generation else None
+
+
+def shared_places(config: Config, stack: ExitStack) -> dict[str, Resources]:
+    """What the workers of each role ask of Ray to lie on the same GPUs, rank by rank; CPUs are shared anyway."""
+    if not gpus_per_worker(config.cluster):
+        return {}
+    sizes = {role: layout.world_size for role, layout in layouts(config).items()}
+    bundles = GpuBundles(max(sizes.values()), config.timeouts.start_s)
+    stack.callback(bundles.release)
+    share = generation_config(config).colocated.train_share
+    return {role: Resources(num_gpus=share if role == "train" else 1 - share, bundles=bundles) for role in sizes}
 
 
 def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
@@ -297,12 +353,13 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     scheduler.compile()
     if session.generation is not None:
         session.progress.stage("Planning the refit")
+        session.hold("train", "generation")
         connect_refit(
             session.train,
             session.generation,
             dtype=config.policy.precision,
             tied_embeddings=bool(session.inputs.hf_config.get("tie_word_embeddings")),
-            kind="nccl" if gpus_per_worker(config.cluster) else "gloo",
+            kind=_channel_kind(config),
             timeout_s=config.timeouts.start_s,
             channel_timeout_s=config.timeouts.collective_s,
             bucket_bytes=config.refit.bucket_bytes,
@@ -311,7 +368,12 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     session.progress.stage("Warming up")
     if session.generation is not None:
         session.train.call("snapshot_reference")  # for the warm-up; the loop takes the real one
-    scheduler.warmup()
+    scheduler.warmup(before=lambda phase: session.hold(*phase.roles))
+
+
+def _channel_kind(config: Config) -> Literal["gloo", "nccl"]:
+    """NCCL between GPUs, Gloo without them."""
+    return "nccl" if gpus_per_worker(config.cluster) else "gloo"
 
 
 def _resume(session: Session) -> None:
@@ -319,6 +381,7 @@ def _resume(session: Session) -> None:
         return
     session.progress.stage(f"Resuming from step {session.resumed.state.step}")
     directory = session.resumed.directory / "train"
+    session.hold("train", keep_generation_weights=True)
     session.train.call("load_checkpoint", str(directory), timeout_s=session.config.timeouts.checkpoint_s)
     session.state = session.resumed.state
     session.step = session.saved_step = session.state.step
@@ -342,12 +405,6 @@ def devices_of(config: Config) -> int:
     """GPUs of a run, or its workers where there are none: each worker's own, or shared by the roles in turn."""
     sizes = [layout.world_size for layout in layouts(config).values()]
     return max(sizes) if is_colocated(config) else sum(sizes)
-
-
-def is_colocated(config: Config) -> bool:
-    """Whether train and generation workers share their GPUs (`policy.generation.colocated.enabled`)."""
-    generation = config.policy.generation
-    return config.algorithm == "grpo" and generation is not None and generation.colocated.enabled
 
 
 def _process_label(group: WorkerGroup, rank: int) -> str:

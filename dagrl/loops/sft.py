@@ -9,8 +9,7 @@ from typing import cast
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config, Json
 from dagrl.data import Sampler
-from dagrl.loops.session import PhasePlan, Session, open_session
-from dagrl.loops.stop import StopRequestedError
+from dagrl.loops.session import PhasePlan, Session, run_session
 from dagrl.metrics import VALIDATION
 from dagrl.preflight import bucket_widths
 from dagrl.shapes import Bucket
@@ -19,15 +18,8 @@ from dagrl.tokenization import Demonstration, collate
 
 def run_sft(config: Config) -> None:
     """Supervised fine-tuning as `config` says, from start (or the newest checkpoint) to the final policy."""
-    with open_session(config, sft_plans(config)) as session:
-        try:
-            train_sft(session)
-            session.finish()
-        except StopRequestedError:
-            session.save()
-            raise
-        finally:
-            session.summarize()
+    with run_session(config, sft_plans(config)) as session:
+        train_sft(session)
 
 
 def train_sft(session: Session) -> None:

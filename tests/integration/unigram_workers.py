@@ -22,6 +22,7 @@ from dagrl.worker import WorkerContext, in_warmup
 
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
 TRUTH = "truth.jsonl"  # beside the run: the logits of each version, as generation received them
+EXCHANGES = "exchanges.jsonl"  # beside the run: what each role gave up and took back, in order
 
 
 class UnigramWorker:
@@ -35,6 +36,16 @@ class UnigramWorker:
 
         torch.set_num_threads(1)
         self.logits = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float32)
+        self.held = {"weights", "gradients", "optimizer"} if self.context.role == "train" else {"weights", "kv_cache"}
+
+    def exchanged(self, what: str, parts: list[str]) -> None:
+        if self.context.rank == 0:
+            path = Path(self.config.output_dir) / self.config.name / EXCHANGES
+            with path.open("a") as file:
+                file.write(json.dumps([self.context.role, what, sorted(parts), sorted(self.held)]) + "\n")
+
+    def need(self, *parts: str) -> None:
+        assert self.held >= set(parts), f"{self.context.role} computes without its {set(parts) - self.held}"
 
     def weight_slices(self) -> list[WeightSlice]:
         return [WeightSlice("logits", ((0, SIZE),), "logits", ((0, SIZE),))]
@@ -50,8 +61,20 @@ class UnigramWorker:
 class UnigramTrainer(UnigramWorker):
     """One optimizer step is one step of plain gradient descent on `dagrl.losses`."""
 
+    def offload(self, parts: tuple[str, ...]) -> None:
+        self.need(*parts)
+        self.held -= set(parts)
+        self.exchanged("offload", list(parts))
+
+    def reload(self, parts: tuple[str, ...]) -> None:
+        assert not self.held & set(parts)
+        self.held |= set(parts)
+        self.exchanged("reload", list(parts))
+
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         import torch
+
+        self.need("weights", "gradients", "optimizer")
 
         from dagrl.losses import LOSSES, Denominators, row_sums
 
@@ -71,6 +94,8 @@ class UnigramTrainer(UnigramWorker):
     def logprobs(self, batch: Batch, model: str) -> Batch:
         import torch
 
+        self.need("weights")
+
         table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).numpy()
         values = table[np.array(batch["tokens"]) % SIZE]
         entropy = np.full_like(values, -(np.exp(table) * table).sum())
@@ -89,15 +114,19 @@ class UnigramTrainer(UnigramWorker):
         pass
 
     def send_weights(self, version: int) -> Any:
+        self.need("weights")
         return self.end.send(version)
 
     def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
+        self.need("weights", "optimizer")
         Path(directory).mkdir(parents=True, exist_ok=True)
         content = {"logits": self.logits.tolist(), "reference": self.reference.tolist()}
         (Path(directory) / "logits.json").write_text(json.dumps(content))
 
     def load_checkpoint(self, directory: str) -> dict[str, Json]:
         import torch
+
+        self.need("weights", "optimizer")
 
         content = json.loads((Path(directory) / "logits.json").read_text())
         self.logits.copy_(torch.tensor(content["logits"]))
@@ -113,7 +142,21 @@ class UnigramGenerator(UnigramWorker):
         self.version = 0
         self.running: dict[int, dict[str, Any]] = {}
 
+    def sleep(self, level: int) -> int:
+        assert self.held == {"weights", "kv_cache"} and not self.running, "vLLM sleeps as a whole, at rest"
+        self.held = set()
+        if level == 2:
+            self.logits.fill_(float("nan"))
+        self.exchanged("sleep", [str(level)])
+        return 0
+
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        assert not self.held & set(tags)
+        self.held |= set(tags)
+        self.exchanged("wake_up", list(tags))
+
     def generate(self, batch: Batch) -> Generated:
+        self.need("weights", "kv_cache")
         if in_warmup():
             return pack_generated([], 0, 0)
         generation = self.config.policy.generation
@@ -161,6 +204,7 @@ class UnigramGenerator(UnigramWorker):
         return [self._as_finished(request, "unfinished") for request in started]
 
     def receive_weights(self, version: int) -> Any:
+        self.need("weights")
         report = self.end.receive(version)
         if not in_warmup():
             self.version = version

@@ -1,0 +1,74 @@
+"""Train and generation workers that take turns on their devices: who gives up what, when; and the same losses as apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dagrl.config import Config
+from dagrl.errors import ConfigError
+from dagrl.loops.grpo import run_grpo
+from dagrl.preflight import preflight
+from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
+from tests.integration.unigram_workers import EXCHANGES
+
+TO_TRAIN = [("generation", "sleep"), ("train", "reload")]
+TO_REFIT = [("train", "offload"), ("generation", "wake_up")]
+TO_GENERATE = [("train", "offload"), ("generation", "wake_up")]
+COLOCATED = {"generation": {"colocated": {"enabled": True}}}
+
+
+def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:
+    lines = (Path(config.output_dir) / config.name / EXCHANGES).read_text().splitlines()
+    return [tuple(json.loads(line)) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, Config]:
+    """The same synchronous run apart, colocated, and colocated in two parts (stopped by its number of steps, resumed)."""
+    output = tmp_path_factory.mktemp("colocated")
+    configs = {
+        "apart": configuration(output, "apart"),
+        "together": configuration(output, "together", policy=COLOCATED),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        one_cluster.__wrapped__(cluster, patch)
+        for config in configs.values():
+            run_grpo(config)
+    return configs
+
+
+def test_losses_are_those_of_workers_with_devices_of_their_own(runs: dict[str, Config]) -> None:
+    names = ("step", "loss", "policy/kl", "reward/mean", "completion_tokens", "validation/reward")
+    apart, together = ([[line.get(name) for name in names] for line in steps_of(config)] for config in runs.values())
+    assert apart == together and len(apart) == 5
+    assert all(line["timing_s/exchange"] > 0 for line in steps_of(runs["together"]))
+
+
+def test_each_role_gives_up_first_and_both_hold_weights_alone_in_a_refit(runs: dict[str, Config]) -> None:
+    held = {"train": {"weights", "gradients", "optimizer"}, "generation": set()}  # generation is started when train is away
+    lines = exchanges(runs["together"])
+    held["train"] = set()
+    held["generation"] = {"weights", "kv_cache"}
+    for role, _, _, now in lines[1:]:  # the first line: train leaves before generation starts
+        held[role] = set(now)
+        alone = not held["train"] or not held["generation"]
+        assert alone or held["train"] | held["generation"] == {"weights"}, lines
+
+
+def test_order_of_a_step(runs: dict[str, Config]) -> None:
+    """Between two plain steps: to train, to the refit, to generation; weights are dropped, as the refit brings them."""
+    order = [(role, what) for role, what, _, _ in exchanges(runs["together"])]
+    step = [*TO_TRAIN, *TO_REFIT, *TO_GENERATE]
+    places = [start for start in range(len(order)) if order[start : start + len(step)] == step]
+    assert len(places) >= 5, order
+    levels = [parts for role, what, parts, _ in exchanges(runs["together"]) if what == "sleep"]
+    assert ["2"] in levels and ["1"] in levels, "kept for a checkpoint, dropped before a step"
+
+
+def test_asynchronous_training_is_refused(tmp_path: Path) -> None:
+    config = configuration(tmp_path, "refused", policy=COLOCATED, grpo={"async_grpo": {"enabled": True}})
+    with pytest.raises(ConfigError, match="take turns"):
+        preflight(config)
