@@ -107,14 +107,16 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _run(config: Config) -> None:
+    from dagrl.loops.restart import run_with_restarts
+
     if config.algorithm == "sft":
         from dagrl.loops.sft import run_sft
 
-        run_sft(config)
+        run_with_restarts(run_sft, config)
     else:
         from dagrl.loops.grpo import run_grpo
 
-        run_grpo(config)
+        run_with_restarts(run_grpo, config)
 
 
 def _inspect(options: argparse.Namespace) -> None:

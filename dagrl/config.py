@@ -338,6 +338,8 @@ class Config(Section):
     output_dir: str = "runs"
     executor: Literal["compiled", "eager"] = "compiled"
     fallback: Literal["eager", "error"] = "eager"
+    on_failure: Literal["stop", "restart"] = "stop"  # when a worker raised, died or hung: end, or resume
+    max_restarts: PositiveInt = 3
     executor_cfg: ExecutorConfig = ExecutorConfig()
     policy: PolicyConfig
     loss_fn: LossConfig = LossConfig()

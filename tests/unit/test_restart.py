@@ -1,0 +1,57 @@
+"""Restarts: as many as allowed, from the newest checkpoint, and for lost workers alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dagrl.config import Config
+from dagrl.errors import ConfigError, DagrlError, DataError, PhaseError
+from dagrl.loops.restart import run_with_restarts
+
+
+def configuration(**keys: Any) -> Config:
+    base: dict[str, Any] = {"name": "run", "algorithm": "sft", "policy": {}, "data": {}, "on_failure": "restart"}
+    return Config.model_validate({**base, **keys})
+
+
+class Run:
+    """Fails as often as it is told, and remembers whether it was to resume."""
+
+    def __init__(self, failures: int, error: DagrlError | None = None) -> None:
+        self.failures, self.error = failures, error or PhaseError((), "a worker died")
+        self.resumed: list[bool] = []
+
+    def __call__(self, config: Config) -> None:
+        self.resumed.append(config.checkpointing.resume)
+        if len(self.resumed) <= self.failures:
+            raise self.error
+
+
+def test_it_goes_on_from_the_newest_checkpoint() -> None:
+    run = Run(failures=2)
+    run_with_restarts(run, configuration())
+    assert run.resumed == [False, True, True]
+
+
+def test_the_last_failure_is_raised() -> None:
+    run = Run(failures=9)
+    with pytest.raises(PhaseError, match="a worker died"):
+        run_with_restarts(run, configuration(max_restarts=2))
+    assert run.resumed == [False, True, True]
+
+
+@pytest.mark.parametrize("keys", [{"on_failure": "stop"}, {}])
+def test_other_failures_end_the_run(keys: dict[str, Any]) -> None:
+    run = Run(failures=1, error=PhaseError((), "died") if keys else DataError("a line that is not JSON"))
+    with pytest.raises(DagrlError):
+        run_with_restarts(run, configuration(**keys))
+    assert run.resumed == [False]
+
+
+def test_without_checkpoints_there_is_nothing_to_begin_from() -> None:
+    run = Run(failures=0)
+    with pytest.raises(ConfigError, match=r"checkpointing\.enabled"):
+        run_with_restarts(run, configuration(checkpointing={"enabled": False}))
+    assert run.resumed == []
