@@ -41,8 +41,20 @@ class TestedWorker(MegatronWorker):
         numbers = {"steps": payload["scheduler"]["num_steps"], "skipped": payload["skipped_steps"]}
         return {
             **numbers,
-            **{name: value.float().cpu().numpy().copy() for name, value in values.items() if torch.is_tensor(value)},
+            **{name: value.float().cpu().clone().numpy() for name, value in values.items() if torch.is_tensor(value)},
         }
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of each part of the train state that lie on the worker's device."""
+        from workers.megatron.offload import unique_storages
+
+        trainer = self._ready()
+        tensors = {
+            "weights": trainer.weight_tensors(),
+            "gradients": trainer.gradient_tensors(),
+            "optimizer": trainer.optimizer_tensors(),
+        }
+        return {part: sum(storage.nbytes() for storage in unique_storages(held)) for part, held in tensors.items()}
 
     def logprobs_and_abort_after(self, batch: Batch, seconds: float | None) -> Batch | None:
         """`logprobs`, with `abort()` from another thread meanwhile, as the runtime calls it."""
@@ -65,6 +77,6 @@ class TestedWorker(MegatronWorker):
         from workers.megatron.hf import local_view
 
         return [
-            (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().numpy().copy())
+            (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().clone().numpy())
             for piece in expand(self.weight_slices())
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dagrl.config import Config, MegatronConfig
 from dagrl.config import OptimizerConfig as OptimizerSettings
 from workers.megatron.cpu import cuda_type_names
 from workers.megatron.model import Model
+from workers.megatron.offload import Offloader, unique_storages
 from workers.megatron.step import sum_gradients
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """A model wrapped for training. `skipped_steps` counts steps left out because a gradient was not finite."""
+    """A model wrapped for training. `skipped_steps` counts steps left out because a gradient was not finite.
+
+    `offloader` moves parts of its state to the host and back.
+    """
 
     model: Model
     chunks: list[Any]  # DistributedDataParallel, one for each of the model's chunks
@@ -36,6 +40,10 @@ class Trainer:
     scheduler: OptimizerParamScheduler
     settings: Config
     skipped_steps: int = 0
+    offloader: Offloader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offloader = Offloader(self)
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
@@ -50,6 +58,7 @@ class Trainer:
         skipped on all, and counted.
         """
         rate = lr if lr is not None else self.learning_rate
+        self.offloader.require(("optimizer",), "an optimizer step")
         with cuda_type_names(), torch.no_grad():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
@@ -71,6 +80,7 @@ class Trainer:
 
     def reset_optimizer(self) -> None:
         """Moments zero, master weights read from the model again, and the schedule at its beginning."""
+        self.offloader.require(("weights", "optimizer"), "resetting the optimizer")
         for _, state in self._states():
             for value in state.values():
                 value.zero_()
@@ -81,6 +91,21 @@ class Trainer:
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers inside Megatron's: dense parameters, then experts."""
         return [part.optimizer for part in _parts(self.optimizer) if part.optimizer is not None]
+
+    def weight_tensors(self) -> list[torch.Tensor]:
+        """The model's parameters."""
+        return list(self.model.tensors().values())
+
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """Megatron's gradient buffers; `main_grad` of every parameter is a view of one."""
+        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+    def optimizer_tensors(self) -> list[torch.Tensor]:
+        """Moments, and the float32 master weights where they are not the weights themselves."""
+        weights = {storage._cdata for storage in unique_storages(self.weight_tensors())}
+        masters = [p.data for inner in self.inner_optimizers() for group in inner.param_groups for p in group["params"]]
+        moments = [value for _, state in self._states() for value in state.values() if value.ndim]  # not the step counts
+        return [tensor for tensor in (*masters, *moments) if tensor.untyped_storage()._cdata not in weights]
 
     @property
     def _device(self) -> torch.device:
@@ -110,7 +135,9 @@ def make_trainer(model: Model, settings: Config) -> Trainer:
     """Wrap `model`, whose weights are loaded, for training. All optimizer state is made here, so that no step is slower."""
     megatron = settings.policy.megatron_cfg
     sharded = megatron.optimizer.use_distributed_optimizer
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=megatron.distributed_data_parallel_config.grad_reduce_in_fp32, use_distributed_optimizer=sharded
+    )
     chunks = [DistributedDataParallel(model.config, ddp, chunk) for chunk in model.chunks]
     model.config.finalize_model_grads_func = sum_gradients
     with cuda_type_names():
@@ -165,11 +192,12 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _create_state(inner: torch.optim.Optimizer) -> None:
-    """What Adam would make in its first step."""
+    """What Adam would make in its first step; on a GPU for torch's fused kernel, one pass over all it reads and writes."""
     for group in inner.param_groups:
         for parameter in group["params"]:
+            group["fused"], group["foreach"] = parameter.is_cuda, False
             state = inner.state[parameter]
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReport, RefitSender
     from workers.megatron.microbatches import Microbatches
+    from workers.megatron.offload import Part
     from workers.megatron.optimizer import Trainer
     from workers.megatron.step import LossStep
 
@@ -118,7 +119,7 @@ class MegatronWorker:
         """
         from workers.megatron.step import run_losses
 
-        trainer, rate = self._ready(), batch.scalars.get("lr")
+        trainer, rate = self._ready("weights", "gradients"), batch.scalars.get("lr")
         with self._running():
             trainer.zero_gradients()
             metrics = run_losses(
@@ -133,7 +134,7 @@ class MegatronWorker:
 
         from workers.megatron.step import run_losses
 
-        trainer = self._ready()
+        trainer = self._ready("weights")
         with self._running(), torch.no_grad():
             metrics = run_losses(
                 trainer.chunks, self._cut(batch, self._micro_batch_size), self._loss_step(batch, loss), False
@@ -154,7 +155,7 @@ class MegatronWorker:
 
         from workers.megatron.step import run_logprobs
 
-        trainer = self._ready()
+        trainer = self._ready("weights")
         with self._running(), self._weights_of(model):
             cut = self._cut(batch, self.config.policy.logprob_batch_size)
             columns = run_logprobs(trainer.chunks, cut, trainer.model.vocabulary_part, self._temperature)
@@ -163,6 +164,32 @@ class MegatronWorker:
         inside = np.arange(batch.tokens)[None, :] < batch["lengths"].astype(np.int64)[:, None]
         logprobs, entropy = (np.where(inside, column.cpu().numpy(), np.float32(0)) for column in columns)
         return Batch({"lengths": batch["lengths"], "logprobs": logprobs, "entropy": entropy}, batch.scalars)
+
+    def offload(self, what: tuple[str, ...]) -> None:
+        """Move some of `weights`, `gradients` and `optimizer` to host memory and give the GPU's memory back.
+
+        Weights and optimizer state come back as they were, gradients as zeros. What needs a part that is away is an error.
+        """
+        with self._running():
+            self._ready().offloader.offload(what)
+
+    def reload(self, what: tuple[str, ...]) -> None:
+        """The inverse of `offload`; the addresses of tensors may be others than before."""
+        with self._running():
+            self._ready().offloader.reload(what)
+
+    def prepare_for_logprobs(self, step: int) -> None:
+        """Begin to move the optimizer's state to the host; log-probabilities are computed meanwhile."""
+        offloader = self._ready().offloader
+        with self._running():
+            offloader.offload(("optimizer",), wait=False)
+            if in_warmup():  # host memory is allocated by now; state stays where it was
+                offloader.reload(("optimizer",))
+
+    def prepare_for_training(self, step: int) -> None:
+        """Begin to move the optimizer's state back; the next step's gradients are computed meanwhile."""
+        with self._running():
+            self._ready().offloader.reload(("optimizer",), wait=False)
 
     def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
         """The one part that is not None."""
@@ -186,7 +213,7 @@ class MegatronWorker:
 
     def weight_tensors(self) -> dict[str, Tensor]:
         """Live local tensors by name."""
-        return self._ready().model.tensors()
+        return self._ready("weights").model.tensors()
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Open the channel to the generation workers and make ready to send by `plan`."""
@@ -200,6 +227,7 @@ class MegatronWorker:
 
     def send_weights(self, version: int) -> RefitReport:
         """Send the current weights as policy version `version`."""
+        self._ready("weights")
         if self._sender is None:
             raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
         with self._running():
@@ -209,7 +237,7 @@ class MegatronWorker:
         """Write all that the next step depends on, and the driver's `state`, to `directory`; all workers together."""
         from workers.megatron import checkpoint
 
-        payload = checkpoint.collect(self._ready(), self._reference)
+        payload = checkpoint.collect(self._ready("weights", "optimizer"), self._reference)
         checkpoint.save_checkpoint(directory, state, payload, self._identity, self.context.rank)
 
     def load_checkpoint(self, directory: str) -> dict[str, Json]:
@@ -217,7 +245,7 @@ class MegatronWorker:
         from workers.megatron import checkpoint
 
         payload, state = checkpoint.load_checkpoint(directory, self._identity, self.context.rank)
-        checkpoint.restore(self._ready(), payload)
+        checkpoint.restore(self._ready("weights", "optimizer"), payload)
         self._reference = payload["reference"]
         return state
 
@@ -265,10 +293,13 @@ class MegatronWorker:
         where = self.context.coordinates
         return where.pp == self.context.layout.pp - 1 and where.tp == 0
 
-    def _ready(self) -> Trainer:
+    def _ready(self, *needs: Part) -> Trainer:
+        """The trainer; RunError when the worker cannot run, or a part of the state that is needed is offloaded."""
         if self._trainer is None:
             raise RunError("the worker is not set up; call setup(address) on all workers of the group first")
         self._check_standing()
+        if needs:
+            self._trainer.offloader.require(needs, f"train worker {self.context.rank}")
         return self._trainer
 
     def _slices_of(self, rank: int) -> list[WeightSlice]:
@@ -298,8 +329,9 @@ class MegatronWorker:
     def _running(self) -> Iterator[None]:
         """A phase may run on any thread, and CUDA's current device is the thread's own.
 
-        What was launched is waited for, so that a failure belongs to the phase that it happened in. NCCL's collectives do
-        not raise when they are aborted, they end: what they gave must not be used.
+        What was launched is waited for, so that a failure belongs to the phase that it happened in; copies of offloaded
+        state, on a stream of their own, are not. NCCL's collectives do not raise when they are aborted, they end: what they
+        gave must not be used.
         """
         import torch
 
@@ -307,7 +339,7 @@ class MegatronWorker:
             torch.cuda.set_device(self._device)
         yield
         if torch.cuda.is_available():
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream().synchronize()
         self._check_standing()
 
     def _check_standing(self) -> None:

@@ -1,0 +1,127 @@
+"""Models of real shapes with random weights, written as Hugging Face checkpoints: what benchmarks train on.
+
+    write_model(SHAPES["qwen3-0.6b"], directory)          # config.json and model.safetensors, bfloat16
+
+The sizes are those of the published `config.json` files; `layers` cuts a model to fit a machine, and says so in its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagrl.config import Json
+
+if TYPE_CHECKING:
+    import torch
+
+_QWEN3: dict[str, Json] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's name and its `config.json`."""
+
+    name: str
+    config: Mapping[str, Json] = field(default_factory=dict)
+
+    def with_layers(self, layers: int) -> Shape:
+        """The same model with fewer layers."""
+        return Shape(f"{self.name}-{layers}-layers", {**self.config, "num_hidden_layers": layers})
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "qwen3-0.6b",
+            {
+                **_QWEN3,
+                "num_hidden_layers": 28,
+                "hidden_size": 1024,
+                "intermediate_size": 3072,
+                "num_attention_heads": 16,
+            },
+        ),
+        Shape(
+            "qwen3-4b",
+            {
+                **_QWEN3,
+                "num_hidden_layers": 36,
+                "hidden_size": 2560,
+                "intermediate_size": 9728,
+                "num_attention_heads": 32,
+            },
+        ),
+        Shape(
+            "qwen3-30b-a3b",
+            {
+                **_QWEN3,
+                "model_type": "qwen3_moe",
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_hidden_layers": 48,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "tie_word_embeddings": False,
+            },
+        ),
+    )
+}
+
+
+def parameter_shapes(config: Mapping[str, Json]) -> dict[str, list[int]]:
+    """Shape of every parameter by its Hugging Face name."""
+    from dagrl.layout import ParallelLayout
+    from dagrl.refit.slices import expand
+    from workers.megatron.weights import megatron_weight_slices
+
+    shapes: dict[str, list[int]] = {}
+    for piece in expand(megatron_weight_slices(config, ParallelLayout(), 0)):
+        known = shapes.setdefault(piece.name, [0] * len(piece.box))
+        shapes[piece.name] = [max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True)]
+    return shapes
+
+
+def write_model(shape: Shape, directory: Path, device: str = "cpu", dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """Write the model below `directory` with normal weights of deviation 0.02 and norms of 1, drawn on `device`."""
+    import torch
+    from safetensors.torch import save_file
+
+    target = directory / shape.name
+    target.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {
+        name: _draw(size, getattr(torch, dtype), generator).cpu() for name, size in parameter_shapes(shape.config).items()
+    }
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps({**shape.config, "dtype": dtype}, indent=2))
+    return target
+
+
+def _draw(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    if len(size) == 1:
+        return torch.ones(size, dtype=dtype, device=generator.device)
+    return (torch.randn(size, generator=generator, device=generator.device) * 0.02).to(dtype)
