@@ -223,7 +223,8 @@ class MegatronWorker:
         if self._channel is not None:
             self._channel.close()
         self._channel = open_channel(channel)
-        self._sender = RefitSender(plan, self.weight_tensors(), self._channel, self.config.refit.verify)
+        live = self._ready().model.parameters()  # not their data: a refit follows them to other memory
+        self._sender = RefitSender(plan, live, self._channel, self.config.refit.verify)
 
     def send_weights(self, version: int) -> RefitReport:
         """Send the current weights as policy version `version`."""
