@@ -1,0 +1,210 @@
+"""Optimizer state that leaves the GPU while log-probabilities are computed: what it costs, and what memory it frees.
+
+    dagrl bench optimizer_offload [--model qwen3-0.6b] [--rows 16] [--length 2048] [--json F]
+
+One worker on one GPU takes the same steps in three ways, in turn: `off` (the state stays), `on`
+(`policy.offload_optimizer_for_logprob`), and `blocking`, a plain copy of every tensor by `.to("cpu")` and back. A step is
+logprob_inference_prep, log-probabilities, training_prep, and an optimizer step; `prep_ms` is the time of both preparations
+as the caller sees it, `step_ms` the whole step: what `on` does not hide is in the difference to `off`. Peaks are of memory
+that kernels or copies may still use (torch's active bytes), during the log-probabilities and in the whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from bench.models import SHAPES, write_model
+from bench.report import Report, command_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dagrl.config import Config
+    from dagrl.shapes import Batch
+    from workers.megatron import MegatronWorker
+
+WAYS = ("off", "on", "blocking")
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over rounds, in milliseconds and GiB; `spread_ms` is of `step_ms` (difference of the quartiles)."""
+
+    way: str
+    model: str
+    tokens: int
+    state_gib: float
+    rounds: int
+    logprob_inference_prep_ms: float
+    training_prep_ms: float
+    prep_ms: float
+    logprobs_ms: float
+    train_ms: float
+    step_ms: float
+    spread_ms: float
+    logprobs_peak_gib: float
+    step_peak_gib: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dagrl bench optimizer_offload`."""
+    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--micro", type=int, default=4, help="sequences of a microbatch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, write what was asked for."""
+    import torch
+
+    from dagrl.errors import ConfigError
+
+    if not torch.cuda.is_available():
+        raise ConfigError("bench optimizer_offload: found no GPU; it measures copies between a GPU and the host")
+    with tempfile.TemporaryDirectory() as directory:
+        rows = measure(options, Path(directory))
+    print_table(rows)
+    if options.json:
+        Report([asdict(row) for row in rows], command_line(), hardware=torch.cuda.get_device_name()).write(options.json)
+
+
+def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
+    """All ways in every round, on one worker."""
+    from bench.train_inputs import single_worker, train_batch
+
+    config = worker_config(write_model(SHAPES[options.model], directory, "cuda"), options)
+    batch = train_batch(options.rows, options.length, vocabulary=150_000)
+    with single_worker(config) as worker:
+        samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for number in range(options.rounds + 1):
+            for way in WAYS:
+                taken = one_step(worker, batch, way)
+                if number:  # the first round compiles kernels and allocates host memory
+                    samples[way].append(taken)
+        state = worker._ready().offloader.nbytes("optimizer") / GIB
+    return [as_row(way, options, state, samples[way]) for way in WAYS]
+
+
+def worker_config(model: Path, options: argparse.Namespace) -> Config:
+    """BF16 weights with float32 master weights on one GPU."""
+    from dagrl.config import Config
+
+    policy = {
+        "model_name": str(model),
+        "precision": "bfloat16",
+        "train_micro_batch_size": options.micro,
+        "logprob_batch_size": options.micro,
+        "max_total_sequence_length": options.length,
+    }
+    return Config.model_validate({"name": "offload", "algorithm": "sft", "data": {}, "policy": policy})
+
+
+def one_step(worker: MegatronWorker, batch: Batch, way: str) -> dict[str, float]:
+    """Seconds of each part, and peaks in GiB."""
+    import torch
+
+    from dagrl.shapes import Batch
+
+    before, after = preparations(worker, way)
+    rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
+    found: dict[str, float] = {}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    found["logprob_inference_prep"] = timed(before)
+    torch.cuda.reset_peak_memory_stats()
+    found["logprobs"] = timed(lambda: worker.logprobs(rows))
+    found["logprobs_peak"] = active_peak()
+    found["training_prep"] = timed(after)
+    found["train"] = timed(lambda: worker.train_step(batch, "sft"))
+    torch.cuda.synchronize()
+    found["step"] = time.perf_counter() - start
+    found["step_peak"] = max(found["logprobs_peak"], active_peak())
+    return found
+
+
+def preparations(worker: MegatronWorker, way: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What comes before the log-probabilities, and after them."""
+    if way == "off":
+        return (lambda: None), (lambda: None)
+    if way == "on":
+        return (lambda: worker.prepare_for_logprobs(0)), (lambda: worker.prepare_for_training(0))
+    copies: list[Tensor] = []
+    tensors = worker._ready().optimizer_tensors()
+
+    def leave() -> None:
+        for tensor in tensors:
+            copies.append(tensor.to("cpu"))
+            tensor.untyped_storage().resize_(0)
+
+    def come_back() -> None:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.untyped_storage().resize_(copy.nbytes)
+            tensor.copy_(copy)
+
+    return leave, come_back
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Seconds until `action` returns."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def active_peak() -> float:
+    """GiB of memory that was in use at most, until the last kernel or copy that uses it is done."""
+    import torch
+
+    return float(torch.cuda.memory_stats()["active_bytes.all.peak"]) / GIB
+
+
+def as_row(way: str, options: argparse.Namespace, state: float, samples: list[dict[str, float]]) -> Row:
+    """One row from the samples of a way."""
+    import numpy as np
+
+    def middle(*names: str) -> float:
+        return round(median(sum(sample[name] for name in names) for sample in samples) * 1e3, 2)
+
+    low, high = np.percentile([sample["step"] for sample in samples], [25, 75])
+    return Row(
+        way=way,
+        model=options.model,
+        tokens=options.rows * options.length,
+        state_gib=round(state, 2),
+        rounds=len(samples),
+        logprob_inference_prep_ms=middle("logprob_inference_prep"),
+        training_prep_ms=middle("training_prep"),
+        prep_ms=middle("logprob_inference_prep", "training_prep"),
+        logprobs_ms=middle("logprobs"),
+        train_ms=middle("train"),
+        step_ms=middle("step"),
+        spread_ms=round(float(high - low) * 1e3, 2),
+        logprobs_peak_gib=round(max(sample["logprobs_peak"] for sample in samples), 2),
+        step_peak_gib=round(max(sample["step_peak"] for sample in samples), 2),
+    )
+
+
+def print_table(rows: list[Row]) -> None:
+    """The rows, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    head = f"{rows[0].model}, {rows[0].tokens} tokens a step, optimizer state {rows[0].state_gib} GiB"
+    columns = ("way", "prep ms", "logprobs ms", "train ms", "step ms", "spread", "logprobs peak GiB", "step peak GiB")
+    table = Table(*columns, title=head)
+    for row in rows:
+        values: list[Any] = [row.prep_ms, row.logprobs_ms, row.train_ms, row.step_ms, row.spread_ms]
+        table.add_row(row.way, *map(str, values), str(row.logprobs_peak_gib), str(row.step_peak_gib))
+    Console(width=110).print(table)
