@@ -250,23 +250,25 @@ class DataConfig(Section):
     too_long: Literal["error", "drop"] = "error"  # what becomes of an example longer than the largest bucket
 
 
-class RewardConfig(Section):
-    function: str = "dagrl.rewards:exact_match"
+class FunctionConfig(Section):
+    """How a function of texts is run; see `dagrl.function_runner`."""
+
     batched: bool = True  # the function takes lists of texts; off: one sample
     timeout_s: PositiveFloat = 10.0
     num_workers: PositiveInt = 1  # processes that run it
+
+
+class RewardConfig(FunctionConfig):
+    function: str = "dagrl.rewards:exact_match"
     max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples; more ends the run
     shuffle: bool = False  # give every sample another sample's reward: a control run that cannot learn
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(FunctionConfig):
     """What answers a completion, so that the sequence goes on; see `dagrl.environments`."""
 
     function: str | None = None  # e.g. my_task:answer; None: a sequence has one turn
-    batched: bool = True
     max_turns: PositiveInt = 4
-    timeout_s: PositiveFloat = 10.0
-    num_workers: PositiveInt = 1
 
 
 class PhasesConfig(Section):

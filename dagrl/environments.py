@@ -47,15 +47,7 @@ class EnvironmentRunner:
         assert config.function is not None
         self.max_turns = config.max_turns
         self._tokenizer = tokenizer
-        self._runner = FunctionRunner(
-            config.function,
-            "environment.function",
-            timeout_s=config.timeout_s,
-            timeout_key="environment.timeout_s",
-            batched=config.batched,
-            workers=config.num_workers,
-            check=_checked,
-        )
+        self._runner = FunctionRunner.configured(config.function, "environment", config, _checked)
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+from dagrl.config import FunctionConfig
 from dagrl.errors import RunError
 from dagrl.imports import load_callable
 
@@ -68,6 +69,19 @@ class FunctionRunner:
         for process in self._processes:
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix=key)
+
+    @classmethod
+    def configured(cls, path: str, section: str, config: FunctionConfig, check: Callable[[Any], Any]) -> Self:
+        """The function at `path` as the configuration's `section` says; see the constructor."""
+        return cls(
+            path,
+            f"{section}.function",
+            timeout_s=config.timeout_s,
+            timeout_key=f"{section}.timeout_s",
+            batched=config.batched,
+            workers=config.num_workers,
+            check=check,
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -95,9 +95,10 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
 
     `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs`, `generation_logprobs` [b, t];
     `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b] of each whole row, unless
-    the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty), `policy/clip_ratio`, `probs_ratio`,
-    `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose importance weight was cut or masked),
-    `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima: `max_logprob_difference`, `max_probs_ratio`.
+    the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty), `policy/clip_ratio`,
+    `probs_ratio`, `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose importance weight was
+    cut or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima: `max_logprob_difference`,
+    `max_probs_ratio`.
     """
     mask = data["loss_mask"].to(logprobs.dtype)
     inside = mask > 0

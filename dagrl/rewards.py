@@ -52,15 +52,7 @@ class RewardRunner:
     def __init__(self, config: RewardConfig) -> None:
         """Raises ConfigError when the import path leads nowhere."""
         self._function = config.function
-        self._runner = FunctionRunner(
-            config.function,
-            "reward.function",
-            timeout_s=config.timeout_s,
-            timeout_key="reward.timeout_s",
-            batched=config.batched,
-            workers=config.num_workers,
-            check=_checked,
-        )
+        self._runner = FunctionRunner.configured(config.function, "reward", config, _checked)
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from dagrl.rewards import (
 )
 
 FUNCTIONS = """
+import json
 import os
 import re
 import time
@@ -189,3 +191,18 @@ def test_math_answers() -> None:
     ]
     completions, references, expected = (list(column) for column in zip(*rows, strict=True))
     assert math_answer(["q"] * len(rows), completions, references) == expected
+
+
+@pytest.mark.skipif("DAGRL_GSM8K" not in os.environ, reason="DAGRL_GSM8K names no directory with GSM8K's test.jsonl")
+def test_math_answers_of_gsm8k() -> None:
+    """Every twentieth problem: its own answer in three wordings is right, a neighbouring number is not."""
+    pytest.importorskip("math_verify")
+    lines = (Path(os.environ["DAGRL_GSM8K"]) / "test.jsonl").read_text().splitlines()[::20]
+    references = [json.loads(line)["answer"] for line in lines]
+    answers = [reference.rpartition("####")[2].strip() for reference in references]
+    wordings: dict[str, float] = {"\\boxed{{{}}}": 1.0, "So the answer is {}.": 1.0, "It takes 3 steps. #### {}": 1.0}
+    for wording, expected in wordings.items():
+        found = math_answer(["q"] * len(lines), [wording.format(answer) for answer in answers], references)
+        assert found == [expected] * len(lines), wording
+    wrong = [str(int(answer.replace(",", "")) + 1) for answer in answers]
+    assert not any(math_answer(["q"] * len(lines), [f"\\boxed{{{answer}}}" for answer in wrong], references))
