@@ -79,8 +79,8 @@ def engine(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyte
 
 
 @contextmanager
-def started(checkpoints: list[Path], config: Config, tp: int = 1) -> Iterator[Engine]:
-    """Actors of one engine, with the `generate` phase compiled and warmed up."""
+def started(checkpoints: list[Path], config: Config, tp: int = 1, *, warm: bool = True) -> Iterator[Engine]:
+    """Actors of one engine, with the `generate` phase compiled and (`warm`) warmed up."""
     from workers.vllm import VllmWorker
 
     group = WorkerGroup.create("generation", VllmWorker, ParallelLayout(tp=tp), config, resources=Resources(num_gpus=1))
@@ -88,7 +88,8 @@ def started(checkpoints: list[Path], config: Config, tp: int = 1) -> Iterator[En
         with Scheduler([group], SchedulerOptions(executor="compiled", fallback="error")) as scheduler:
             scheduler.add(generate, buckets=[Bucket(1, 1), Bucket(64, 256)], result_bytes=1 << 20)
             scheduler.compile()
-            scheduler.warmup()
+            if warm:
+                scheduler.warmup()
             yield Engine(group, scheduler, checkpoints)
     finally:
         group.shutdown(20.0)

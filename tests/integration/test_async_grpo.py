@@ -142,7 +142,8 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
         config = configuration(tmp_path, name, grpo={"async_grpo": settings})
         run_grpo(config)
         runs[name] = steps_of(config)
-    names = ("step", "loss", "policy/kl", "reward/mean", "policy/entropy", "policy/clip_ratio", "completion_tokens", "validation/reward")
+    losses = ("loss", "policy/kl", "policy/entropy", "policy/clip_ratio")
+    names = ("step", *losses, "reward/mean", "completion_tokens", "validation/reward")
     for sync, asynchronous in zip(runs["sync"], runs["async"], strict=True):
         assert [sync.get(name) for name in names] == [asynchronous.get(name) for name in names]
         assert asynchronous["staleness/policy_age_max"] == 0

@@ -48,7 +48,7 @@ class QuantumEngine:
         self._stop_token_ids = sorted({*config.stop_token_ids, *eos_token_ids})
         self._running: dict[str, _Running] = {}
         self._version = 0
-        self._stepping = False
+        self._stepping = self._given_up = False
         self._held: list[FinishedRequest] = []
 
     @property
@@ -97,10 +97,17 @@ class QuantumEngine:
         finished: list[FinishedRequest] = []
         steps = 0
         while self._running and steps < engine_steps:
-            finished.extend(self._finish(output) for output in self._engine.step() if output.finished)
+            outputs = self._engine.step()
+            if self._given_up:
+                raise RunError("the quantum was aborted inside an engine step; restart the generation workers")
+            finished.extend(self._finish(output) for output in outputs if output.finished)
             steps += 1
         self._stepping = False
         return finished, steps
+
+    def give_up(self) -> None:
+        """From another thread: let the quantum that is under way end in an error, whatever its steps return."""
+        self._given_up = True
 
     def abort(self, request_ids: Iterable[int] | None = None) -> int:
         """Drop these requests (None: all) with what they have made so far; returns how many were there."""

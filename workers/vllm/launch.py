@@ -104,12 +104,16 @@ def _drop_message_queue() -> None:
 def break_collectives() -> None:
     """From any thread: end the collectives in which this rank and its peers wait for each other; the engine is lost.
 
+    NCCL's operations end without an error: what they gave must not be used (see `QuantumEngine.give_up`).
     Gloo has no abort, but an operation that passes its deadline closes every connection of its group, so one is posted.
     """
     import torch
     from vllm.distributed import get_tp_group
 
     coordinator = get_tp_group()
+    communicator = getattr(coordinator.device_communicator, "pynccl_comm", None)
+    if communicator is not None and communicator.available:  # vLLM's own, beside torch's process groups
+        communicator.nccl.ncclCommAbort(communicator.comm)
     for group in (coordinator.cpu_group, coordinator.device_group):
         if group.name() == "nccl":
             group.abort()

@@ -120,7 +120,7 @@ class VllmWorker:
         engine.sleep(level)
         self._asleep = set(features.SLEEP_TAGS)
         if level == 2:
-            self._torn = "the engine slept at level 2, which drops them"
+            self._torn = "the engine slept at level 2, which dropped them"
         return self._free_bytes() - before
 
     def wake_up(self, tags: Sequence[str] = features.SLEEP_TAGS) -> None:
@@ -202,6 +202,7 @@ class VllmWorker:
         if self._torn is not None and self._channel is not None:
             self._channel.abort("the generation worker was aborted")
         if self._engine is not None and self._engine.interrupted and self.context.layout.tp > 1:
+            self._engine.give_up()
             break_collectives()
 
     def _warm_up(self, engine: QuantumEngine, batch: Batch, steps: int) -> Generated:
