@@ -174,7 +174,8 @@ def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> str
 
 
 _proxies: dict[str, ActorHandle] = {}
-"""The actor that stands for this driver, by Ray job; it lives as long as the job."""
+"""The actor that stands for this driver, by host and Ray job; it lives as long as the job. The next cluster of one process
+numbers its jobs from the start again, but its hosts have other names."""
 
 
 @contextmanager
@@ -182,7 +183,7 @@ def _one_driver_proxy() -> Iterator[None]:
     """Let graphs compiled inside share one `DAGDriverProxyActor` (ray/dag/compiled_dag_node.py, `CompiledDAG.__init__`)."""
     proxy_class = CompiledDAG.DAGDriverProxyActor
     context = ray.get_runtime_context()
-    job = context.get_job_id()
+    job = f"{context.get_node_id()}/{context.get_job_id()}"
     if job not in _proxies:
         here = {ray._raylet.RAY_NODE_ID_KEY: context.get_node_id()}
         _proxies.clear()

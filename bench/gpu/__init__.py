@@ -1,0 +1,1 @@
+"""Measurements on hosts with GPUs; `run_all.sh` runs them all."""

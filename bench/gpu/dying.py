@@ -1,0 +1,102 @@
+"""Workers that die once, by SIGKILL, at a place and a policy version that are named beforehand.
+
+`DAGRL_DEATHS` is a directory; a file `<place>.<version>` in it asks for a death, and is renamed to `<place>.died`, with the
+time inside, when it happens. Places: `all_reduce` (a train worker goes while its peers wait for it in the reduction of
+gradients), `quantum` (a generation worker, three engine steps into a quantum), `refit` (a generation worker, when senders
+wait for it).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dagrl.refit.run import RefitReport
+from dagrl.worker import in_warmup
+from workers.megatron.worker import MegatronWorker
+from workers.vllm.worker import VllmWorker
+
+DEATHS = "DAGRL_DEATHS"
+PLACES = ("all_reduce", "quantum", "refit")
+STEPS_INTO_A_QUANTUM = 3
+
+
+def ask_for_death(directory: Path, place: str, version: int) -> None:
+    """Have a worker die at `place`, when generation has `version` of the policy (a refit: when it is to get it)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{place}.{version}").touch()
+
+
+def died_at(directory: Path, place: str) -> float:
+    """Seconds since the epoch."""
+    return float((directory / f"{place}.died").read_text())
+
+
+def die_if_asked(place: str, version: int) -> None:
+    """The end of this process, if it was asked for."""
+    wish = Path(os.environ[DEATHS]) / f"{place}.{version}"
+    if wish.exists():
+        wish.write_text(repr(time.time()))
+        wish.rename(wish.with_name(f"{place}.died"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingMegatronWorker(MegatronWorker):
+    """The last train worker dies before its all-reduce."""
+
+    _version = -1
+
+    def setup(self, address: str) -> None:
+        super().setup(address)
+        if self.context.rank == self.context.layout.world_size - 1:
+            settings = self._ready().model.config
+            reduce_gradients = settings.finalize_model_grads_func
+
+            def die_or_reduce(*args: Any, **kwargs: Any) -> None:
+                if not in_warmup():
+                    die_if_asked("all_reduce", self._version)
+                reduce_gradients(*args, **kwargs)
+
+            settings.finalize_model_grads_func = die_or_reduce
+
+    def send_weights(self, version: int) -> RefitReport:
+        if not in_warmup():
+            self._version = version
+        return super().send_weights(version)
+
+
+class DyingVllmWorker(VllmWorker):
+    """Generation worker 0 dies."""
+
+    def setup(self, address: str) -> None:
+        super().setup(address)
+        engine = self._require_engine()._engine
+        step, self._steps = engine.step, 0
+
+        def die_or_step() -> Any:
+            self._steps += 1
+            if self._steps == STEPS_INTO_A_QUANTUM and self._dies:
+                die_if_asked("quantum", self.version)
+            return step()
+
+        engine.step = die_or_step
+
+    def generate(self, batch: Any) -> Any:
+        self._steps = 0
+        return super().generate(batch)
+
+    @contextmanager
+    def writing_weights(self, version: int) -> Iterator[None]:
+        with super().writing_weights(version):
+            if self._dies:
+                die_if_asked("refit", version)
+            yield
+
+    @property
+    def _dies(self) -> bool:
+        return self.context.rank == 0 and not in_warmup()

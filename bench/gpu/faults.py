@@ -1,0 +1,197 @@
+"""Workers killed with SIGKILL in a GRPO run: how long until the driver knows, until it trains again, and what of the losses.
+
+    python -m bench.gpu.faults --json F [--config YAML] [a.b=c ...]
+
+One run is left alone. Another, of the same seed, loses a train worker in an all-reduce, a generation worker in a quantum and
+one in a refit, and goes on from its newest checkpoint each time (`on_failure: restart`). Where there are GPUs for both they
+run side by side. Losses after each restart are compared with those of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at
+from bench.report import Report, command_line
+
+if TYPE_CHECKING:
+    from dagrl.config import Config
+
+CONFIG = Path(__file__).with_name("faults.yaml")
+DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 6}
+"""Policy versions: a version `v` is what training step `v` made."""
+
+Metrics = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One death. Seconds from the death to the driver's error, and to the end of the first training step afterwards.
+
+    `loss_difference` is the largest relative one of the steps from the restart to the next death, against the same steps of
+    the undisturbed run; `phase` is where the driver's error says that it happened.
+    """
+
+    place: str
+    role: str
+    phase: str
+    detected_s: float
+    training_again_s: float
+    resumed_from_step: int
+    steps_compared: int
+    loss_difference: float
+    reward_difference: float
+
+
+def main() -> None:
+    """Run, print the table, write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_intermixed_args()
+    faults = measure(options.config, options.overrides)
+    print_table(faults)
+    if options.json:
+        Report([asdict(fault) for fault in faults], command_line()).write(options.json)
+
+
+def measure(path: Path, overrides: Sequence[str]) -> list[Fault]:
+    """Both runs, and what became of the disturbed one at each death."""
+    from dagrl.config_file import load_config
+    from dagrl.preflight import layouts
+
+    with tempfile.TemporaryDirectory() as directory:
+        config = load_config(path, [*overrides, f"output_dir={directory}"])
+        workers = sum(layout.world_size for layout in layouts(config).values())
+        undisturbed = config.model_copy(update={"name": "undisturbed"})
+        disturbed = config.model_copy(update={"name": "disturbed", "on_failure": "restart"})
+        _run_all([undisturbed, with_dying_workers(disturbed)], Path(directory), workers)
+        return [_fault(place, Path(directory)) for place in PLACES]
+
+
+def with_dying_workers(config: Config) -> Config:
+    """The configuration with workers that die when they are asked to."""
+    assert config.policy.generation is not None
+    generation = config.policy.generation.model_copy(update={"worker": "bench.gpu.dying:DyingVllmWorker"})
+    policy = config.policy.model_copy(update={"worker": "bench.gpu.dying:DyingMegatronWorker", "generation": generation})
+    return config.model_copy(update={"policy": policy})
+
+
+def _run_all(configs: Sequence[Config], directory: Path, workers: int) -> None:
+    """Side by side on GPUs of their own where there are enough, else one after the other."""
+    from dagrl.machine import gpu_count
+
+    gpus = gpu_count()
+    together = gpus >= len(configs) * workers
+    context = multiprocessing.get_context("spawn")
+    running = []
+    for place, config in enumerate(configs):
+        mine = range(place * workers, (place + 1) * workers) if together else range(gpus)
+        process = context.Process(target=_run, args=(config, directory, ",".join(map(str, mine))))
+        process.start()
+        running.append(process)
+        if not together:
+            process.join()
+    for process in running:
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"a run ended with exit code {process.exitcode}; its messages are above")
+
+
+def _run(config: Config, directory: Path, gpus: str) -> None:
+    """One run, in a process of its own, that notes when the driver hears of a failure."""
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    os.environ[DEATHS] = str(directory / "deaths")
+    if config.on_failure == "restart":
+        for place, version in DEATH_AT.items():
+            ask_for_death(directory / "deaths", place, version)
+    from dagrl.errors import PhaseError
+    from dagrl.loops.grpo import run_grpo
+    from dagrl.loops.restart import run_with_restarts
+    from dagrl.replay import Replay
+
+    tell = Replay.fail
+
+    def note(self: Replay, error: Exception) -> None:
+        failures = error.failures if isinstance(error, PhaseError) else ()
+        heard = {"time": time.time(), "role": failures[0].role if failures else "", "phase": self.phase, "error": str(error)}
+        with (directory / "heard.jsonl").open("a") as file:
+            file.write(json.dumps(heard) + "\n")
+        tell(self, error)
+
+    Replay.fail = note  # type: ignore[method-assign]
+    run_with_restarts(run_grpo, config)
+
+
+def _fault(place: str, directory: Path) -> Fault:
+    died = died_at(directory / "deaths", place)
+    heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
+    ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
+    first = DEATH_AT[place] + (0 if place == "refit" else 1)  # the step that a checkpoint of the step before goes on with
+    following = [version + 1 for version in DEATH_AT.values() if version + 1 > first]
+    compared = range(first, min([*following, max(ours) + 1]))
+
+    def difference(name: str) -> float:
+        return max(abs(ours[step][name] - theirs[step][name]) / max(abs(theirs[step][name]), 1e-9) for step in compared)
+
+    return Fault(
+        place=place,
+        role=heard["role"],
+        phase=heard["phase"],
+        detected_s=round(heard["time"] - died, 3),
+        training_again_s=round(ours[first]["time"] - died, 1),
+        resumed_from_step=first - 1,
+        steps_compared=len(compared),
+        loss_difference=difference("loss"),
+        reward_difference=difference("reward/mean"),
+    )
+
+
+def _steps(directory: Path) -> dict[int, Metrics]:
+    return {int(line["step"]): line for line in _lines(directory / "metrics.jsonl") if "loss" in line}
+
+
+def _lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def print_table(faults: Sequence[Fault]) -> None:
+    """The rows, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="A worker killed with SIGKILL", title_justify="left")
+    for name in (
+        "in",
+        "role",
+        "told in phase",
+        "known after s",
+        "trained again after s",
+        "from step",
+        "steps",
+        "loss",
+        "reward",
+    ):
+        table.add_column(name, justify="right")
+    for fault in faults:
+        table.add_row(
+            fault.place, fault.role, fault.phase, f"{fault.detected_s:.3f}", f"{fault.training_again_s:.1f}",
+            str(fault.resumed_from_step), str(fault.steps_compared),
+            f"{fault.loss_difference:.1e}", f"{fault.reward_difference:.1e}",
+        )  # fmt: skip
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
