@@ -1,0 +1,272 @@
+"""What a GRPO step costs beyond its workers' own time: the step's time less that of the slowest worker, phase by phase.
+
+    dagrl bench step_overhead --workers 8,64,128 --json F --plot F [--steps N]
+
+The phases, the scheduler, both executors and the batches are those of a run: quanta of generation, log-probabilities of the
+policy and the reference, an optimizer step, a refit, one after the other. The workers are processes that stand in for ranks:
+a phase sleeps for as long as a GPU might compute, and returns what a rank would, so that any number fits one host. Half of
+them train, half generate, in shards of eight. `busy` is what the slowest worker spent in its methods, read from its clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.report import Report, command_line
+from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
+from dagrl.layout import ParallelLayout
+from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.refit.run import RefitReport, merge_reports
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Batch, Bucket
+from dagrl.worker import WorkerContext, in_warmup
+from dagrl.worker_group import WorkerGroup
+from graphs.generate import generate
+from graphs.logprobs import logprobs, reference_logprobs
+from graphs.refit import refit
+from graphs.train import train_step
+
+EXECUTORS = ("compiled", "eager")
+SHARD = 8
+"""Workers of a shard, as many as tensor and pipeline parallelism may have of one host."""
+
+ROWS, TOKENS, NEW_TOKENS, QUANTA = 32, 1024, 512, 8
+"""Of one shard: sequences of a step, their width, and generated tokens each; quanta of a step."""
+
+SECONDS = {"generate": 0.05, "logprobs": 0.04, "reference_logprobs": 0.04, "train_step": 0.12, "refit": 0.01}
+DEADLINE_S = 240.0
+
+
+class StandIn:
+    """A rank of a train or a generation worker that waits where a GPU would compute."""
+
+    def __init__(self, context: WorkerContext, config: object) -> None:
+        self.context = context
+        where = context.coordinates
+        self._reports = where.tp == 0 and where.pp == context.layout.pp - 1
+
+    def train_step(self, batch: Batch, loss: str) -> StepMetrics:
+        """As many numbers as a GRPO step reports."""
+        _compute("train_step")
+        names = [f"metric {number}" for number in range(12)]
+        return StepMetrics(dict.fromkeys(names, 1.0), {"largest": 1.0}, {"lr": 1.0}) if self._reports else StepMetrics()
+
+    def logprobs(self, batch: Batch, model: str) -> Batch | None:
+        """Log-probabilities and entropies of the shard's rows, from one worker."""
+        _compute("logprobs" if model == "policy" else "reference_logprobs")
+        if not self._reports:
+            return None
+        values = np.zeros(batch["tokens"].shape, np.float32)
+        return Batch({"lengths": batch["lengths"], "logprobs": values, "entropy": values}, batch.scalars)
+
+    def generate(self, batch: Batch) -> Generated:
+        """Every request of the batch, finished."""
+        _compute("generate")
+        rows = [row for row, length in enumerate(batch["lengths"].tolist()) if length]
+        made = [
+            FinishedRequest(int(batch["request_ids"][row]), [7] * NEW_TOKENS, [-1.0] * NEW_TOKENS, [0] * NEW_TOKENS, "stop")
+            for row in rows
+        ]
+        return pack_generated(made, 0, 16)
+
+    def send_weights(self, version: int) -> RefitReport:
+        """A part of a refit."""
+        _compute("refit")
+        return RefitReport(version, 1, 0, SECONDS["refit"])
+
+    def receive_weights(self, version: int) -> RefitReport:
+        """The other part."""
+        return self.send_weights(version)
+
+    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
+        """As the Megatron worker does it."""
+        return merge_step_metrics(parts)
+
+    def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
+        """As the Megatron worker does it."""
+        return next((part for part in parts if part is not None), None)
+
+    def merge_generated(self, parts: list[Generated]) -> Generated:
+        """As the vLLM worker does it."""
+        return merge_generated(parts)
+
+    def merge_reports(self, parts: list[RefitReport]) -> RefitReport:
+        """As both workers do it."""
+        return merge_reports(parts)
+
+
+def _compute(phase: str) -> None:
+    if not in_warmup():
+        time.sleep(SECONDS[phase])
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over steps, in seconds: a step, its slowest workers' own time, the rest; and the quartiles of the rest."""
+
+    executor: str
+    workers: int
+    steps: int
+    step_s: float
+    busy_s: float
+    overhead_s: float
+    overhead_low_s: float
+    overhead_high_s: float
+    share: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dagrl bench step_overhead`."""
+    parser.add_argument("--workers", default="8", help="numbers of workers, multiples of 2, e.g. 8,64,128")
+    parser.add_argument("--steps", type=int, default=20, help="steps that count, of each executor")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, write what was asked for."""
+    results: list[Result] = []
+    for workers in (int(number) for number in options.workers.split(",")):
+        results += measure(workers, options.steps)
+        if options.json:
+            Report([asdict(result) for result in results], command_line()).write(options.json)
+    print_table(results)
+    if options.plot:
+        plot(results, options.plot)
+
+
+def measure(workers: int, steps: int) -> list[Result]:
+    """Both executors in turn, on the same workers."""
+    samples: dict[str, list[tuple[float, float]]] = {executor: [] for executor in EXECUTORS}
+    with groups(workers) as (train, generation):
+        for executor in EXECUTORS:
+            for group in (train, generation):
+                group.reset_tickets([0] * len(group.actors))
+            with scheduler_of(train, generation, executor) as scheduler:
+                one_step(scheduler, 0, train.layout.dp)  # the first of a new graph
+                for step in range(steps):
+                    samples[executor].append(one_step(scheduler, step, train.layout.dp))
+    return [_result(executor, workers, taken) for executor, taken in samples.items()]
+
+
+@contextmanager
+def groups(workers: int) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    """A cluster of its own with half of the workers in each role."""
+    from dagrl.cluster import ray_cluster
+    from dagrl.config import ClusterConfig
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    half = workers // 2
+    width = min(SHARD, half)
+    layout = ParallelLayout(dp=half // width, tp=width)
+    with ExitStack() as stack:
+        stack.enter_context(ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), num_gpus=0), {"OMP_NUM_THREADS": "1"}))
+        made = []
+        for role in ("train", "generation"):
+            made.append(WorkerGroup.create(role, StandIn, layout, None, start_timeout_s=DEADLINE_S))
+            stack.callback(made[-1].shutdown, 2.0)
+        yield made[0], made[1]
+
+
+@contextmanager
+def scheduler_of(train: WorkerGroup, generation: WorkerGroup, executor: str) -> Iterator[Scheduler]:
+    """The phases of a GRPO step, compiled and warm."""
+    bucket, rows_bytes = Bucket(ROWS, TOKENS), ROWS * (TOKENS + NEW_TOKENS) * 24 + (1 << 16)
+    options = SchedulerOptions(executor=executor, fallback="error", compile_s=DEADLINE_S, warmup_s=DEADLINE_S)  # type: ignore[arg-type]
+    with Scheduler([train, generation], options) as scheduler:
+        scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
+        for phase in (train_step, logprobs, reference_logprobs, generate):
+            scheduler.add(phase, buckets=[bucket], scalars=scalars, result_bytes=rows_bytes)
+        scheduler.add(refit, warmup_value=0)
+        scheduler.compile()
+        scheduler.warmup()
+        yield scheduler
+
+
+def one_step(scheduler: Scheduler, step: int, shards: int) -> tuple[float, float]:
+    """Seconds of a step, and of its slowest workers' own time."""
+    rows = ROWS * shards
+    lengths = np.full(rows, TOKENS)
+    tokens, floats = np.ones((rows, TOKENS), np.int64), np.ones((rows, TOKENS), np.float32)
+    sequences = Batch({"tokens": tokens, "lengths": lengths})
+    names = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "reference_logprobs")
+    learned = sequences.with_fields(**dict.fromkeys(names, floats)).with_scalars(
+        global_valid_tokens=1.0, global_valid_sequences=1.0
+    )
+    inputs = [(generate, _requests(sequences, part)) for part in np.array_split(np.arange(rows), QUANTA)]
+    inputs += [(logprobs, sequences), (reference_logprobs, sequences), (train_step, learned)]
+    started, replays = time.perf_counter(), []
+    for phase, value in (*inputs, (refit, step)):
+        replays.append(scheduler.replay(phase, value))
+        replays[-1].result()
+    busy = sum(replay.timing.busy_s for replay in replays if replay.timing is not None)
+    return time.perf_counter() - started, busy
+
+
+def _requests(sequences: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Batch:
+    count = len(rows)
+    return sequences.select(rows).with_fields(
+        request_ids=rows.astype(np.int64),
+        seeds=np.zeros(count, np.int64),
+        max_new_tokens=np.full(count, NEW_TOKENS),
+        greedy=np.zeros(count, np.int64),
+    )
+
+
+def _result(executor: str, workers: int, samples: Sequence[tuple[float, float]]) -> Result:
+    table = np.asarray(samples)
+    overhead = table[:, 0] - table[:, 1]
+    low, middle, high = np.percentile(overhead, [25, 50, 75])
+    step = float(np.median(table[:, 0]))
+    return Result(
+        executor, workers, len(samples), step, float(np.median(table[:, 1])),
+        float(middle), float(low), float(high), float(middle) / step,
+    )  # fmt: skip
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """The rows, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"a step of {QUANTA} quanta, 2 log-probabilities, 1 optimizer step, 1 refit"
+    table = Table(title=title, title_justify="left")
+    for name in ("workers", "executor", "step ms", "busy ms", "overhead ms", "quartiles", "share"):
+        table.add_column(name, justify="right")
+    for row in results:
+        quartiles = f"{row.overhead_low_s * 1e3:.1f} to {row.overhead_high_s * 1e3:.1f}"
+        times = [f"{seconds * 1e3:.1f}" for seconds in (row.step_s, row.busy_s, row.overhead_s)]
+        table.add_row(str(row.workers), row.executor, *times, quartiles, f"{row.share:.1%}")
+    Console(width=110).print(table)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Overhead over the number of workers."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for executor in EXECUTORS:
+        rows = [row for row in results if row.executor == executor]
+        middle = [row.overhead_s * 1e3 for row in rows]
+        spread = [[(row.overhead_s - row.overhead_low_s) * 1e3 for row in rows]]
+        spread.append([(row.overhead_high_s - row.overhead_s) * 1e3 for row in rows])
+        axes.errorbar([row.workers for row in rows], middle, yerr=spread, marker="o", capsize=3, label=executor)
+    axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms a step", title="step less slowest workers")
+    counts = sorted({row.workers for row in results})
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
