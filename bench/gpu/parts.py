@@ -1,0 +1,129 @@
+"""The parts of `run_all`: what each runs, how many GPUs and cores it needs, and which files it leaves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 590
+"""Of one piece: each fits into ten minutes."""
+
+TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+WAYS = "plain Ray; sync; async, age 1; in flight, age 1; in flight, age 2"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One command of a part. `{out}` in its words becomes the results' directory.
+
+    `bench` names the `dagrl bench` measurement that it needs; where that does not exist the piece is reported as missing.
+    """
+
+    part: str
+    name: str
+    command: tuple[str, ...]
+    gpus: int = 1
+    cores: int = 1
+    bench: str = ""
+    limit_s: int = LIMIT_S
+
+
+def pieces(gpus: int) -> list[Piece]:
+    """All of them, in the order they run; those whose layout depends on the host are for `gpus` GPUs."""
+    return [
+        *(_tests()),
+        _bench("overhead", gpus=0, cores=4),
+        _bench("step_overhead", "--workers", "8", gpus=0, cores=4),
+        _bench("step_overhead", "--workers", "64,128", gpus=0, cores=32, name="step_overhead-128"),
+        _bench("refit", gpus=2),
+        _bench("train", gpus=1),
+        _bench("optimizer_offload", gpus=1, plot=False),
+        *_steps(gpus),
+        *_runs(),
+        Piece("faults", "faults", _python("bench.gpu.faults", "--json", "{out}/faults.json", *_faults(gpus)), gpus=2),
+    ]
+
+
+def _python(module: str, *words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *words)
+
+
+def _bench(bench: str, *words: str, gpus: int, cores: int = 1, name: str = "", plot: bool = True, part: str = "") -> Piece:
+    name = name or bench
+    files = ("--json", f"{{out}}/{name}.json", *(("--plot", f"{{out}}/{name}.png") if plot else ()))
+    command = _python("dagrl.cli", "bench", bench, *words, *files)
+    return Piece(part or bench, name, command, gpus, cores, bench)
+
+
+def _tests() -> list[Piece]:
+    """One piece a file, so that each has its own limit."""
+    files = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    return [
+        Piece("tests", f"tests-{name[5:-3]}", _python("pytest", "-m", "gpu", "-q", "-rA", f"tests/gpu/{name}"))
+        for name in files
+    ]
+
+
+def _steps(gpus: int) -> list[Piece]:
+    """Whole GRPO steps, half of the GPUs for each role; a 4B model where there are four."""
+    half = max(gpus // 2, 1)
+    layout = [f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}"]
+    large = [f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={max(half // 2, 1)}", layout[1]]
+    return [
+        _bench("step", "--config", "bench/gpu/step.yaml", "--ways", WAYS, *layout, gpus=2, name="step-0.6b"),
+        _bench("step", "--config", "bench/gpu/step_4b.yaml", "--ways", WAYS, *large, gpus=4, name="step-4b"),
+    ]
+
+
+def _faults(gpus: int) -> tuple[str, ...]:
+    return (f"{TRAIN}.data_parallel_size=2",) if gpus >= 3 else ()
+
+
+ASYNC = (
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.in_flight_weight_updates=true",
+    "loss_fn.use_importance_sampling_correction=true",
+)
+
+
+def _runs() -> list[Piece]:
+    """`dagrl train` end to end: layouts of both roles, loops and executors."""
+    rows: list[tuple[str, int, Sequence[str]]] = [
+        ("sync", 2, ()),
+        ("async-in-flight", 2, ASYNC),
+        ("eager", 2, ("executor=eager",)),
+        ("colocated", 1, ("policy.generation.colocated.enabled=true",)),
+        ("tp2-to-tp2", 4, (_tp(2), f"{GENERATION}.tensor_parallel_size=2")),
+        ("pp2-to-dp2", 4, (_pp(2), f"{GENERATION}.data_parallel_size=2", *ASYNC)),
+        ("dp2-to-tp2", 4, (_dp(2), f"{GENERATION}.tensor_parallel_size=2")),
+        (
+            "tp2pp2-to-tp2dp2",
+            8,
+            (_tp(2), _pp(2), f"{GENERATION}.tensor_parallel_size=2", f"{GENERATION}.data_parallel_size=2"),
+        ),
+        ("tp2dp2-to-tp4", 8, (_tp(2), _dp(2), f"{GENERATION}.tensor_parallel_size=4", *ASYNC)),
+    ]
+    return [
+        Piece(
+            "runs",
+            f"run-{name}",
+            _python("dagrl.cli", "train", "examples/grpo_gpu.yaml", "output_dir={out}/runs", f"name={name}", *words),
+            gpus,
+        )
+        for name, gpus, words in rows
+    ]
+
+
+def _tp(size: int) -> str:
+    return f"{TRAIN}.tensor_model_parallel_size={size}"
+
+
+def _pp(size: int) -> str:
+    return f"{TRAIN}.pipeline_model_parallel_size={size}"
+
+
+def _dp(size: int) -> str:
+    return f"{TRAIN}.data_parallel_size={size}"
