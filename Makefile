@@ -1,4 +1,4 @@
-# make setup | quickstart | test | lint. Everything lives in .venv; an environment that is up to date is not touched.
+# make setup | quickstart | test | lint | gpu. Everything lives in .venv; an environment that is up to date is not touched.
 PYTHON ?= python3.11
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
@@ -8,7 +8,7 @@ content = $(shell cat $(1) | sha256sum | cut -c1-16)
 SETUP := $(VENV)/.setup-$(call content,requirements/cpu.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/cpu.lock requirements/test.lock pyproject.toml)
 
-.PHONY: setup quickstart test lint
+.PHONY: setup quickstart test lint gpu
 
 setup: $(SETUP)
 
@@ -22,6 +22,10 @@ lint: $(TOOLS)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# On a host with GPUs, in an environment with dagrl[megatron,vllm,cu13,tracking,bench,dev]; PARTS=refit,step runs these alone.
+gpu:
+	bench/gpu/run_all.sh $(if $(PARTS),--parts $(PARTS))
 
 $(SETUP):
 	@echo "Installing requirements/cpu.lock into $(VENV), which takes a few minutes"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 590
 """Of one piece: each fits into ten minutes."""
+
+MODELS = str(Path(gettempdir()) / "dagrl-models")
+"""Where models of real shapes are kept while pieces use them."""
 
 TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 WAYS = "plain Ray; sync; async, age 1; in flight, age 1; in flight, age 2"
@@ -29,6 +33,7 @@ class Piece:
     cores: int = 1
     bench: str = ""
     limit_s: int = LIMIT_S
+    before: tuple[str, ...] = ()  # a command that makes ready what is not measured
 
 
 def pieces(gpus: int) -> list[Piece]:
@@ -73,9 +78,24 @@ def _steps(gpus: int) -> list[Piece]:
     layout = [f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}"]
     large = [f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={max(half // 2, 1)}", layout[1]]
     return [
-        _bench("step", "--config", "bench/gpu/step.yaml", "--ways", WAYS, *layout, gpus=2, name="step-0.6b"),
-        _bench("step", "--config", "bench/gpu/step_4b.yaml", "--ways", WAYS, *large, gpus=4, name="step-4b"),
+        _step("qwen3-0.6b", layout, gpus=2),
+        _step("qwen3-4b", large, gpus=4),
     ]
+
+
+def _step(model: str, layout: Sequence[str], gpus: int) -> Piece:
+    words = (
+        "--config",
+        "bench/gpu/step.yaml",
+        "--ways",
+        WAYS,
+        "--rounds",
+        "2",
+        f"policy.model_name={MODELS}/{model}",
+        *layout,
+    )
+    piece = _bench("step", *words, gpus=gpus, name=f"step-{model}")
+    return replace(piece, before=_python("bench.gpu.models", model, MODELS))
 
 
 def _faults(gpus: int) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 from bench.gpu.environment import Environment, environment
 from bench.gpu.parts import ROOT, Piece, pieces
@@ -95,22 +97,31 @@ def run_piece(piece: Piece, here: Environment, out: Path) -> Outcome:
     if obstacle:
         result, _, note = obstacle.partition(": ")
         return Outcome(piece, result, note=note)
-    command = [word.replace("{out}", str(out)) for word in piece.command]
     started = time.monotonic()
     with (out / f"{piece.name}.log").open("w") as log:
-        log.write(f"$ {' '.join(command)}\n\n")
-        log.flush()
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)  # noqa: S603
-        try:
-            code = process.wait(piece.limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        _end_group(process)
+        for command in filter(None, (piece.before, piece.command)):
+            words = [word.replace("{out}", str(out)) for word in command]
+            code = _run(words, log, piece.limit_s - (time.monotonic() - started))
+            if code != 0:
+                break
     seconds = time.monotonic() - started
     _keep_run(piece, out)
     if code is None:
         return Outcome(piece, "TOO LONG", seconds, f"stopped after {piece.limit_s} s")
     return Outcome(piece, "FAILED" if code else "passed", seconds, f"exit code {code}" if code else _count(piece, out))
+
+
+def _run(command: Sequence[str], log: TextIO, limit_s: float) -> int | None:
+    """The exit code, or None when it took too long."""
+    log.write(f"$ {shlex.join(command)}\n\n")
+    log.flush()
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)  # noqa: S603
+    try:
+        return process.wait(max(1.0, limit_s))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end_group(process)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
