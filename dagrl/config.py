@@ -154,6 +154,29 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = VllmConfig()
 
 
+class SequencePackingConfig(Section):
+    """Microbatches of one row, in which sequences lie side by side and attention stays inside each; see `dagrl.packing`.
+
+    A row is padded to the next eighth of the budget. Takes the place of `train_micro_batch_size` and `logprob_batch_size`.
+    """
+
+    enabled: bool = False
+    train_mb_tokens: PositiveInt | None = None  # None: max_total_sequence_length * train_micro_batch_size
+    logprob_mb_tokens: PositiveInt | None = None  # None: max_total_sequence_length * logprob_batch_size
+    algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"] = (
+        "modified_first_fit_decreasing"
+    )
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches of as many rows as fit a budget of tokens: rows of like length together, padded to the longest."""
+
+    enabled: bool = False
+    train_mb_tokens: PositiveInt | None = None  # None: as for sequence packing
+    logprob_mb_tokens: PositiveInt | None = None
+    sequence_length_round: PositiveInt = 64  # rows are padded to multiples of this
+
+
 class PolicyConfig(Section):
     model_name: str | None = None  # a Hugging Face checkpoint directory; None: random_init
     random_init: RandomInit | None = None
@@ -164,10 +187,20 @@ class PolicyConfig(Section):
     train_micro_batch_size: PositiveInt = 8
     logprob_batch_size: PositiveInt = 16  # sequences of one log-probability microbatch
     offload_optimizer_for_logprob: bool = False  # optimizer state lies in host memory while log-probabilities are computed
+    logprob_chunk_size: PositiveInt | None = None  # tokens whose logits exist at a time; None: 64 Mi logits
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     max_total_sequence_length: PositiveInt = 512
     sequence_buckets: tuple[PositiveInt, ...] = ()  # token widths to warm up; empty: max_total_sequence_length alone
     megatron_cfg: MegatronConfig = MegatronConfig()
     generation: GenerationConfig | None = None
+
+    def microbatch_tokens(self, purpose: Literal["train", "logprob"]) -> int:
+        """The budget of a microbatch with sequence packing or dynamic batching."""
+        section = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
+        rows = self.train_micro_batch_size if purpose == "train" else self.logprob_batch_size
+        tokens = section.train_mb_tokens if purpose == "train" else section.logprob_mb_tokens
+        return tokens or self.max_total_sequence_length * rows
 
 
 class LossConfig(Section):

@@ -94,11 +94,11 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
     when `token_level_loss` is off.
 
     `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs`, `generation_logprobs` [b, t];
-    `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b] of each whole row, unless
-    the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty), `policy/clip_ratio`,
-    `probs_ratio`, `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose importance weight was
-    cut or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima: `max_logprob_difference`,
-    `max_probs_ratio`.
+    `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b, 1] of each whole row (or for each token,
+    [b, t]), unless the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty),
+    `policy/clip_ratio`, `probs_ratio`, `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose
+    importance weight was cut or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima:
+    `max_logprob_difference`, `max_probs_ratio`.
     """
     mask = data["loss_mask"].to(logprobs.dtype)
     inside = mask > 0
@@ -133,7 +133,7 @@ def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: L
     With the bounds C = `truncated_importance_sampling_ratio` and c = `truncated_importance_sampling_ratio_min`:
     `tis` min(w, C) (TIS); `icepop` w where c <= w <= C, else 0 (IcePop); `seq-mask-tis` w in sequences whose geometric mean
     of w lies in [c, C], else 0 throughout (MIS). Without C, w itself. The denominators stay those of all tokens.
-    `data` holds the row sums `sequence_tokens` and `sequence_log_ratio` [b] for `seq-mask-tis` (see `row_sums`).
+    `data` holds the row sums `sequence_tokens` and `sequence_log_ratio` for `seq-mask-tis` (see `row_sums`).
     """
     high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min
     if high is None:
@@ -143,21 +143,23 @@ def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: L
     judged = importance
     if config.truncated_importance_sampling_type == "seq-mask-tis":
         tokens = data["sequence_tokens"].to(importance.dtype).clamp(min=1)
-        judged = torch.exp(data["sequence_log_ratio"].to(importance.dtype) / tokens)[:, None]
+        judged = torch.exp(data["sequence_log_ratio"].to(importance.dtype) / tokens)
     kept = (judged <= high) & (judged >= (low or 0.0))
     return torch.where(kept, importance, torch.zeros_like(importance))
 
 
 def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a loss must know of whole rows [b], from their uncut fields [b, T], as a context-parallel slice cannot tell it.
+    """What a loss must know of whole rows [b, 1], from their uncut fields [b, T], as a slice of them cannot tell it.
+
+    Packed microbatches have many sequences in a row: there workers repeat the numbers for each token, [b, t].
 
     `sequence_tokens`: the tokens in the loss; `sequence_log_ratio`: the sum over them of prev - generation log-probability.
     """
     mask = data["loss_mask"]
-    sums = {"sequence_tokens": mask.sum(dim=-1)}
+    sums = {"sequence_tokens": mask.sum(dim=-1, keepdim=True)}
     if "prev_logprobs" in data and "generation_logprobs" in data:
         gap = _inside(data["prev_logprobs"] - data["generation_logprobs"], mask > 0)
-        sums["sequence_log_ratio"] = (gap * mask).sum(dim=-1)
+        sums["sequence_log_ratio"] = (gap * mask).sum(dim=-1, keepdim=True)
     return sums
 
 
@@ -223,7 +225,7 @@ def _token_weights(mask: Tensor, data: Mapping[str, Tensor], config: LossConfig,
     """What each token counts in the loss [b, t]; over the global batch the weights add up to 1."""
     if config.token_level_loss:
         return mask / denominators.tokens
-    return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1)[:, None] / denominators.sequences
+    return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1) / denominators.sequences
 
 
 def _inside(values: Tensor, inside: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ IDLE = "idle/"  # share of the step, 0 to 1, in which the workers of a role ran 
 STALENESS = "staleness/"  # policy versions between a token and the step that trains on it
 DROPPED = "dropped/"  # groups given up since the run began, by reason
 SPANS = frozenset({TIMING + "total", TIMING + "exposed_generation"})  # these contain phases, and are not phases themselves
+FILLED_TOKENS = "filled_tokens"  # tokens of the batch among
+PROCESSED_TOKENS = "processed_tokens"  # those that the model was given, padding included
+MICROBATCH_PADDING = "microbatch_padding_share"  # share of those that is padding; `padding_share` is of the batch as sent
 VALIDATION = "validation/"  # measured on held-out data, on some steps only
 
 
@@ -34,8 +37,11 @@ class StepMetrics:
     shared: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
-        """All metrics in one dictionary."""
-        return {**self.sums, **self.maxima, **self.shared}
+        """All metrics in one dictionary; of the tokens of microbatches, the share that is padding."""
+        metrics = {**self.sums, **self.maxima, **self.shared}
+        if PROCESSED_TOKENS in metrics:
+            metrics[MICROBATCH_PADDING] = 1.0 - metrics.pop(FILLED_TOKENS) / metrics.pop(PROCESSED_TOKENS)
+        return metrics
 
 
 def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:

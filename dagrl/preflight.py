@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, PhasesConfig, PolicyConfig, VllmConfig
 from dagrl.data import Example, load_splits
@@ -154,11 +154,28 @@ def _check_choices(config: Config) -> None:
             f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length "
             f"{policy.max_total_sequence_length}; raise the latter or drop the bucket"
         )
+    _check_microbatches(policy, widest)
     if config.algorithm == "grpo":
         length = generation_config(config).vllm_cfg.max_model_len
         if length is not None and length < widest:
             raise ConfigError(
                 f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket, {widest} tokens"
+            )
+
+
+def _check_microbatches(policy: PolicyConfig, widest: int) -> None:
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    if packing.enabled and dynamic.enabled:
+        raise ConfigError(
+            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true; set one to false"
+        )
+    purposes: tuple[Literal["train", "logprob"], ...] = ("train", "logprob")
+    for purpose in purposes if packing.enabled else ():
+        tokens = policy.microbatch_tokens(purpose)
+        if tokens < widest:
+            raise ConfigError(
+                f"policy.sequence_packing.{purpose}_mb_tokens is {tokens}, less than the largest bucket, {widest} tokens, "
+                f"and a sequence is never cut; set it to {widest} or more"
             )
 
 

@@ -19,6 +19,11 @@ class TestedWorker(MegatronWorker):
         """HF name, box and values of every gradient that this rank holds, as the last step left them."""
         return self._boxes({name: parameter.main_grad for name, parameter in self._ready().model.parameters().items()})
 
+    def configure(self, policy: dict[str, Any]) -> None:
+        """Go on with these keys of `policy` replaced; those that a worker reads in each phase."""
+        section = self.config.policy.model_copy(update=policy)
+        self.config = self.config.model_copy(update={"policy": section})
+
     def weights(self) -> list[tuple[str, Box, Any]]:
         """HF name, box and values of every weight that this rank holds."""
         return self._boxes(self.weight_tensors())

@@ -119,6 +119,16 @@ TABLE = [
     ),
     Row("bucket beyond the model", ("64 positions", "128 tokens"), ("policy.max_total_sequence_length=128",)),
     Row("bucket beyond the limit", ("sequence_buckets has 32", "length 16"), ("policy.sequence_buckets=[8, 32]",)),
+    Row(
+        "microbatch below the bucket",
+        ("policy.sequence_packing.train_mb_tokens is 12", "16 tokens", "set it to 16 or more"),
+        ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=12"),
+    ),
+    Row(
+        "two ways to cut",
+        ("policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true",),
+        ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
+    ),
     Row("path that is no import path", ("policy.worker: 'here'", "module:attribute"), ("policy.worker=here",)),
     Row("module that is not there", ("policy.worker: there is no module 'nowhere'",), ("policy.worker=nowhere.at:Worker",)),
     Row(

@@ -216,7 +216,7 @@ def by_rows(size: int) -> Callable[[Tensor], list[Tensor]]:
 
 def by_tokens_in_cp_order(tensor: Tensor) -> list[Tensor]:
     """Two context-parallel slices, as Megatron cuts them: rank 0 has chunks 0 and 3 of 4, rank 1 chunks 1 and 2."""
-    if tensor.ndim == 1:
+    if tensor.shape[1] == 1:  # the sum of a row
         return [tensor, tensor]
     first, second, third, fourth = tensor.chunk(4, dim=1)
     return [torch.cat([first, fourth], dim=1), torch.cat([second, third], dim=1)]

@@ -1,8 +1,10 @@
 """Core attention and RMSNorm that Megatron-Core can build a layer of without Transformer Engine.
 
-Megatron's own local modules refuse context parallelism (`DotProductAttention`) and sequence parallelism
-(`WrappedTorchNorm`). `CausalAttention` is plain causal attention: rows are padded on the right, so no token ever sees
-padding and no padding mask is needed. Imported only where Megatron is.
+Megatron's own local modules refuse context parallelism and packed sequences (`DotProductAttention`) and sequence
+parallelism (`WrappedTorchNorm`). Rows that are one sequence each go to torch's causal attention: they are padded on the
+right, so no token ever sees padding and no mask is needed. Packed rows, and rows cut over context-parallel workers, come
+with their `Segments`: flash attention takes all of them in one launch, on a GPU and in half precision; elsewhere torch's
+attention takes them one by one. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from workers.megatron.segments import Segments
+
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm whose gradient Megatron sums over tensor-parallel workers under sequence parallelism."""
@@ -27,10 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """Causal grouped-query attention; under context parallelism keys and values are gathered, queries stay cut.
-
-    Each context-parallel worker holds two chunks of the sequence, as Megatron cuts it (`zigzag_positions`).
-    """
+    """Causal grouped-query attention; under context parallelism keys and values are gathered, queries stay cut."""
 
     def __init__(
         self,
@@ -45,35 +46,75 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Segments | None = None,
+        **_: Any,
+    ) -> Tensor:
         """`query` [s, b, heads, d], `key` and `value` [s, b, kv_heads, d] -> [s, b, heads * d]."""
-        mask = None
-        if self.group is not None:
-            mask = _causal_mask(query.shape[0], self.group).to(query.device)
-            key, value = gather_sequence(key, self.group), gather_sequence(value, self.group)
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        grouped = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        if packed_seq_params is None:
+            assert self.group is None, "a microbatch that is cut over context-parallel workers comes with its segments"
+            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            return _attend(q, k, v, self.scale).permute(2, 0, 1, 3).flatten(2)
+        tokens, rows = query.shape[:2]
+        q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
+        if packed_seq_params.key_order is not None:
+            k, v = gather_keys(k, v, packed_seq_params.key_order, self.group)
+        out = segment_attention(q, k, v, packed_seq_params, self.scale)
+        return out.view(rows, tokens, -1).transpose(0, 1)
 
 
-def zigzag_positions(local: int, size: int, rank: int) -> Tensor:
-    """Positions [local] that context-parallel worker `rank` of `size` holds: chunks `rank` and `2 size - 1 - rank`.
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Attention within segments: `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> as `query`."""
+    if _flash_takes(query):
+        # Sequences side by side, told apart by offsets; differentiable, and causal from the end of each (FlashAttention 2).
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            segments.query_starts,
+            segments.key_starts,
+            segments.longest_query,
+            segments.longest_key,
+            dropout_p=0.0,
+            is_causal=True,
+            return_debug_mask=False,
+            scale=scale,
+        )[0]
+        return out
+    lengths = (segments.query_lengths, segments.key_lengths, segments.key_lengths)
+    splits = [
+        tensor.transpose(0, 1)[None].split(sizes, 2) for tensor, sizes in zip((query, key, value), lengths, strict=True)
+    ]
+    return torch.cat([_attend(*parts, scale)[0].transpose(0, 1) for parts in zip(*splits, strict=True)])
 
-    The cut balances causal attention (`get_batch_on_this_cp_rank` in Megatron).
-    """
-    chunk = local // 2
-    steps = torch.arange(chunk)
-    return torch.cat([steps + rank * chunk, steps + (2 * size - 1 - rank) * chunk])
+
+def _flash_takes(query: Tensor) -> bool:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and query.shape[-1] <= 256 and torch.backends.cuda.is_flash_attention_available()
 
 
-def _causal_mask(local: int, group: Any) -> Tensor:
-    size = dist.get_world_size(group)
-    rows = zigzag_positions(local, size, dist.get_rank(group))
-    columns = torch.cat([zigzag_positions(local, size, rank) for rank in range(size)])
-    return rows[:, None] >= columns[None, :]
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention from the end: `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d]; q is at most k."""
+    queries, keys = query.shape[2], key.shape[2]
+    mask = None
+    if queries != keys:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def gather_keys(key: Tensor, value: Tensor, order: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values [len(order), kv_heads, d] of all context-parallel workers, from this one's [tokens, kv_heads, d]."""
+    both = gather_sequence(torch.stack((key, value), dim=1), group).index_select(0, order)
+    return both[:, 0], both[:, 1]
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -82,15 +123,16 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        return torch.cat(parts)
+        whole = local.new_empty(dist.get_world_size(group) * len(local), *local.shape[1:])
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)  # Gloo has no reduce-scatter
-        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+        grad = grads[0].contiguous()
+        local = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(local, grad, group=ctx.group)
+        return local, None
 
 
 def gather_sequence(local: Tensor, group: Any) -> Tensor:

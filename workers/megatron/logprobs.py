@@ -1,7 +1,9 @@
-"""Log-probabilities and entropy of tokens from logits whose vocabulary is cut over tensor-parallel workers.
+"""Log-probabilities and entropy of tokens, from the last hidden states and an output layer whose vocabulary is cut over
+tensor-parallel workers.
 
-Works in chunks of tokens, so that float32 copies of the logits never exist whole, and recomputes the softmax in the
-backward pass; two collectives a call.
+The output layer is part of it: logits are made a chunk of tokens at a time, in float32, and made again in the backward pass,
+so that neither the logits of a microbatch nor their gradient ever exist whole. Two collectives a call. The same is known
+as a fused linear cross-entropy (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24  # logits turned to float32 at a time
+CHUNK_ELEMENTS = 1 << 26  # logits that exist at a time, unless `chunk_tokens` says how many tokens' logits do
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Which tokens this worker's logits are for: `first` and the `size` after it; columns beyond are padding.
+    """Which tokens this worker's logits are for: `first` and the `size` after it; rows beyond are padding.
 
     `group` is the tensor-parallel group, or None when the vocabulary is whole.
     """
@@ -29,70 +31,108 @@ class VocabularyPart:
     group: Any = None
 
 
-def token_logprobs(logits: Tensor, labels: Tensor, part: VocabularyPart, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class OutputLayer:
+    """This worker's rows of the output layer, `weight` [rows, hidden size], and what its logits are made to be.
+
+    Tokens are drawn from softmax(logits / temperature). `chunk_tokens`: how many tokens' logits exist at a time.
+    """
+
+    weight: Tensor
+    part: VocabularyPart
+    temperature: float = 1.0
+    chunk_tokens: int | None = None
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Slices of the tokens; none when every row of this worker is padding."""
+        step = self.chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, self.part.size))
+        return (slice(start, start + step) for start in range(0, tokens if self.part.size else 0, step))
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Float32 logits, divided by the temperature, of `hidden` [n, hidden size] -> [n, part.size]."""
+        logits = _product(hidden, weight[: self.part.size].T)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each label (0 where another worker has it), and whether it is here."""
+        column = labels - self.part.first
+        inside = (column >= 0) & (column < self.part.size)
+        return torch.where(inside, column, 0), inside
+
+
+def token_logprobs(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
     """Log-probability of each label, and the entropy (without gradient) of the distribution it came from.
 
-    `logits` [..., columns], `labels` [...] -> two float32 tensors [...]. The distribution is softmax(logits / temperature).
+    `hidden` [..., hidden size], `labels` [...] -> two float32 tensors [...]. Gradients reach `hidden` (this worker's part of
+    the sum over the vocabulary) and `layer.weight`.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _TokenLogprobs.apply(flat, labels.reshape(-1), part, temperature)  # type: ignore[no-untyped-call]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logprobs, entropy = _TokenLogprobs.apply(flat, layer.weight, labels.reshape(-1), layer)  # type: ignore[no-untyped-call]
     return logprobs.view(labels.shape), entropy.view(labels.shape)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, part: VocabularyPart, temperature: float) -> tuple[Tensor, Tensor]:
-        highest = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
-        for rows in _chunks(logits, part):
-            highest[rows] = _scaled(logits, rows, part, temperature).amax(-1)
-        _all_reduce(highest, part, dist.ReduceOp.MAX)
-        sums = torch.zeros(3, len(logits), device=logits.device)  # of exponentials, of the label's logit, of their products
-        total, label_logit, weighted = sums
-        for rows in _chunks(logits, part):
-            relative = _scaled(logits, rows, part, temperature) - highest[rows, None]
-            exponentials = relative.exp()
-            total[rows] = exponentials.sum(-1)
-            weighted[rows] = (exponentials * relative).sum(-1)
-            column, inside = _local_label(labels[rows], part)
-            label_logit[rows] = relative.gather(-1, column[:, None]).squeeze(-1) * inside
-        _all_reduce(sums, part, dist.ReduceOp.SUM)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+        highest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
+        sums = highest.new_zeros(3, len(hidden))
+        for rows in layer.chunks(len(hidden)):
+            highest[rows], sums[:, rows] = _chunk_sums(layer.logits(hidden[rows], weight), labels[rows], layer)
+        total, weighted, label_logit = _over_vocabulary(highest, sums, layer.part)
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(logits, labels, highest + log_total)
-        ctx.part, ctx.temperature = part, temperature
+        ctx.save_for_backward(hidden, weight, labels, highest + log_total)
+        ctx.layer = layer
         ctx.mark_non_differentiable(entropy)
-        return label_logit - log_total, entropy
+        return label_logit - highest - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, labels, normaliser = ctx.saved_tensors
-        grad_logits = torch.zeros_like(logits)
-        for rows in _chunks(logits, ctx.part):
-            scale = grads[0][rows] / ctx.temperature
-            grad = (_scaled(logits, rows, ctx.part, ctx.temperature) - normaliser[rows, None]).exp_().mul_(-scale[:, None])
-            column, inside = _local_label(labels[rows], ctx.part)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, labels, normaliser = ctx.saved_tensors
+        layer: OutputLayer = ctx.layer
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        held = slice(layer.part.size)
+        for rows in layer.chunks(len(hidden)):
+            scale = grads[0][rows] / layer.temperature
+            grad = layer.logits(hidden[rows], weight).sub_(normaliser[rows, None]).exp_().mul_(-scale[:, None])
+            column, inside = layer.columns(labels[rows])
             grad.scatter_add_(-1, column[:, None], (scale * inside)[:, None])
-            grad_logits[rows, : ctx.part.size] = grad.to(logits.dtype)
-        return grad_logits, None, None, None
+            narrow = grad.to(hidden.dtype)
+            grad_hidden[rows] = narrow @ weight[held]
+            grad_weight[held] += _product(narrow.T, hidden[rows])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
-def _chunks(logits: Tensor, part: VocabularyPart) -> Iterator[slice]:
-    """Slices of rows; none when every column of this worker is padding."""
-    step = max(1, CHUNK_ELEMENTS // max(1, part.size))
-    return (slice(start, start + step) for start in range(0, len(logits) if part.size else 0, step))
+def _chunk_sums(logits: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    """The highest logit of each token [n], and three sums [3, n]; overwrites `logits` [n, part.size].
+
+    Of the exponentials of the logits less the highest; of the products of both; and of the label's own logit.
+    """
+    column, inside = layer.columns(labels)
+    label_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
+    highest = logits.amax(-1)
+    relative = logits.sub_(highest[:, None])
+    exponentials = relative.exp()
+    return highest, torch.stack((exponentials.sum(-1), torch.linalg.vecdot(exponentials, relative), label_logit))
 
 
-def _scaled(logits: Tensor, rows: slice, part: VocabularyPart, temperature: float) -> Tensor:
-    return logits[rows, : part.size].float() / temperature
+def _over_vocabulary(highest: Tensor, sums: Tensor, part: VocabularyPart) -> Tensor:
+    """The sums over all tensor-parallel workers, relative to the highest logit of all, which `highest` becomes."""
+    if part.group is None:
+        return sums
+    own = highest.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=part.group)
+    shift = own - highest if part.size else torch.zeros_like(highest)
+    total, weighted, label_logit = sums
+    factor = shift.exp()
+    sums = torch.stack((total * factor, (weighted + total * shift) * factor, label_logit))
+    dist.all_reduce(sums, group=part.group)
+    return sums
 
 
-def _local_label(labels: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Column of each label (0 where another worker has it), and whether it is here."""
-    column = labels - part.first
-    inside = (column >= 0) & (column < part.size)
-    return torch.where(inside, column, 0), inside
-
-
-def _all_reduce(tensor: Tensor, part: VocabularyPart, operation: Any) -> None:
-    if part.group is not None:
-        dist.all_reduce(tensor, op=operation, group=part.group)
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The matrix product in float32; on a GPU without rounding what half precision's products add up to."""
+    if left.is_cuda and left.dtype is not torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()

@@ -12,6 +12,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,7 +25,60 @@ from dagrl.layout import ParallelLayout
 from workers.families.megatron import padded_vocabulary
 from workers.megatron.architecture import Architecture
 from workers.megatron.attention import CausalAttention, RMSNorm
-from workers.megatron.logprobs import VocabularyPart
+from workers.megatron.logprobs import OutputLayer, VocabularyPart
+from workers.megatron.segments import Segments
+
+
+class HiddenStatesModel(GPTModel):  # type: ignore[misc]
+    """A GPTModel that ends before its output layer, and rotates each token by the position that it is given.
+
+    Logits of a whole microbatch would be most of its memory: `workers.megatron.logprobs` makes them in chunks.
+    """
+
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Segments | None) -> Tensor:
+        """Last hidden states [b, s, hidden size] on the last pipeline stage, for `tokens` and `positions` [b, s].
+
+        Positions are those of the first row; in the others they are the same.
+        """
+        self.rotary_pos_emb.positions = positions[0]
+        hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=segments)
+        return hidden
+
+    def output_weight(self) -> Tensor:
+        """This worker's rows of the output layer, [rows, hidden size]; on the last pipeline stage."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        # The output layer's own way in: what its backward pass gives on each worker is a part of a sum over the vocabulary.
+        if self.config.sequence_parallel:
+            hidden: Tensor = gather_from_sequence_parallel_region(hidden_states).transpose(0, 1).contiguous()
+            return hidden
+        # After the transposition: Megatron's all-reduce of a gradient that is not contiguous is lost (`mappings._reduce`).
+        hidden = copy_to_tensor_model_parallel_region(hidden_states.transpose(0, 1).contiguous())
+        return hidden
+
+
+class PositionRotary(torch.nn.Module):
+    """Rotary embedding of given positions, in place of Megatron's, which counts every row from 0."""
+
+    positions: Tensor  # [s]
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Angles [s, 1, 1, head_dim]."""
+        angles = torch.outer(self.positions.float(), self.inv_freq)  # type: ignore[arg-type]
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+    def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
+        """What Megatron asks for before `forward`, and gives to it."""
+        return len(self.positions)
 
 
 @dataclass(frozen=True)
@@ -30,7 +87,7 @@ class Model:
 
     architecture: Architecture
     config: TransformerConfig
-    chunks: tuple[GPTModel, ...]
+    chunks: tuple[HiddenStatesModel, ...]
 
     @property
     def vocabulary_part(self) -> VocabularyPart:
@@ -39,6 +96,13 @@ class Model:
         columns = padded_vocabulary(self.architecture.vocabulary, size) // size
         held = min(max(self.architecture.vocabulary - rank * columns, 0), columns)
         return VocabularyPart(rank * columns, held, parallel_state.get_tensor_model_parallel_group() if size > 1 else None)
+
+    def output_layer(self, temperature: float, chunk_tokens: int | None) -> OutputLayer | None:
+        """This rank's rows of the output layer; None where another pipeline stage has it."""
+        last = self.chunks[-1]
+        return (
+            OutputLayer(last.output_weight(), self.vocabulary_part, temperature, chunk_tokens) if last.post_process else None
+        )
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Parameters by name: Megatron's, after `vp{stage}.` where there are virtual stages."""
@@ -81,6 +145,7 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         embedding_init_method=_leave,
         # A loss is a sum over the global batch; without this Megatron divides by microbatches and data-parallel workers.
         calculate_per_token_loss=True,
+        moe_token_dispatcher_type="alltoall",  # the default takes microbatches of one shape only, with or without experts
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -129,6 +194,8 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         # With two stages, an interleaved schedule has two transfers between the same two workers at once; batched, each
         # is taken for the other, silently (megatron/training/arguments.py asks for more than two stages then).
         "batch_p2p_comm": layout.vpp == 1,
+        # Microbatches of different shapes announce them to the next stage.
+        "variable_seq_lengths": policy.dynamic_batching.enabled and layout.pp > 1,
         "overlap_p2p_comm": layout.vpp > 1,
     }
 
@@ -140,7 +207,6 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
         "moe_ffn_hidden_size": architecture.expert_ffn,
         "moe_layer_freq": [int(experts) for experts in architecture.moe_layers],
         "moe_grouped_gemm": False,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_permute_fusion": False,
@@ -150,9 +216,11 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _build_chunk(architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, stage: int) -> GPTModel:
+def _build_chunk(
+    architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, stage: int
+) -> HiddenStatesModel:
     virtual = stage if layout.vpp > 1 else None
-    model = GPTModel(
+    model = HiddenStatesModel(
         config=config,
         transformer_layer_spec=_layer_specs(config, virtual),
         vocab_size=padded_vocabulary(architecture.vocabulary, layout.tp),
@@ -165,7 +233,7 @@ def _build_chunk(architecture: Architecture, config: TransformerConfig, layout: 
         rotary_base=architecture.rope["rope_theta"],
         vp_stage=virtual,
     )
-    model.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture)
+    model.rotary_pos_emb = PositionRotary(_inverse_frequencies(architecture))
     return model
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.losses import LOSSES, Denominators
-from dagrl.metrics import StepMetrics
-from workers.megatron.logprobs import VocabularyPart, token_logprobs
+from dagrl.metrics import FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
+from workers.megatron.logprobs import OutputLayer, token_logprobs
 from workers.megatron.microbatches import Microbatch, Microbatches
 
 LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
@@ -27,20 +27,20 @@ LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class LossStep:
-    """What turns a microbatch's logits into its part of the loss."""
+    """What turns a microbatch's last hidden states into its part of the loss; `layer` is None where there are none."""
 
     name: str
     config: LossConfig
     denominators: Denominators
-    part: VocabularyPart
-    temperature: float
+    layer: OutputLayer | None
 
-    def __call__(self, microbatch: Microbatch, logits: Tensor) -> LossResult:
-        """The loss, a count of 0 (Megatron must not divide by one), and the metrics; `logits` [b, s, columns]."""
-        logprobs, _ = token_logprobs(logits, microbatch.labels, self.part, self.temperature)
+    def __call__(self, microbatch: Microbatch, hidden: Tensor) -> LossResult:
+        """The loss, a count of 0 (Megatron must not divide by one), and the metrics; `hidden` [b, s, hidden size]."""
+        assert self.layer is not None, "the last pipeline stage has the output layer"
+        logprobs, _ = token_logprobs(hidden, microbatch.labels, self.layer)
         output = LOSSES[self.name](logprobs, microbatch.data, self.config, self.denominators)
         metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
-        return output.loss, torch.zeros((), dtype=torch.int, device=logits.device), metrics
+        return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), metrics
 
 
 def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
@@ -53,15 +53,17 @@ def run_losses(chunks: list[Any], batch: Microbatches, loss: LossStep, backward:
     parts = _run(chunks, batch, loss, forward_only=not backward)
     names = ("sums", "maxima")
     merged = {kind: _merge([part[kind] for part in parts], torch.sum if kind == "sums" else torch.amax) for kind in names}
-    return StepMetrics(sums=merged["sums"], maxima=merged["maxima"])
+    tokens = {FILLED_TOKENS: batch.filled, PROCESSED_TOKENS: batch.processed}
+    return StepMetrics(sums=merged["sums"] | tokens, maxima=merged["maxima"])
 
 
-def run_logprobs(chunks: list[Any], batch: Microbatches, part: VocabularyPart, temperature: float) -> list[Tensor]:
+def run_logprobs(chunks: list[Any], batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:
     """Log-probabilities and entropy [rows, width], token aligned, on the last stage; an empty list on the others."""
 
-    def score(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        nothing = torch.zeros((), device=logits.device)
-        return nothing, nothing.int(), token_logprobs(logits, microbatch.labels, part, temperature)
+    def score(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        assert layer is not None, "the last pipeline stage has the output layer"
+        nothing = torch.zeros((), device=hidden.device)
+        return nothing, nothing.int(), token_logprobs(hidden, microbatch.labels, layer)
 
     with torch.no_grad():
         parts = _run(chunks, batch, score, forward_only=True)
@@ -75,8 +77,8 @@ def _run(
 
     def forward(microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         microbatch = next(microbatches)
-        logits = chunk(microbatch.tokens, microbatch.positions, None)
-        return logits, partial(score, microbatch)
+        hidden = chunk(microbatch.tokens, microbatch.positions, microbatch.segments)
+        return hidden, partial(score, microbatch)
 
     iterators = [iter(batch.items) for _ in chunks]
     several = len(chunks) > 1
@@ -85,8 +87,8 @@ def _run(
         data_iterator=iterators if several else iterators[0],
         model=chunks if several else chunks[0],
         num_microbatches=len(batch.items),
-        seq_length=batch.padded_width,
-        micro_batch_size=batch.micro_batch_size,
+        seq_length=batch.shape[1],
+        micro_batch_size=batch.shape[0],
         forward_only=forward_only,
     )
     return results

@@ -121,10 +121,9 @@ class MegatronWorker:
 
         trainer, rate = self._ready("weights", "gradients"), batch.scalars.get("lr")
         with self._running():
-            trainer.zero_gradients()
-            metrics = run_losses(
-                trainer.chunks, self._cut(batch, self._micro_batch_size), self._loss_step(batch, loss), True
-            )
+            for cut in self._cuts(batch, "train"):
+                trainer.zero_gradients()
+                metrics = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), True)
             shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
         return StepMetrics(metrics.sums, metrics.maxima, shared) if self._reports else StepMetrics()
 
@@ -136,9 +135,8 @@ class MegatronWorker:
 
         trainer = self._ready("weights")
         with self._running(), torch.no_grad():
-            metrics = run_losses(
-                trainer.chunks, self._cut(batch, self._micro_batch_size), self._loss_step(batch, loss), False
-            )
+            for cut in self._cuts(batch, "train"):
+                metrics = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), False)
         return metrics if self._reports else StepMetrics()
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
@@ -157,8 +155,9 @@ class MegatronWorker:
 
         trainer = self._ready("weights")
         with self._running(), self._weights_of(model):
-            cut = self._cut(batch, self.config.policy.logprob_batch_size)
-            columns = run_logprobs(trainer.chunks, cut, trainer.model.vocabulary_part, self._temperature)
+            layer = trainer.model.output_layer(self._temperature, self.config.policy.logprob_chunk_size)
+            for cut in self._cuts(batch, "logprob"):
+                columns = run_logprobs(trainer.chunks, cut, layer)
         if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
             return None
         inside = np.arange(batch.tokens)[None, :] < batch["lengths"].astype(np.int64)[:, None]
@@ -280,10 +279,6 @@ class MegatronWorker:
         return identity_of(self.context.layout, self.config.policy.precision, self._hf_config)
 
     @property
-    def _micro_batch_size(self) -> int:
-        return self.config.policy.train_micro_batch_size
-
-    @property
     def _temperature(self) -> float:
         generation = self.config.policy.generation
         return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
@@ -306,13 +301,17 @@ class MegatronWorker:
     def _slices_of(self, rank: int) -> list[WeightSlice]:
         return self.describe(self.config, self._hf_config, self.context.layout, rank)
 
-    def _cut(self, batch: Batch, size: int) -> Microbatches:
+    def _cuts(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
+        """The batch's microbatches; in a warm-up first those of every other shape that they may have."""
         from megatron.core import parallel_state
 
-        from workers.megatron.microbatches import cut_batch
+        from workers.megatron.microbatches import CutRule, Place, cut_batch, warmup_batches
 
-        group = parallel_state.get_context_parallel_group()
-        return cut_batch(batch, size, self.context.layout, self.context.coordinates.cp, group, self._device)
+        groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
+        place = Place(self.context.layout, self.context.coordinates, *groups, self._device)
+        rule = CutRule.of(self.config.policy, purpose)
+        batches = warmup_batches(batch, rule, place) if in_warmup() else (batch,)
+        return (cut_batch(item, rule, place) for item in batches)
 
     def _loss_step(self, batch: Batch, loss: str) -> LossStep:
         from dagrl.losses import LOSSES, Denominators
@@ -324,7 +323,8 @@ class MegatronWorker:
             float(batch.scalars["global_valid_tokens"]), float(batch.scalars["global_valid_sequences"])
         )
         temperature = 1.0 if loss == "sft" else self._temperature  # SFT learns the distribution itself
-        return LossStep(loss, self.config.loss_fn, denominators, self._ready().model.vocabulary_part, temperature)
+        layer = self._ready().model.output_layer(temperature, self.config.policy.logprob_chunk_size)
+        return LossStep(loss, self.config.loss_fn, denominators, layer)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
