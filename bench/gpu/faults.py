@@ -91,13 +91,13 @@ def _run_all(configs: Sequence[Config], directory: Path, workers: int) -> None:
     """Side by side on GPUs of their own where there are enough, else one after the other."""
     from dagrl.machine import gpu_count
 
-    gpus = gpu_count()
-    together = gpus >= len(configs) * workers
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpu_count())))).split(",")
+    together = len(gpus) >= len(configs) * workers
     context = multiprocessing.get_context("spawn")
     running = []
     for place, config in enumerate(configs):
-        mine = range(place * workers, (place + 1) * workers) if together else range(gpus)
-        process = context.Process(target=_run, args=(config, directory, ",".join(map(str, mine))))
+        mine = gpus[place * workers : (place + 1) * workers] if together else gpus
+        process = context.Process(target=_run, args=(config, directory, ",".join(mine)))
         process.start()
         running.append(process)
         if not together:
