@@ -1,7 +1,7 @@
 """What every channel must do, whatever carries it: cases that run in one process for each rank.
 
 `run_case` starts the processes and gives back what each rank returned. A case gets the rank's `Place` and returns
-something picklable. Used by tests/integration/test_channel_gloo.py and tests/gpu/test_channel_nccl.py.
+something picklable. Used by tests/integration/test_channel_{gloo,ipc}.py and tests/gpu/test_channel_nccl.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.weights import vllm_weight_slices
 
-Kind = Literal["gloo", "nccl"]
+Kind = Literal["gloo", "nccl", "ipc", "ipc on a GPU"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Place:
 
     spec: ChannelSpec
     side_ports: tuple[int, int]
+    device: str = "cpu"
 
     @property
     def rank(self) -> int:
@@ -55,10 +56,6 @@ class Place:
     @property
     def size(self) -> int:
         return self.spec.size
-
-    @property
-    def device(self) -> str:
-        return "cpu" if self.spec.kind == "gloo" else f"cuda:{self.rank}"
 
     def open(self) -> Channel:
         return open_channel(self.spec)
@@ -80,7 +77,9 @@ def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0,
     ports, address = (free_port(), free_port()), f"127.0.0.1:{free_port()}"
     running = []
     for rank in range(size):
-        place = Place(ChannelSpec(kind, address, rank, size, channel_timeout_s), ports)
+        backend: Literal["gloo", "nccl", "ipc"] = "ipc" if kind == "ipc on a GPU" else kind
+        device = {"nccl": f"cuda:{rank}", "ipc on a GPU": "cuda:0"}.get(kind, "cpu")
+        place = Place(ChannelSpec(backend, address, rank, size, channel_timeout_s), ports, device)
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(case, place, theirs))
         process.start()
@@ -105,8 +104,8 @@ def _result(connection: Connection, deadline: float) -> object:
 
 def _run(case: Case, place: Place, connection: Connection) -> None:
     torch.set_num_threads(1)
-    if place.spec.kind == "nccl":
-        torch.cuda.set_device(place.rank)
+    if place.device != "cpu":
+        torch.cuda.set_device(place.device)
     try:
         connection.send(case(place))
     except Exception:
@@ -274,10 +273,10 @@ def killed_in_a_refit(place: Place) -> object:
     weights = {name: tensor.to(place.device) for name, tensor in hf_weights(CONFIG).items()}
     if place.rank < half:
         sender = RefitSender(plan.for_rank(place.rank), megatron_tensors(weights, CONFIG, layout, place.rank), channel)
-        sender.send(1)
         if place.rank == 0:
+            sender.send(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        return _error_of(lambda: [sender.send(version) for version in range(2, 200)])
+        return _error_of(lambda: [sender.send(version) for version in range(1, 200)])
     tensors = zeros_like(vllm_tensors(weights, CONFIG, half, place.rank - half))
     receiver = RefitReceiver(plan.for_rank(place.rank), tensors, channel)
     return _error_of(lambda: [receiver.receive(version) for version in range(1, 200)])
@@ -304,6 +303,24 @@ def aborted(place: Place) -> object:
     return found
 
 
+def agreement(place: Place) -> object:
+    """Nobody goes on before the last rank agrees; what one refuses, nobody does; then all agree again; then one dies."""
+    channel = place.open()
+    is_last = place.rank == place.size - 1
+    if is_last:
+        time.sleep(0.3)
+    before = time.monotonic()
+    channel.agree(wait=place.rank != 1)  # rank 1 votes and goes on
+    after = time.monotonic()
+    refused = _error_of(lambda: channel.agree("it holds other weights" if is_last else ""))[0]
+    channel.agree()
+    if is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    died = _error_of(channel.agree)
+    channel.close()
+    return before, after, refused, died
+
+
 def absent_rank(place: Place) -> object:
     """The last rank never opens its end."""
     if place.rank == place.size - 1:
@@ -319,7 +336,7 @@ def reopened(place: Place) -> object:
         tensor = torch.zeros(1000, device=place.device)
         (channel.send if place.rank == 0 else channel.receive)(tensor, 1 - place.rank).wait()
         channel.synchronize()
-        if place.spec.kind == "gloo":
+        if place.device == "cpu":
             _meet(channel, place)
         channel.close()
         del channel

@@ -59,6 +59,16 @@ class ChannelSuite:
             assert result[0] != "no error" and result[1] < (5 if rank == 0 or self.notices_death else 18), result
         assert "the scheduler said so" in str(results[0])
 
+    def test_all_ranks_agree_or_none_goes_on(self) -> None:
+        *others, dead = run_case(cases.agreement, self.kind, self.ranks, channel_timeout_s=3)
+        assert dead is None
+        for rank, result in enumerate(others):
+            assert isinstance(result, tuple), result
+            before, after, refused, (died, seconds) = result
+            assert rank == 1 or after - before > 0.2
+            assert f"rank {self.ranks - 1} could not do its part: it holds other weights" in refused
+            assert ("did their part within" in died or "ended" in died or "broke" in died) and seconds < 6, died
+
     def test_an_absent_rank_is_an_error_of_those_who_came(self) -> None:
         *came, _ = run_case(cases.absent_rank, self.kind, self.ranks, channel_timeout_s=2)
         for result in came:

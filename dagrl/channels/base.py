@@ -26,7 +26,7 @@ class ChannelSpec:
     Opening and every wait take at most `timeout_s` seconds.
     """
 
-    kind: Literal["gloo", "nccl"]
+    kind: Literal["gloo", "nccl", "ipc"]
     address: str
     rank: int
     size: int
@@ -88,6 +88,14 @@ class Channel(Protocol):
         the host. What is returned lives as long as the channel.
         """
 
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        """Say that this rank has done its part of something, and return when all ranks have said so.
+
+        With a `refusal` it says why it cannot, and returns: the others get a ChannelError with it, but the channel stays
+        usable. Without `wait` it returns at once. All ranks must call this for the same things, in the same order. Raises
+        ChannelError when a rank refused, aborted, died or did not come within the deadline.
+        """
+
     def synchronize(self) -> None:
         """Return when all that was waited for has happened, as seen from the host; at most the deadline."""
 
@@ -146,4 +154,8 @@ def open_channel(spec: ChannelSpec) -> Channel:
         from dagrl.channels.nccl import NcclChannel
 
         return NcclChannel(spec)
-    raise ChannelError(f"channel kind {spec.kind!r} is unknown; there are 'gloo' and 'nccl'")
+    if spec.kind == "ipc":
+        from dagrl.channels.ipc import IpcChannel
+
+        return IpcChannel(spec)
+    raise ChannelError(f"channel kind {spec.kind!r} is unknown; there are 'gloo', 'nccl' and 'ipc'")

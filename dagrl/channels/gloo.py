@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
+from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
 from dagrl.errors import ChannelError
 
@@ -45,8 +46,9 @@ class GlooChannel:
         self.spec = spec
         self._lock = threading.Lock()
         self._reason: str | None = None
-        self._store: Store | None = open_store(spec)
-        self._group: ProcessGroup | None = _join(spec, self._store)
+        store = open_store(spec)
+        self._agreement = Agreement(store, spec)
+        self._group: ProcessGroup | None = _join(spec, store)
 
     def send(self, tensor: torch.Tensor, peer: int) -> GlooPending:
         """Send `tensor`, which must not change before the wait."""
@@ -67,21 +69,31 @@ class GlooChannel:
         """`work` itself: every Gloo message is posted by the host."""
         return work
 
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        """See `Channel.agree`."""
+        self._check_usable()
+        number = self._agreement.vote(refusal)
+        if wait and not refusal:
+            self._agreement.wait(number, self._check_usable)
+
     def synchronize(self) -> None:
         """Nothing is left to do: a Gloo wait is a wait of the host."""
 
     def _post(self, tensor: torch.Tensor, peer: int, operation: str, preposition: str) -> GlooPending:
         check_message(self.spec, tensor, peer, "cpu")
         what = f"{operation} of {tensor.nbytes} bytes {preposition} rank {peer}"
-        if self._group is None or self._reason is not None:
-            raise ChannelError(
-                f"{what} on a channel that is {'closed' if self._group is None else 'broken'}: {self._reason}"
-            )
+        self._check_usable(what)
         try:
             work = getattr(self._group, operation)([_as_bytes(tensor)], peer, _DATA_TAG)
         except RuntimeError as error:
             raise self.broken(what, error) from error
         return GlooPending(self, work, what)
+
+    def _check_usable(self, what: str = "agreement") -> None:
+        if self._group is None or self._reason is not None:
+            raise ChannelError(
+                f"{what} on a channel that is {'closed' if self._group is None else 'broken'}: {self._reason}"
+            )
 
     def broken(self, what: str, error: Exception) -> ChannelError:
         """The error of a failed message; the whole channel is given up, so that no peer waits for this rank."""
@@ -106,6 +118,7 @@ class GlooChannel:
             for peer in range(self.spec.size):
                 if peer != self.spec.rank:
                     self._break_pair(self._group, peer)
+            self._agreement.abort(reason)
 
     def _break_pair(self, group: ProcessGroup, peer: int) -> None:
         import torch
@@ -119,7 +132,7 @@ class GlooChannel:
         """Close connections, threads and the store."""
         with self._lock:
             self._group = None
-            self._store = None
+            self._agreement.close()
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

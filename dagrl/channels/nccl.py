@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
 from dagrl.errors import ChannelError, MissingDependencyError
 
@@ -54,8 +55,8 @@ class NcclChannel:
         self._reason: str | None = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._communicator: Any = None
-        self._store: Store | None = open_store(spec)
-        store = self._store
+        store = open_store(spec)
+        self._agreement = Agreement(store, spec)
         self._within_deadline(lambda: self._connect(store))
         self._posting_until: float | None = None
         self._closed = threading.Event()
@@ -163,6 +164,13 @@ class NcclChannel:
                 graph.replay()
         self._check_usable()
 
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        """See `Channel.agree`."""
+        self._check_usable()
+        number = self._agreement.vote(refusal)
+        if wait and not refusal:
+            self._agreement.wait(number, self._check_usable)
+
     def synchronize(self) -> None:
         """Wait on the host for the channel's stream and the current one; raises ChannelError when the deadline passes."""
         import torch
@@ -204,6 +212,7 @@ class NcclChannel:
                 self._reason = reason
                 self._free_graphs()
                 self._communicator.abort()
+                self._agreement.abort(reason)
 
     def _free_graphs(self) -> None:
         """Graphs refer to the communicator, whose end waits for theirs (NCCL's `commDestroySync`)."""
@@ -220,7 +229,7 @@ class NcclChannel:
                 self._free_graphs()
                 self._communicator.destroy()
             self._communicator = None
-            self._store = None
+            self._agreement.close()
 
 
 def _import_nccl() -> Any:

@@ -1,0 +1,130 @@
+"""Agreement of all ranks of a channel: nobody goes on before everybody has done its part, through the channel's own store.
+
+This is the second step of a refit: every rank has sent or holds all of a version, and only then is it taken up anywhere. It
+is a two-phase commit whose decision is the last rank's vote: a rank that fails never votes, so nobody is told to go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from dagrl.errors import ChannelError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from dagrl.channels.base import ChannelSpec
+
+_POLL_S, _LOOK_S, _LINGER_S = 1e-4, 0.05, 0.5
+_POLL_A_RANK_S = 1e-5  # the store serves one question at a time
+_ALL = "all"
+
+logger = logging.getLogger(__name__)
+
+
+class Agreement:
+    """One rank's part in agreements, which are counted: all ranks must ask for the same ones, in the same order."""
+
+    def __init__(self, store: Store, spec: ChannelSpec) -> None:
+        self._open_store: Store | None = store
+        self._spec = spec
+        self._number = 0
+
+    @property
+    def _store(self) -> Store:
+        assert self._open_store is not None, "channels look whether they are closed first"
+        return self._open_store
+
+    def vote(self, refusal: str = "") -> int:
+        """Say that this rank has done its part, or why it cannot; the number of the agreement, to be waited for."""
+        number = self._number
+        self._number += 1
+        with _named_errors(self._spec):
+            if refusal:
+                self._refuse(number, refusal)
+            elif self._store.add(f"agree/{number}/votes", 1) == self._spec.size:
+                self._store.set(f"agree/{number}/outcome", _ALL)
+                self._forget(number - 1)
+        return number
+
+    def wait(self, number: int, check: Callable[[], None]) -> None:
+        """Return when all ranks have voted; `check` is called now and then and may raise to give up.
+
+        Raises ChannelError when a rank aborted, or did not vote within the deadline.
+        """
+        start = time.monotonic()
+        looked, pause = start, max(_POLL_S, _POLL_A_RANK_S * self._spec.size)
+        key = f"agree/{number}/outcome"
+        with _named_errors(self._spec):
+            while not self._store.check([key]):
+                now = time.monotonic()
+                if now - looked > _LOOK_S:
+                    looked = now
+                    check()
+                if now - start > self._spec.timeout_s:
+                    raise self._late(number)
+                time.sleep(pause)
+            outcome = self._store.get(key).decode()
+        if outcome != _ALL:
+            raise ChannelError(f"{_name(self._spec)}: {outcome}; nobody goes on, replay the refit")
+
+    def _late(self, number: int) -> ChannelError:
+        voted = int(self._store.add(f"agree/{number}/votes", 0))
+        return ChannelError(
+            f"{_name(self._spec)}: only {voted} of {self._spec.size} ranks did their part within {self._spec.timeout_s} s; "
+            "look for the first error of the others, and open a new channel"
+        )
+
+    def abort(self, reason: str) -> None:
+        """Let those that wait know that this rank will not vote; from any thread, and when the store is gone already."""
+        try:
+            self._refuse(self._number, reason)
+        except RuntimeError as error:  # torch's DistError is one
+            logger.debug("%s, aborting: %s", _name(self._spec), error)
+
+    def close(self) -> None:
+        """Leave the store; rank 0, which serves it, gives the others a moment to read the last outcome."""
+        store, self._open_store = self._open_store, None
+        if store is None:
+            return
+        store.set_timeout(timedelta(seconds=_LINGER_S))
+        deadline = time.monotonic() + _LINGER_S
+        try:
+            left = store.add("agree/left", 1)
+            while self._spec.rank == 0 and left < self._spec.size and time.monotonic() < deadline:
+                time.sleep(1e-3)
+                left = store.add("agree/left", 0)
+        except RuntimeError as error:  # torch's DistError is one: rank 0 left first
+            logger.debug("%s, closing: %s", _name(self._spec), error)
+
+    def _refuse(self, number: int, reason: str) -> None:
+        self._store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} could not do its part: {reason}")
+
+    def _forget(self, number: int) -> None:
+        """An agreement that everybody has left: all of them voted in the next."""
+        for key in ("votes", "outcome"):
+            self._store.delete_key(f"agree/{number}/{key}")
+
+
+class _named_errors:
+    """The store's errors, which come when rank 0 is gone, as ChannelError."""
+
+    def __init__(self, spec: ChannelSpec) -> None:
+        self._spec = spec
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):  # torch's DistError is one
+            raise ChannelError(
+                f"{_name(self._spec)}: rank 0, which serves the channel's store, is gone: {error}; open a new channel"
+            ) from error
+
+
+def _name(spec: ChannelSpec) -> str:
+    return f"{spec.kind} channel rank {spec.rank} of {spec.size} ({spec.address})"

@@ -1,0 +1,286 @@
+"""Channel between processes of one host: CUDA IPC on GPUs, also between two processes on one GPU; shared memory on CPUs.
+
+NCCL cannot join two processes that share a GPU, which is how train and generation workers are colocated. Here every ordered
+pair of ranks has a mailbox of two slots in the sender's memory, made when its first message comes (and again for a larger
+one), mapped by the receiver once and kept. A sender copies its message into a slot, a receiver out of it: live tensors are
+never mapped elsewhere, so they may move or lose their memory between two refits (vLLM's sleep, offloaded weights).
+
+Counters of messages written and read lie in a small table that all ranks map. A rank that waits looks at them, at a flag
+that an abort sets, and at whether its peer's process still lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.channels.agreement import Agreement
+from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
+from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
+from dagrl.errors import ChannelError
+from dagrl.executors.futex import fence
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
+
+SLOTS = 2
+_WRITTEN, _READ, _MAILBOXES, _FIELDS = 0, 1, 2, 3  # columns of the table, one row for each ordered pair
+_SPIN_S, _PAUSE_S, _LOOK_S = 2e-3, 5e-5, 0.1  # wait without a pause, with one, and look after the peer's process
+
+
+class IpcPending:
+    """A message on its way; receiving happens in `wait`, in the order posted."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def wait(self) -> None:
+        """Return when the message's tensor may be used; raises ChannelError."""
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
+class IpcChannel:
+    """One rank's end; see `dagrl.channels.base.Channel`. Tensors may lie on the host or on any GPU that both sides see."""
+
+    def __init__(self, spec: ChannelSpec) -> None:
+        self.spec = spec
+        self._reason: str | None = None
+        self._closed = False
+        self._store: Store | None = open_store(spec)
+        self._agreement = Agreement(self._store, spec)
+        self._outgoing: dict[int, Segment] = {}
+        self._incoming: dict[int, tuple[int, Segment]] = {}  # by sender: which of its mailboxes, and the mapping
+        self._waiting: dict[int, list[IpcPending]] = {}
+        self._join()
+
+    def _join(self) -> None:
+        """Map the table, which rank 0 makes, and learn the others' processes."""
+        spec, rows = self.spec, self.spec.size**2 + 1
+        if spec.rank == 0:
+            self._table_segment = HostSegment(rows * _FIELDS * 8)
+            self._publish("table", self._table_segment.handle)
+        else:
+            self._table_segment = HostSegment.attach(self._load("table").partition(":")[2])
+        import torch
+
+        self._table: npt.NDArray[np.int64] = self._table_segment.bytes.view(torch.int64).view(rows, _FIELDS).numpy()
+        self._flag = rows - 1
+        self._publish(f"pid/{spec.rank}", str(os.getpid()))
+        pids = [int(self._load(f"pid/{rank}")) for rank in range(spec.size)]
+        self._lives = {rank: _Process(pid) for rank, pid in enumerate(pids) if rank != spec.rank}
+        self._agreement.wait(self._agreement.vote(), self._check_usable)  # all have mapped the table
+
+    def send(self, tensor: torch.Tensor, peer: int) -> IpcPending:
+        """Copy `tensor` into the peer's mailbox, waiting for a free slot; it may change when this returns."""
+        self._check_usable()
+        check_message(self.spec, tensor, peer, _device_type(tensor))
+        row = self._row(self.spec.rank, peer)
+        raw = _as_bytes(tensor)
+        if peer not in self._outgoing or len(self._outgoing[peer].bytes) < SLOTS * len(raw):
+            self._make_mailbox(peer, row, raw)
+        number = int(self._table[row, _WRITTEN])
+        self._wait_until(lambda: number - int(self._table[row, _READ]) < SLOTS, peer, f"taking {len(raw)} bytes from")
+        _slot(self._outgoing[peer], number, len(raw)).copy_(raw)
+        self._finish_copies(tensor.device)
+        fence()
+        self._table[row, _WRITTEN] = number + 1
+        return IpcPending(lambda: None)
+
+    def receive(self, tensor: torch.Tensor, peer: int) -> IpcPending:
+        """Receive into `tensor`, when waited for."""
+        self._check_usable()
+        check_message(self.spec, tensor, peer, _device_type(tensor))
+        before = self._waiting.setdefault(peer, [])
+        pending = IpcPending(lambda: self._take(tensor, peer, pending))
+        before.append(pending)
+        return pending
+
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[IpcPending]:
+        """Post several messages at once."""
+        return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work` itself: messages are posted by the host."""
+        return work
+
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        """See `Channel.agree`."""
+        self._check_usable()
+        number = self._agreement.vote(refusal)
+        if wait and not refusal:
+            self._agreement.wait(number, self._check_peers)
+
+    def synchronize(self) -> None:
+        """Nothing is left to do: messages are waited for on the host."""
+
+    def abort(self, reason: str) -> None:
+        """Break the channel from any thread: every rank that waits sees it."""
+        if self._closed or self._reason is not None:
+            return
+        self._reason = reason
+        self._table[self._flag, 0] = self.spec.rank + 1
+        self._agreement.abort(reason)
+
+    def close(self) -> None:
+        """Unmap the peers' mailboxes and free the own ones, once their receivers let go or a moment has passed."""
+        if self._closed:
+            return
+        self._closed = True
+        for sender, (_, segment) in self._incoming.items():
+            segment.close()
+            self._table[self._row(sender, self.spec.rank), _MAILBOXES] = 0
+        deadline = time.monotonic() + min(1.0, self.spec.timeout_s)
+        for peer, segment in self._outgoing.items():
+            row = self._row(self.spec.rank, peer)
+            while self._table[row, _MAILBOXES] and self._lives[peer] and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+            segment.close()
+        for process in self._lives.values():
+            process.close()
+        self._incoming, self._outgoing = {}, {}
+        self._table_segment.close()
+        self._agreement.close()
+        self._store = None
+
+    def _publish(self, key: str, text: str) -> None:
+        assert self._store is not None
+        self._store.set(f"ipc/{key}", text)
+
+    def _load(self, key: str) -> str:
+        """What a peer published, or will within the deadline."""
+        assert self._store is not None
+        try:
+            return str(self._store.get(f"ipc/{key}").decode())
+        except RuntimeError as error:  # torch's DistError is one
+            raise cannot_join(self.spec, error) from error
+
+    def _row(self, sender: int, receiver: int) -> int:
+        return sender * self.spec.size + receiver
+
+    def _make_mailbox(self, peer: int, row: int, raw: torch.Tensor) -> None:
+        """Memory for two messages as large as this one; the peer has taken everything out of an earlier mailbox."""
+        number = int(self._table[row, _WRITTEN])
+        self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, "emptying its mailbox by")
+        if peer in self._outgoing:
+            self._outgoing.pop(peer).close()
+        segment = self._outgoing[peer] = create_segment(SLOTS * len(raw), raw.device)
+        count = int(self._table[row, _MAILBOXES]) + 1
+        self._publish(f"mailbox/{row}/{count}", segment.handle)
+        self._table[row, _MAILBOXES] = count
+
+    def _take(self, tensor: torch.Tensor, peer: int, pending: IpcPending) -> None:
+        """Copy the next message of `peer` out of its mailbox, after those posted before."""
+        before = self._waiting[peer]
+        while before[0] is not pending:
+            before[0].wait()
+        row = self._row(peer, self.spec.rank)
+        number = int(self._table[row, _READ])
+        self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"sending {tensor.nbytes} bytes by")
+        fence()
+        raw = _as_bytes(tensor)
+        raw.copy_(_slot(self._mailbox(peer, row), number, len(raw)))
+        self._finish_copies(tensor.device)
+        fence()
+        self._table[row, _READ] = number + 1
+        before.pop(0)
+
+    def _mailbox(self, peer: int, row: int) -> Segment:
+        """The sender's newest mailbox, mapped once."""
+        count = int(self._table[row, _MAILBOXES])
+        known = self._incoming.get(peer)
+        if known is None or known[0] != count:
+            if known is not None:
+                known[1].close()
+            handle = self._load(f"mailbox/{row}/{count}")
+            known = self._incoming[peer] = count, attach_segment(handle)
+        return known[1]
+
+    def _finish_copies(self, device: torch.device) -> None:
+        """Wait on the host for what the current stream was given, with the deadline."""
+        if device.type != "cuda":
+            return
+        import torch
+
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(device))
+        self._wait_until(lambda: bool(done.query()), None, "copying")  # type: ignore[no-untyped-call]
+
+    def _wait_until(self, ready: Callable[[], bool], peer: int | None, doing: str) -> None:
+        start = looked = time.monotonic()
+        while not ready():
+            self._check_usable()
+            now = time.monotonic()
+            what = doing if peer is None else f"{doing} rank {peer}"
+            if now - start > self.spec.timeout_s:
+                raise self._broken(f"{what} did not end within {self.spec.timeout_s} s")
+            if now - looked > _LOOK_S:
+                looked = now
+                if peer is not None and not self._lives[peer]:
+                    raise self._broken(f"{what} will not happen: its process ended")
+            if now - start > _SPIN_S:
+                time.sleep(_PAUSE_S)
+
+    def _check_peers(self) -> None:
+        self._check_usable()
+        gone = [rank for rank, process in self._lives.items() if not process]
+        if gone:
+            raise self._broken(f"the process of rank {gone[0]} ended")
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ChannelError(f"{self._name()} is closed; open a new channel")
+        if self._reason is not None:
+            raise ChannelError(f"{self._name()} is broken: {self._reason}; open a new channel")
+        if self._table[self._flag, 0]:
+            raise ChannelError(f"{self._name()}: rank {self._table[self._flag, 0] - 1} broke it; open a new channel")
+
+    def _broken(self, found: str) -> ChannelError:
+        self.abort(found)
+        return ChannelError(f"{self._name()}: {found}; open a new channel")
+
+    def _name(self) -> str:
+        return f"ipc channel rank {self.spec.rank} of {self.spec.size} ({self.spec.address})"
+
+
+class _Process:
+    """Whether a process still lives; a killed one counts as ended at once, also before its parent looks."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    def __bool__(self) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    return "cuda" if tensor.is_cuda else "cpu"
+
+
+def _slot(segment: Segment, number: int, nbytes: int) -> torch.Tensor:
+    start = number % SLOTS * (len(segment.bytes) // SLOTS)
+    return segment.bytes[start : start + nbytes]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)
