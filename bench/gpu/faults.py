@@ -139,8 +139,8 @@ def _fault(place: str, directory: Path) -> Fault:
     heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
     ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
     first = DEATH_AT[place] + (0 if place == "refit" else 1)  # the step that a checkpoint of the step before goes on with
-    following = [version + 1 for version in DEATH_AT.values() if version + 1 > first]
-    compared = range(first, min([*following, max(ours) + 1]))
+    later = list(DEATH_AT.values())[list(DEATH_AT).index(place) + 1 :]
+    compared = range(first, later[0] if later else max(ours) + 1)
 
     def difference(name: str) -> float:
         return max(abs(ours[step][name] - theirs[step][name]) / max(abs(theirs[step][name]), 1e-9) for step in compared)
