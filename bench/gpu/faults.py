@@ -138,9 +138,9 @@ def _fault(place: str, directory: Path) -> Fault:
     died = died_at(directory / "deaths", place)
     heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
     ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
-    first = DEATH_AT[place] + (0 if place == "refit" else 1)  # the step that a checkpoint of the step before goes on with
-    later = list(DEATH_AT.values())[list(DEATH_AT).index(place) + 1 :]
-    compared = range(first, later[0] if later else max(ours) + 1)
+    later = PLACES[PLACES.index(place) + 1 :]
+    first = _first_step(place)
+    compared = range(first, _first_step(later[0]) if later else max(ours) + 1)
 
     def difference(name: str) -> float:
         return max(abs(ours[step][name] - theirs[step][name]) / max(abs(theirs[step][name]), 1e-9) for step in compared)
@@ -156,6 +156,11 @@ def _fault(place: str, directory: Path) -> Fault:
         loss_difference=difference("loss"),
         reward_difference=difference("reward/mean"),
     )
+
+
+def _first_step(place: str) -> int:
+    """The step that a run goes on with after a death: the one that was not finished."""
+    return DEATH_AT[place] + (0 if place == "refit" else 1)
 
 
 def _steps(directory: Path) -> dict[int, Metrics]:
