@@ -20,42 +20,41 @@ _SIGN_AND_FRACTION, _EXPONENT = 0x81FF, 0x3C00
 """Of a bfloat16: the bits that vary (sign, fraction, two of the exponent), and those that are set: 2^-7 to 2^-3."""
 
 
-def expected(name: str, box: Box, version: int, device: torch.device) -> torch.Tensor:
-    """The bfloat16 elements of `box` of the parameter `name`."""
-    mixed = torch.full((), zlib.crc32(name.encode()) + version * 0x27D4EB2F, dtype=torch.int64, device=device)
-    for dim, (start, stop) in enumerate(box):
-        index = torch.arange(start, stop, dtype=torch.int64, device=device) * _STEPS[dim % len(_STEPS)]
-        mixed = mixed.unsqueeze(-1) + index
+def expected(
+    held: WeightSlice, version: int, device: torch.device, aliases: Mapping[str, str] | None = None
+) -> torch.Tensor:
+    """The bfloat16 elements of a slice, of its extents; those of a stack differ by the names of its parameters."""
+    name, box = (aliases or {}).get(held.name, held.name), held.box
+    names, inner = [name], box
+    if STACKED in name:
+        names, inner = [numbered(name, number) for number in range(*box[0])], box[1:]
+    seeds = [zlib.crc32(one.encode()) + version * 0x27D4EB2F for one in names]
+    mixed = torch.tensor(seeds, dtype=torch.int64, device=device)
+    for dim, (start, stop) in enumerate(inner):
+        mixed = mixed.unsqueeze(-1) + torch.arange(start, stop, dtype=torch.int64, device=device) * _STEPS[dim]
     bits = ((mixed >> 11) ^ mixed) & _SIGN_AND_FRACTION | _EXPONENT
-    return torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.bfloat16)
+    elements = torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.bfloat16)
+    return elements if STACKED in name else elements[0]
 
 
-def _boxes(held: WeightSlice) -> list[tuple[str, Box]]:
-    """The parameters, and the boxes of them, that a slice stands for; a stack parameter by parameter."""
-    if STACKED not in held.name:
-        return [(held.name, held.box)]
-    return [(numbered(held.name, number), held.box[1:]) for number in range(*held.box[0])]
-
-
-def _parts(tensors: Mapping[str, torch.Tensor], held: WeightSlice) -> list[torch.Tensor]:
-    """The live views that hold `_boxes(held)`."""
+def _parts(tensors: Mapping[str, torch.Tensor], held: WeightSlice, truth: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """The live views that hold a slice, each beside its part of the truth."""
     found = views(tensors, held.tensor, held.local, [stop - start for start, stop in held.box])
-    if STACKED in held.name and STACKED not in held.tensor:
-        return list(found[0])
-    return found
+    return list(zip(found, truth, strict=True)) if STACKED in held.tensor else [(found[0], truth)]
 
 
 def fill(tensors: Mapping[str, torch.Tensor], slices: Sequence[WeightSlice], version: int) -> None:
     """Write what a source of `slices` holds at `version`."""
+    device = next(iter(tensors.values())).device
     for held in slices:
-        for part, (name, box) in zip(_parts(tensors, held), _boxes(held), strict=True):
-            part.copy_(expected(name, box, version, part.device))
+        parts = _parts(tensors, held, expected(held, version, device))
+        torch._foreach_copy_([part for part, _ in parts], [truth for _, truth in parts])
 
 
 def clear(tensors: Mapping[str, torch.Tensor]) -> None:
     """Make sure that what is found later was written later."""
     for tensor in tensors.values():
-        tensor.view(torch.uint8).fill_(0xA5) if tensor.is_contiguous() else tensor.zero_()
+        tensor.detach().view(torch.uint8).fill_(0xA5)
 
 
 def wrong(
@@ -64,28 +63,18 @@ def wrong(
     version: int,
     aliases: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The parameters of which a destination of `slices` does not hold `version`, bit for bit."""
-    found: dict[str, None] = {}
-    for held in slices:
-        scales = _scales(tensors, held)
-        for part, scale, (name, box) in zip(_parts(tensors, held), scales, _boxes(held), strict=True):
-            truth = expected((aliases or {}).get(name, name), box, version, part.device)
-            if scale is None:
-                same = torch.equal(part.view(torch.int16), truth.view(torch.int16))
-            else:
-                quantized, factors = quantize_blocks(truth)
-                same = torch.equal(part.view(torch.uint8), quantized.view(torch.uint8)) and torch.equal(scale, factors)
-            if not same:
-                found[name] = None
-    return list(found)
+    """The parameters (or stacks of them) of which a destination of `slices` does not hold `version`, bit for bit."""
+    device = next(iter(tensors.values())).device
+    return [held.name for held in slices if not _holds(tensors, held, expected(held, version, device, aliases))]
 
 
-def _scales(tensors: Mapping[str, torch.Tensor], held: WeightSlice) -> Sequence[torch.Tensor | None]:
+def _holds(tensors: Mapping[str, torch.Tensor], held: WeightSlice, truth: torch.Tensor) -> bool:
     if held.scales is None:
-        return [None] * len(_boxes(held))
-    shape = scale_shape(tuple(stop - start for start, stop in held.box))
-    found = views(tensors, held.scales.tensor, held.scales.local, shape)
-    return list(found[0]) if STACKED in held.name else found
+        return all(torch.equal(part.view(torch.int16), one.view(torch.int16)) for part, one in _parts(tensors, held, truth))
+    quantized, factors = quantize_blocks(truth)
+    (part,) = views(tensors, held.tensor, held.local, truth.shape)
+    (scale,) = views(tensors, held.scales.tensor, held.scales.local, scale_shape(tuple(truth.shape)))
+    return torch.equal(part.view(torch.uint8), quantized.view(torch.uint8)) and torch.equal(scale, factors)
 
 
 def described(slices: Sequence[WeightSlice], device: torch.device) -> dict[str, torch.Tensor]:

@@ -1,0 +1,65 @@
+"""Ranks of a benchmark in step: barriers, values gathered, and starts at one instant, over a store of their own."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+Value = TypeVar("Value")
+_AHEAD_S = 0.002  # how far ahead a common start lies: more than a store needs to tell everybody
+_POLL_S = 2e-4
+
+
+class Control:
+    """One rank of `size`; all ranks must call the same methods in the same order. Ranks share the host's clock."""
+
+    def __init__(self, port: int, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._store = TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=timeout_s))
+        self._timeout_s = timeout_s
+        self._number = 0
+
+    def _key(self) -> str:
+        self._number += 1
+        return f"step/{self._number}"
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        key, deadline = self._key(), time.monotonic() + self._timeout_s
+        arrived = self._store.add(key, 1)
+        while arrived < self.size:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank}: {self.size - arrived} ranks did not come within {self._timeout_s} s")
+            time.sleep(_POLL_S)
+            arrived = self._store.add(key, 0)
+
+    def gather(self, value: Value) -> list[Value]:
+        """The value of every rank."""
+        key = self._key()
+        self._store.set(f"{key}/{self.rank}", pickle.dumps(value).hex())
+        return [pickle.loads(bytes.fromhex(self._store.get(f"{key}/{rank}").decode())) for rank in range(self.size)]  # noqa: S301
+
+    def start_together(self) -> None:
+        """Return at the same instant on all ranks, without sleeping towards the end."""
+        self.barrier()
+        key = self._key()
+        if self.rank == 0:
+            self._store.set(key, repr(time.monotonic() + _AHEAD_S))
+        start = float(self._store.get(key))
+        while time.monotonic() < start:
+            pass
+
+    def seconds(self, act: Callable[[], object], rounds: int, warmup: int) -> list[float]:
+        """Seconds of each round, those of the slowest rank, sorted; all ranks start each round at one instant."""
+        taken = []
+        for _ in range(warmup + rounds):
+            self.start_together()
+            start = time.perf_counter()
+            act()
+            taken.append(time.perf_counter() - start)
+        return sorted(max(each) for each in zip(*self.gather(taken[warmup:]), strict=True))

@@ -1,0 +1,291 @@
+"""One rank of the refit benchmark: it holds its side of every case, carries it in every way, and compares what arrived.
+
+Every method is measured in the same processes, over the same tensors: all ranks start at one instant, the slowest counts.
+After each, every element held by a destination is compared with what it must be (`refit_truth.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from bench.refit_cases import Case
+from bench.refit_control import Control
+from bench.refit_rivals import PACKED_BYTES, RAW_BYTES, Broadcast, raw_bytes_per_second
+from bench.refit_sides import Side, described_side, megatron_side, vllm_side
+from bench.refit_truth import clear, fill, wrong
+from dagrl.channels import Channel, ChannelSpec, open_channel
+from dagrl.refit import RefitReceiver, RefitReport, RefitSender, plan_refit
+from dagrl.refit.moves import message_bytes
+from dagrl.refit.slices import WeightSlice
+from dagrl.refit.verify import Verify
+
+PORTS_A_CASE = 2
+"""One where the train side's process group meets, one for the channel."""
+
+Row = dict[str, Any]
+Said = Callable[[Row], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks are told; `ports` are `PORTS_A_CASE` for each case."""
+
+    cases: Sequence[Case]
+    kind: Literal["gloo", "nccl"]
+    real: bool
+    rounds: int
+    control_port: int
+    ports: Sequence[int]
+    bucket_bytes: int | None = None
+    timeout_s: float = 20.0
+    rivals: bool = True
+
+
+class Rank:
+    """One rank of some cases, all with as many ranks."""
+
+    def __init__(self, settings: Settings, rank: int, say: Said) -> None:
+        self.settings, self.rank = settings, rank
+        self.size = settings.cases[0].gpus
+        on_gpu = settings.kind == "nccl"
+        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        self.control = Control(settings.control_port, rank, self.size, 4 * settings.timeout_s)
+        self._group_address = self._channel_address = ""
+        self._say = say if rank == 0 else lambda row: None
+        self._built: tuple[Any, Side] | None = None
+
+    def run(self) -> None:
+        """All cases; one that fails is told and left."""
+        for number, case in enumerate(self.settings.cases):
+            ports = self.settings.ports[PORTS_A_CASE * number :]
+            self._group_address, self._channel_address = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
+            with self._together(case, "prepare"):
+                self._run_case(case)
+
+    @contextmanager
+    def _together(self, case: Case, method: str) -> Iterator[None]:
+        """Errors of any rank, told by rank 0; then all go on. Nobody is left waiting longer than the deadlines allow."""
+        error = ""
+        try:
+            yield
+        except Exception:
+            error = f"rank {self.rank}: {traceback.format_exc()}"
+        errors = [one for one in self.control.gather(error) if one]
+        if errors:
+            self._say({"name": case.name, "dtype": case.dtype, "method": method, "error": "\n".join(errors)})
+
+    def _run_case(self, case: Case) -> None:
+        started = time.perf_counter()
+        if case.to_megatron:
+            self._run_resharding(case)
+            return
+        side = self._side(case)
+        if self.rank < case.train.world_size:
+            fill(side.tensors, side.slices, 1)
+        self._say({"name": case.name, "dtype": case.dtype, "note": f"built in {time.perf_counter() - started:.1f} s"})
+        self._measure(case, side, rivals=self.settings.rivals and not case.fp8)
+
+    def _run_resharding(self, case: Case) -> None:
+        from bench.refit_resharding import Resharding
+
+        self._let_go()
+        resharding = Resharding(case, self.rank, self._group_address, self.device)
+        try:
+            if self.rank < case.train.world_size:
+                fill(resharding.side.tensors, resharding.side.slices, 1)
+            self._measure(case, resharding.side, rivals=False)
+            with self._together(case, "megatron.core.resharding"):
+                self._time(case, "megatron.core.resharding", resharding.side, resharding.swap(), {})
+        finally:
+            resharding.close()
+            del resharding
+            self._let_go()
+
+    def _side(self, case: Case) -> Side:
+        """This rank's side; the one built last is used again where it is the same."""
+        train = case.train.world_size
+        is_train, rank = self.rank < train, self.rank % train
+        key = (case.model, case.train) if is_train else (case.model, case.tp, case.fp8, case.expert_parallel)
+        if self._built is not None and self._built[0] == key:
+            return self._built[1]
+        self._let_go()
+        if not self.settings.real:
+            slices = (case.sources() + case.destinations())[self.rank]
+            side = described_side(slices, self.device, "tensors of the described shapes")
+        elif is_train:
+            side = megatron_side(case, rank, self._group_address, self.device)
+        else:
+            side = vllm_side(case, rank, self.device)
+        self._built = (key, side)
+        return side
+
+    def _let_go(self) -> None:
+        self._built = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _channel(self, case: Case) -> Iterator[Channel]:
+        spec = ChannelSpec(self.settings.kind, self._channel_address, self.rank, case.gpus, self.settings.timeout_s)
+        channel = open_channel(spec)
+        try:
+            yield channel
+        finally:
+            channel.close()
+
+    def _measure(self, case: Case, side: Side, rivals: bool) -> None:
+        """All ways of one case."""
+        with self._channel(case) as channel:
+            half = case.train.world_size
+            pairs = {rank: half + rank % case.tp for rank in range(half)}
+            sizes = RAW_BYTES if self.device.type == "cuda" else (1 << 20,)
+            raw = raw_bytes_per_second(channel, self.control, pairs, self.device, sizes)
+            facts = {
+                "raw_gb_per_s": max(raw.values()) / 1e9,
+                "raw_by_message_bytes": {str(size): rate / 1e9 for size, rate in raw.items()},
+                "holders": sorted({one for one in self.control.gather(side.holder)}),
+            }
+            methods: list[tuple[str, Verify, bool]] = [("dagrl", "off", True), ("dagrl stream", "off", False)]
+            methods += [("dagrl verify=checksum", "checksum", True), ("dagrl verify=bitwise", "bitwise", True)]
+            for method, verify, record in methods:
+                with self._together(case, method):
+                    self._refit(case, side, channel, method, verify, record, facts)
+        for method, size in (("broadcast a parameter", 0), ("packed broadcast", PACKED_BYTES)) if rivals else ():
+            with self._together(case, method):
+                self._broadcast(case, side, method, size, facts)
+
+    def _refit(
+        self, case: Case, side: Side, channel: Channel, method: str, verify: Verify, record: bool, facts: Mapping[str, Any]
+    ) -> None:
+        start = time.perf_counter()
+        plan = plan_refit(
+            case.sources(),
+            case.destinations(),
+            dtype="bfloat16",
+            aliases=case.aliases,
+            bucket_bytes=self.settings.bucket_bytes,
+        )
+        mine, planned = plan.for_rank(self.rank), time.perf_counter()
+        end: RefitSender | RefitReceiver
+        if self.rank < case.train.world_size:
+            end = RefitSender(mine, side.tensors, channel, verify, record)
+        else:
+            end = RefitReceiver(mine, side.tensors, channel, verify, record)
+        prepared = time.perf_counter()
+        reports: list[RefitReport] = []
+
+        def carry() -> None:
+            reports.append(end.send(1) if isinstance(end, RefitSender) else end.receive(1))
+
+        more = {
+            "staging_bytes": mine.staging_bytes,
+            "bucket_bytes": max(bucket.nbytes for bucket in (*mine.sends, *mine.receives)),
+            "rounds": plan.summary().rounds,
+            "plan_s": planned - start,
+            "prepare_s": prepared - planned,
+        }
+        if verify == "off":
+            more |= self._stages(end, channel)
+        self._time(case, method, side, carry, {**facts, **more}, None if verify == "off" else reports)
+
+    def _stages(self, end: RefitSender | RefitReceiver, channel: Channel) -> dict[str, float]:
+        """Seconds of packing, messages and unpacking, each alone; the slowest rank's."""
+        if self.device.type != "cuda":
+            return {}
+        pack = self._event_seconds(lambda: [memory.pack() for memory in end.rounds.sends])
+        unpack = self._event_seconds(lambda: [memory.unpack() for memory in end.rounds.receives])
+
+        def wire() -> None:
+            end.rounds.run_wire()
+            channel.synchronize()
+
+        wire()
+        taken = self.control.seconds(wire, rounds=3, warmup=1)
+        alone = self.control.gather((pack, unpack))
+        return {"pack_s": max(p for p, _ in alone), "wire_s": taken[1], "unpack_s": max(u for _, u in alone)}
+
+    def _event_seconds(self, act: Callable[[], object]) -> float:
+        """By CUDA events, once warm."""
+        act()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()  # type: ignore[no-untyped-call]
+        act()
+        last.record()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        return float(first.elapsed_time(last)) / 1e3  # type: ignore[no-untyped-call]
+
+    def _broadcast(self, case: Case, side: Side, method: str, size: int, facts: Mapping[str, Any]) -> None:
+        broadcast = Broadcast(case, side, self.control, self.device, size)
+        try:
+            self._time(case, method, side, broadcast.run, {**facts, "staging_bytes": broadcast.buffer_bytes}, few=True)
+        finally:
+            broadcast.close()
+
+    def _time(
+        self,
+        case: Case,
+        method: str,
+        side: Side,
+        carry: Callable[[], object],
+        facts: Mapping[str, Any],
+        verified: Sequence[RefitReport] | None = None,
+        few: bool = False,
+    ) -> None:
+        """Measure `carry`, compare what arrived, and tell the row."""
+        is_receiver = self.rank >= case.train.world_size
+        if is_receiver:
+            clear(side.tensors)
+        rounds = 3 if few else self.settings.rounds
+        taken = self.control.seconds(carry, rounds, warmup=1 if few else 3)
+        bad = wrong(side.tensors, side.slices, 1, case.aliases) if is_receiver else []
+        wanted = max(self.control.gather(_bytes(side.slices) if is_receiver else 0))
+        median = taken[len(taken) // 2]
+        row = {
+            "name": case.name,
+            "method": method,
+            "dtype": case.dtype,
+            "gpus": case.gpus,
+            "bytes_into_rank": wanted,
+            "median_s": median,
+            "p90_s": taken[min(len(taken) - 1, int(0.9 * len(taken)))],
+            "min_s": taken[0],
+            "max_s": taken[-1],
+            "n": len(taken),
+            "gb_per_s": wanted / median / 1e9,
+            **facts,
+            "wrong_parameters": sum(map(len, self.control.gather(bad))),
+        }
+        if "raw_gb_per_s" in row:
+            row["share_of_raw"] = row["gb_per_s"] / row["raw_gb_per_s"]
+        if verified is not None:
+            row["verify_s"] = max(self.control.gather(verified[-1].verify_seconds))
+        self._say(row)
+
+
+def _bytes(slices: Sequence[WeightSlice]) -> int:
+    """What a destination holds, however it gets it."""
+    return sum(message_bytes(held.box, held.dtype or "bfloat16", held.scales is not None) for held in slices)
+
+
+def run_rank(settings: Settings, rank: int, connection: Any) -> None:
+    """A process of the benchmark; rows go to `connection`."""
+    if rank < settings.cases[0].train.world_size:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # as Megatron's workers have it
+    torch.set_num_threads(1)
+    try:
+        Rank(settings, rank, connection.send).run()
+    except Exception:
+        connection.send({"rank": rank, "error": traceback.format_exc()})
+    connection.send(None)

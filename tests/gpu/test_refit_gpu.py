@@ -1,0 +1,159 @@
+"""Refits on GPUs: the copy kernel against torch, recorded refits against slicing, memory that moves, peers that stay away."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import channel_cases as cases
+from tests.channel_cases import Place, run_case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Every bit pattern, so that equal means equal bytes."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, device="cuda").view(dtype).view(shape)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Targets and sources: strided, stacked, transposed, of odd sizes and at odd places, empty, of one element."""
+    whole = random((6, 96, 320), dtype)
+    return [
+        (random((6, 96, 160), dtype), whole[:, :, 160:]),  # columns
+        (random((6, 192, 320), dtype)[:, 96:], whole),  # rows of a stack
+        (random((96, 320), dtype), whole[3]),  # in one piece
+        (random((5, 7, 9), dtype), whole[:5, 11:18, 3:12]),  # odd
+        (random((1001,), dtype)[1:], random((1003,), dtype)[3:]),  # off any boundary
+        (random((320, 96), dtype), whole[1].t()),  # transposed
+        (random((7, 3), dtype)[::2], random((4, 3), dtype)),
+        (random((), dtype), random((), dtype)),
+        (random((0, 4), dtype), random((0, 4), dtype)),
+        (random((3000, 1024), dtype), random((3000, 2048), dtype)[:, 512:1536]),
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_copies_what_torch_copies(dtype: torch.dtype) -> None:
+    from dagrl.refit.copies import BatchedCopy
+
+    copied = pairs(dtype)
+    copy = BatchedCopy(*(list(side) for side in zip(*copied, strict=True)))
+    for _ in range(2):
+        copy.run()
+        for target, source in copied:
+            assert torch.equal(raw(target), raw(source)), (target.shape, target.stride())
+        for _, source in copied:
+            source.copy_(random(tuple(source.shape), dtype))
+
+
+def test_nothing_beside_the_targets_is_written() -> None:
+    from dagrl.refit.copies import BatchedCopy
+
+    around = torch.full((64, 4096), 7, dtype=torch.uint8, device="cuda")
+    BatchedCopy([around[3:60, 17:4000]], [torch.full((57, 3983), 9, dtype=torch.uint8, device="cuda")]).run()
+    expected = torch.full((64, 4096), 7, dtype=torch.uint8, device="cuda")
+    expected[3:60, 17:4000] = 9
+    assert torch.equal(around, expected)
+
+
+def test_a_cast_in_a_bucket_is_left_to_torch() -> None:
+    from dagrl.refit.copies import BatchedCopy
+
+    source = torch.randn(64, 64, device="cuda")
+    cast, same = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda"), torch.zeros(64, 64, device="cuda")
+    BatchedCopy([cast, same], [source, source]).run()
+    assert torch.equal(cast, source.bfloat16()) and torch.equal(same, source)
+
+
+def moved(place: Place) -> object:
+    """Six versions over two GPUs: recorded from the second on, recorded again after one side's tensors moved."""
+    from dagrl.refit import RefitReceiver, RefitSender
+    from tests.unit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
+
+    plan, layout = cases._refit_plan(place.size)
+    channel = place.open()
+    recorded = []
+    record = channel.record
+    channel.record = lambda work: recorded.append(1) or record(work)  # type: ignore[method-assign,func-returns-value]
+    weights = hf_weights(cases.CONFIG)
+    if place.rank == 0:
+        held = megatron_tensors(weights, cases.CONFIG, layout, 0)
+    else:
+        expected = vllm_tensors(weights, cases.CONFIG, 1, 0)
+        held = zeros_like(expected)
+    live = {name: torch.nn.Parameter(tensor.to(place.device)) for name, tensor in held.items()}
+    end = (RefitSender if place.rank == 0 else RefitReceiver)(plan.for_rank(place.rank), live, channel)
+    for version in range(6):
+        if version == 3:  # what the sender holds moves; at version 4 what the receiver holds
+            _move(live, place.rank == 0)
+        if version == 4:
+            _move(live, place.rank == 1)
+        if isinstance(end, RefitSender):
+            end.send(version)
+            for parameter in live.values():
+                parameter.data += 1
+        else:
+            end.receive(version)
+            shifted = {name: tensor + version * (tensor != 0) for name, tensor in expected.items()}
+            assert equal({name: parameter.data.cpu() for name, parameter in live.items()}, shifted), version
+    channel.close()
+    return len(recorded)
+
+
+def _move(live: dict[str, torch.nn.Parameter], mine: bool) -> None:
+    if mine:
+        for parameter in live.values():
+            parameter.data = parameter.data.clone()
+
+
+@two_gpus
+def test_a_recorded_refit_follows_memory_that_moves() -> None:
+    pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
+    assert run_case(moved, "nccl", 2) == [2, 2]
+
+
+def abandoned(place: Place) -> object:
+    """A replay whose peer does not come ends at the deadline, and the channel closes though a graph refers to it."""
+    from dagrl.errors import ChannelError
+
+    channel = place.open()
+    message = torch.zeros(1 << 20, device=place.device)
+
+    def work() -> None:
+        (channel.send(message, 1) if place.rank == 0 else channel.receive(message, 0)).wait()
+
+    work()
+    channel.synchronize()
+    replay = channel.record(work)
+    replay()
+    channel.synchronize()
+    start, error = time.monotonic(), "no error"
+    if place.rank == 1:
+        try:
+            replay()
+            channel.synchronize()
+        except ChannelError as caught:
+            error = str(caught)
+    channel.close()
+    return error, time.monotonic() - start
+
+
+@two_gpus
+def test_a_recorded_message_that_nobody_sends_ends_at_the_deadline() -> None:
+    pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
+    _, result = run_case(abandoned, "nccl", 2, channel_timeout_s=3)
+    assert isinstance(result, tuple), result
+    error, seconds = result
+    assert "messages did not end within 3" in error and seconds < 10
