@@ -1,4 +1,4 @@
-"""Refits on GPUs: the copy kernel against torch, recorded refits against slicing, memory that moves, peers that stay away."""
+"""Refits on GPUs: the copy kernel against torch, recorded refits against slicing, memory that moves, absent peers."""
 
 from __future__ import annotations
 
