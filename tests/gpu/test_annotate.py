@@ -1,0 +1,55 @@
+"""Ranges on a GPU: kernels lie inside the range of the node that launched them, on one clock with the trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dagrl.annotate import disable_ranges, enable_ranges
+from dagrl.executors.node import NodeCall, Take, drain_runs, install, run_node
+from dagrl.executors.packet import Header, Packet
+from dagrl.trace import TraceEvent, TraceWriter
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CALL = NodeCall("train[0].multiply", 0, "map", "multiply", (Take(0),), {}, True, True, 1 << 20, 10.0)
+ALLOWED_US = 2000.0
+
+
+class Worker:
+    def multiply(self, size: int) -> float:
+        matrix = torch.ones(size, size, device="cuda")
+        return float((matrix @ matrix).sum())
+
+
+@pytest.fixture(autouse=True)
+def ranges() -> Iterator[None]:
+    enable_ranges()
+    yield
+    disable_ranges()
+
+
+def test_kernels_lie_inside_the_nodes_range(tmp_path: Path) -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    worker.multiply(2048)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run_node(worker, CALL, Packet(Header("train_step", 7, False, {"train": 0}), 2048))
+    profiler.export_chrome_trace(str(tmp_path / "torch.json"))
+    (run,) = drain_runs(worker)
+    with TraceWriter(tmp_path / "trace.json") as trace:
+        trace.write([TraceEvent(run.label, "replay", run.start_ns, run.end_ns - run.start_ns, "train 0")])
+    (ours,) = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]
+    events = json.loads((tmp_path / "torch.json").read_text())["traceEvents"]
+    (twin,) = [e for e in events if e.get("name") == "train_step #7 train[0].multiply" and e["cat"] == "user_annotation"]
+    assert ours["ts"] == pytest.approx(twin["ts"], abs=ALLOWED_US)
+    assert ours["dur"] == pytest.approx(twin["dur"], abs=ALLOWED_US)
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    assert kernels
+    for kernel in kernels:
+        assert ours["ts"] - ALLOWED_US < kernel["ts"] < ours["ts"] + ours["dur"] + ALLOWED_US
