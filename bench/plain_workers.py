@@ -81,8 +81,9 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
             ranks = [rank for rank in range(layout.world_size) if self._in_first_replica(rank, stage)]
             slices = [_by_tensor(self._slices_of(rank)) for rank in ranks]
             for name in slices[0]:
-                parts = self._parts(stage, ranks, name, [mine[name] for mine in slices])
-                for whole_name, whole in _assemble(parts, [mine[name] for mine in slices]).items():
+                pieces = [mine.get(name, []) for mine in slices]  # a rank may hold only padding of the vocabulary
+                parts = self._parts(stage, ranks, name, pieces)
+                for whole_name, whole in _assemble(parts, pieces).items():
                     if whole_name not in seen:  # a tied embedding is held by two stages
                         seen.add(whole_name)
                         yield whole_name, whole

@@ -16,7 +16,6 @@ MODELS = str(Path(gettempdir()) / "dagrl-models")
 """Where models of real shapes are kept while pieces use them."""
 
 TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
-WAYS = "plain Ray; sync; async, age 1; in flight, age 1; in flight, age 2"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def pieces(gpus: int) -> list[Piece]:
         _bench("refit", gpus=2),
         _bench("train", gpus=1),
         _bench("optimizer_offload", gpus=1, plot=False),
-        *_steps(gpus),
+        *_comparisons(gpus),
         *_runs(),
         Piece("faults", "faults", _python("bench.gpu.faults", "--json", "{out}/faults.json", *_faults(gpus)), gpus=2),
     ]
@@ -72,29 +71,25 @@ def _tests() -> list[Piece]:
     ]
 
 
-def _steps(gpus: int) -> list[Piece]:
+def _comparisons(gpus: int) -> list[Piece]:
     """Whole GRPO steps, half of the GPUs for each role; a 4B model where there are four."""
     half = max(gpus // 2, 1)
     layout = [f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}"]
     large = [f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={max(half // 2, 1)}", layout[1]]
     return [
-        _step("qwen3-0.6b", layout, gpus=2),
-        _step("qwen3-4b", large, gpus=4),
+        _comparison("qwen3-0.6b", layout, gpus=2),
+        _comparison("qwen3-4b", large, gpus=4),
     ]
 
 
-def _step(model: str, layout: Sequence[str], gpus: int) -> Piece:
+def _comparison(model: str, layout: Sequence[str], gpus: int) -> Piece:
     words = (
         "--config",
         "bench/gpu/step.yaml",
-        "--ways",
-        WAYS,
-        "--rounds",
-        "2",
         f"policy.model_name={MODELS}/{model}",
         *layout,
     )
-    piece = _bench("step", *words, gpus=gpus, name=f"step-{model}")
+    piece = _bench("compare", *words, gpus=gpus, name=f"compare-{model}")
     return replace(piece, before=_python("bench.gpu.models", model, MODELS))
 
 

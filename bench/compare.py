@@ -1,0 +1,194 @@
+"""Whole GRPO steps of dagrl beside the same step written in plain Ray calls: time by phase, idle shares, tokens/s, MFU.
+
+    dagrl bench compare --config bench/gpu/step.yaml --json F --plot F [--rounds N] [--ways "plain Ray; sync"] [a.b=c ...]
+
+One session serves all ways (`bench.step`), so that workers, model, prompts, seeds and lengths are the same; they are
+measured in turn, and numbers are medians over the steps of all rounds. What is faster is told by trained tokens a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from bench.plain import with_plain_workers
+from bench.report import Report, command_line
+from bench.step import CONFIG, PLAIN, WAYS, Way, run_way
+from dagrl.metrics import IDLE, TIMING
+
+if TYPE_CHECKING:
+    from dagrl.config import Config
+
+Metrics = Mapping[str, Any]
+
+CHOICE = (PLAIN, *(way for way in WAYS if way.age <= 2))
+PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "train_step", "refit")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over steps in seconds, by phase what the driver waited for it (in another thread, where the loop has one).
+
+    `tokens_per_s_per_gpu` counts prompts and completions that were trained on, by the GPUs (or workers) of both roles; low
+    and high are the slowest and the fastest round's. `mfu` is of the train workers over the whole step, 0 where unknown.
+    """
+
+    way: str
+    rounds: int
+    steps: int
+    step_s: float
+    phases_s: dict[str, float]
+    exposed_generation_s: float
+    idle_train: float
+    idle_generation: float
+    tokens_per_s_per_gpu: float
+    tokens_per_s_per_gpu_low: float
+    tokens_per_s_per_gpu_high: float
+    mfu: float
+    policy_age_mean: float
+    gen_kl_error: float
+    times_plain: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dagrl bench compare`."""
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="another setting, for other machines and models")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
+    parser.add_argument("--steps", type=int, help="steps of each way and round that count")
+    parser.add_argument("--rounds", type=int, default=2, help="times that all ways are measured in turn")
+    parser.add_argument("--ways", help=f"some of: {'; '.join(way.name for way in CHOICE)} (separated by semicolons)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, write what was asked for; also of the rounds before one that fails."""
+    from dagrl.config_file import load_config
+
+    logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
+    names = [name.strip() for name in options.ways.split(";")] if options.ways else [way.name for way in CHOICE]
+    ways = [way for way in CHOICE if way.name in names]
+    with tempfile.TemporaryDirectory() as directory:
+        steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
+        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
+        measured: dict[Way, list[Sequence[Metrics]]] = {way: [] for way in ways}
+        try:
+            measure(config, measured, Path(directory) / "first_weights", options.rounds)
+        finally:
+            tell(config, measured, options)
+
+
+def measure(config: Config, measured: dict[Way, list[Sequence[Metrics]]], first_weights: Path, rounds: int) -> None:
+    """Add the steps of every way in every round, each time from the first weights."""
+    from dagrl.loops.grpo_step import grpo_plans
+    from dagrl.loops.session import open_session
+    from dagrl.rewards import RewardRunner
+
+    config = with_plain_workers(config)
+    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+        session.train.call("snapshot_reference")
+        session.train.call("save_checkpoint", str(first_weights), {}, timeout_s=config.timeouts.checkpoint_s)
+        for _ in range(rounds):
+            for way, parts in measured.items():
+                parts.append(run_way(config, session, reward, way, first_weights))
+
+
+def tell(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]]], options: argparse.Namespace) -> None:
+    """The table, and the files that were asked for."""
+    results: list[Result] = []
+    for way, rounds in measured.items():
+        if rounds:
+            results.append(as_result(config, way, rounds, results[0] if results else None))
+    print_table(results)
+    if options.json:
+        Report([asdict(result) for result in results], command_line()).write(options.json)
+    if options.plot and results:
+        plot(results, options.plot)
+
+
+def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:
+    """One row; `times_plain` is over the first row."""
+    from dagrl.preflight import layouts
+
+    steps = [step for part in rounds for step in part]
+    workers = sum(layout.world_size for layout in layouts(config).values())
+
+    def middle(name: str) -> float:
+        return median(float(step.get(name) or 0.0) for step in steps)
+
+    rates = sorted(_total(part, "trained_tokens") / _total(part, TIMING + "total") / workers for part in rounds)
+    rate = _total(steps, "trained_tokens") / _total(steps, TIMING + "total") / workers
+    return Result(
+        way=way.name,
+        rounds=len(rounds),
+        steps=len(rounds[0]),
+        step_s=middle(TIMING + "total"),
+        phases_s={phase: middle(TIMING + phase) for phase in PHASES},
+        exposed_generation_s=middle(TIMING + "exposed_generation"),
+        idle_train=middle(IDLE + "train"),
+        idle_generation=middle(IDLE + "generation"),
+        tokens_per_s_per_gpu=rate,
+        tokens_per_s_per_gpu_low=rates[0],
+        tokens_per_s_per_gpu_high=rates[-1],
+        mfu=middle("perf/mfu"),
+        policy_age_mean=middle("staleness/policy_age_mean"),
+        gen_kl_error=middle("gen_kl_error"),
+        times_plain=rate / first.tokens_per_s_per_gpu if first else 1.0,
+    )
+
+
+def _total(steps: Sequence[Metrics], name: str) -> float:
+    return sum(float(step[name]) for step in steps)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """The rows, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"seconds a step, by phase; x: of {results[0].way}" if results else "", title_justify="left")
+    for name in ("way", "step", *PHASES, "exposed", "idle train", "idle gen", "tok/s/GPU", "MFU", "KL", "x"):
+        table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right")
+    for row in results:
+        phases = [f"{row.phases_s[phase]:.3f}" for phase in PHASES]
+        table.add_row(
+            row.way, f"{row.step_s:.2f}", *phases, f"{row.exposed_generation_s:.2f}", f"{row.idle_train:.0%}",
+            f"{row.idle_generation:.0%}", f"{row.tokens_per_s_per_gpu:,.0f}", f"{row.mfu:.1%}" if row.mfu else "",
+            f"{row.gen_kl_error:.1e}", f"{row.times_plain:.2f}",
+        )  # fmt: skip
+    Console(width=150).print(table)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Tokens a second and GPU with the slowest and fastest round, and idle shares, by way."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (speed, idle) = pyplot.subplots(1, 2, figsize=(11, 0.6 * len(results) + 1.8), layout="constrained")
+    places = list(range(len(results)))
+    rates = [row.tokens_per_s_per_gpu for row in results]
+    spread = [[row.tokens_per_s_per_gpu - row.tokens_per_s_per_gpu_low for row in results]]
+    spread.append([row.tokens_per_s_per_gpu_high - row.tokens_per_s_per_gpu for row in results])
+    bars = speed.barh(places, rates, xerr=spread, color="#4477aa")
+    speed.bar_label(bars, [f"{row.times_plain:.2f}x" for row in results], padding=4)
+    speed.set(title="trained tokens a second and GPU", yticks=places, yticklabels=[row.way for row in results])
+    speed.margins(x=0.15)
+    idle.barh([place - 0.2 for place in places], [row.idle_train for row in results], 0.4, label="train", color="#ee6677")
+    idle.barh(
+        [place + 0.2 for place in places], [row.idle_generation for row in results], 0.4, label="generation", color="#228833"
+    )
+    idle.set(title="idle share of the step", yticks=places, yticklabels=[], xlim=(0, 1))
+    idle.legend()
+    for axes in (speed, idle):
+        axes.invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
