@@ -34,16 +34,19 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One row: whether the loop is asynchronous, updates in flight, and the maximal age; or the loop without dagrl."""
+    """One row: whether the loop is asynchronous, updates in flight, the maximal age, the order of requests; or no dagrl."""
 
     name: str
     plain: bool = False
     enabled: bool = True
     in_flight: bool = True
     age: int = 0
+    order: str = "longest_first"
 
 
 PLAIN = Way("plain Ray", plain=True, enabled=False)
+FIFO = Way("sync, fifo", enabled=False, order="fifo")
+ON_REQUEST = (PLAIN, FIFO)  # measured only when `--ways` names them
 
 WAYS = (
     Way("sync", enabled=False),
@@ -66,6 +69,8 @@ class Result:
     idle_train: float
     idle_generation: float
     update_s: float
+    update_pause_s: float
+    quantum_overhead: float
     policy_age_mean: float
     policy_age_max: float
     speedup: float
@@ -79,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
     parser.add_argument("--steps", type=int, help="steps of each way that count")
     parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
-    names = "; ".join(way.name for way in (PLAIN, *WAYS))
-    parser.add_argument("--ways", help=f"some of: {names} (separated by semicolons; else all but the first)")
+    names = "; ".join(way.name for way in (*ON_REQUEST, *WAYS))
+    parser.add_argument("--ways", help=f"some of: {names} (separated by semicolons; else all but the first two)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -89,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
     names = [name.strip() for name in options.ways.split(";")] if options.ways else [way.name for way in WAYS]
-    ways = [way for way in (PLAIN, *WAYS) if way.name in names]
+    ways = [way for way in (PLAIN, *WAYS, FIFO) if way.name in names]
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
@@ -129,6 +134,7 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, fi
     from dagrl.checkpoint import TrainState
     from dagrl.loops.async_grpo import train_async
     from dagrl.loops.grpo import train_grpo
+    from dagrl.preflight import generation_config
     from dagrl.record import read_metrics
 
     settings = config.grpo.async_grpo.model_copy(
@@ -136,7 +142,10 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, fi
     )
     steps = config.grpo.max_num_steps + 2 * way.age + 1
     grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps})
-    session.config = session.config.model_copy(update={"grpo": grpo})
+    generation = generation_config(session.config).model_copy(update={"request_order": way.order})
+    policy = session.config.policy.model_copy(update={"generation": generation})
+    session.config = session.config.model_copy(update={"grpo": grpo, "policy": policy})
+    session.hold("train")
     session.train.call("load_checkpoint", str(first_weights))
     session.step, session.state = 0, TrainState(0)
     before = len(read_metrics(session.paths.metrics))
@@ -168,6 +177,8 @@ def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], fir
         idle_train=mean("idle/train"),
         idle_generation=mean("idle/generation"),
         update_s=mean("timing_s/refit"),
+        update_pause_s=max(float(step.get("timing_s/update_pause", 0.0)) for steps in rounds for step in steps),
+        quantum_overhead=mean("perf/quantum_overhead"),
         policy_age_mean=mean("staleness/policy_age_mean"),
         policy_age_max=max(float(step["staleness/policy_age_max"]) for steps in rounds for step in steps),
         speedup=rate / first.tokens_per_s if first else 1.0,
@@ -192,6 +203,8 @@ def print_table(results: Sequence[Result]) -> None:
         "idle train",
         "idle gen",
         "update ms",
+        "pause ms",
+        "quantum +",
         "age",
         "max",
     )
@@ -205,10 +218,12 @@ def print_table(results: Sequence[Result]) -> None:
             f"{row.idle_train:.0%}",
             f"{row.idle_generation:.0%}",
             f"{row.update_s * 1000:.0f}",
+            f"{row.update_pause_s * 1000:.0f}",
+            f"{row.quantum_overhead:.2%}",
             f"{row.policy_age_mean:.2f}",
             f"{row.policy_age_max:.0f}",
         )
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

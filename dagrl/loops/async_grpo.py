@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 from dagrl.loops.experience import Experience
-from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, start_policy
+from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, refit, start_policy
 from dagrl.loops.session import Session
 from dagrl.rewards import RewardRunner
 
@@ -45,18 +45,19 @@ def train_async(session: Session, reward: RewardRunner) -> None:
                 continue
             metrics |= learning.result()
             learning = None
-            update(session, experience, in_flight=settings.in_flight_weight_updates)
+            metrics |= update(session, experience, in_flight=settings.in_flight_weight_updates)
             finish_step(session, experience, metrics)
             metrics = Metrics()
 
 
-def update(session: Session, experience: Experience, *, in_flight: bool) -> None:
-    """Give generation the new weights, between two quanta."""
+def update(session: Session, experience: Experience, *, in_flight: bool) -> Metrics:
+    """Give generation the new weights, between two quanta; how long it stood still."""
     if not in_flight:
         experience.finish_running()
     version = session.step + 1
-    session.replay("refit", version)
+    metrics = refit(session, version)
     experience.advance(version)
+    return metrics
 
 
 @contextmanager

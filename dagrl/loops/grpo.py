@@ -9,7 +9,7 @@ from __future__ import annotations
 from dagrl.config import Config
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy
+from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, refit, start_policy
 from dagrl.loops.session import Session, run_session
 from dagrl.loops.sft import train_sft
 from dagrl.rewards import RewardRunner
@@ -35,7 +35,7 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
                 groups = generate_batch(session, experience)
             metrics |= experience.metrics(groups)
             metrics |= learn(session, groups, step)
-            session.replay("refit", step)
+            metrics |= refit(session, step)
             experience.advance(step)
             finish_step(session, experience, metrics)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,8 +16,9 @@ from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.rollout import Sample, request_slots
 from dagrl.loops.session import PhasePlan, Session
 from dagrl.loops.sft import sft_plans, train_buckets
-from dagrl.metrics import ENTROPY, TIMING
+from dagrl.metrics import ENTROPY, TIMING, UPDATE_PAUSE
 from dagrl.preflight import bucket_widths, generation_config
+from dagrl.refit.run import RefitReport
 from dagrl.rewards import shuffled
 from dagrl.shapes import Batch, Bucket
 
@@ -32,7 +33,7 @@ def start_policy(session: Session, experience: Experience) -> None:
         session.hold("train", keep_generation_weights=True)
         session.train.call("snapshot_reference")
         session.train.call("reset_optimizer")
-    session.replay("refit", session.step)
+    refit(session, session.step)
     session.progress.step(session.step - first, total, {}, stage="grpo")
     if session.step == first and session.config.grpo.val_at_start:
         session.record.log(session.step, "grpo", experience.validate())
@@ -50,6 +51,21 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> Metrics
     )
     session.stop.check()  # the last point at which the weights are those of the last finished step
     return metrics | optimize(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
+
+
+def refit(session: Session, version: int) -> Metrics:
+    """Give generation the train workers' weights as `version`; how long its workers stood still for it."""
+    pauses = [report.seconds for report in _reports(session.replay("refit", version)) if report.bytes_received]
+    return {UPDATE_PAUSE: max(pauses)} if pauses else {}
+
+
+def _reports(result: object) -> Iterator[RefitReport]:
+    """The reports in what a refit phase returned, however it joined them."""
+    if isinstance(result, RefitReport):
+        yield result
+    elif isinstance(result, Iterable):
+        for part in result:
+            yield from _reports(part)
 
 
 def finish_step(session: Session, experience: Experience, metrics: Metrics) -> None:

@@ -21,9 +21,18 @@ from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
 from dagrl.cluster import ray_cluster
 from dagrl.config import Config
 from dagrl.loops.colocated import TRAIN_PARTS, SharedDevices
+from dagrl.loops.saving import CheckpointSaver
 from dagrl.loops.stop import StopRequestedError, StopSignal, stop_on_signals
 from dagrl.machine import gpus_per_worker
-from dagrl.metrics import IDLE, TIMING, TOKENS_PER_SEC, TOKENS_PER_SEC_PER_GPU, StepMetrics, merge_step_metrics
+from dagrl.metrics import (
+    IDLE,
+    QUANTUM_OVERHEAD,
+    TIMING,
+    TOKENS_PER_SEC,
+    TOKENS_PER_SEC_PER_GPU,
+    StepMetrics,
+    merge_step_metrics,
+)
 from dagrl.model_init import prepare_model
 from dagrl.plot import plot_run
 from dagrl.preflight import Inputs, generation_config, is_colocated, layouts, load_phase, preflight, worker_classes
@@ -63,7 +72,7 @@ class Session:
     step: int = 0
     saved_step: int = 0
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
-    timings: list[tuple[tuple[str, ...], ReplayTiming]] = field(default_factory=list)
+    timings: list[tuple[str, ReplayTiming]] = field(default_factory=list)  # by the phase's name in `phases`
     free: dict[str, float] = field(default_factory=dict)  # when each role's last replay was read
     savers: list[Callable[[Path], None]] = field(default_factory=list)
     shared: SharedDevices | None = None  # where train and generation workers share their GPUs
@@ -72,6 +81,9 @@ class Session:
         """Give `roles` the memory they compute with; replays do so themselves, other calls of workers need it before."""
         if self.shared is not None:
             self.shared.give_to(roles, keep_generation_weights=keep_generation_weights)
+
+    def __post_init__(self) -> None:
+        self.saver = CheckpointSaver(self.config, self.store, self.train)
 
     def replay(self, name: str, value: object) -> Any:
         """Replay the phase `phases.<name>`, wait for it, and count its time and overhead."""
@@ -93,7 +105,7 @@ class Session:
     def _result(self, name: str, replay: Replay) -> Any:
         result = replay.result()
         assert replay.timing is not None
-        self.timings.append((load_phase(self.config.phases, name).roles, replay.timing))
+        self.timings.append((name, replay.timing))
         return result
 
     def lap(self, tokens: int) -> dict[str, float]:
@@ -107,19 +119,22 @@ class Session:
         counted, self.timings = self.timings, []
         batches = [timing.padding_share for _, timing in counted if timing.padding_share is not None]
         busy = {group.role.name: 0.0 for group in self.groups}
-        overhead = 0.0
-        for roles, timing in counted:
-            overhead += timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
+        overhead: dict[str, float] = {}
+        for name, timing in counted:
+            roles = load_phase(self.config.phases, name).roles
+            idle = timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
+            overhead[name] = overhead.get(name, 0.0) + idle
             for role in roles:
                 busy[role] += timing.busy_s
                 self.free[role] = timing.finished
         return {
+            **_generation_timing(counted, overhead.get("generate", 0.0)),
             **times,
             **{f"{IDLE}{role}": max(0.0, 1.0 - seconds / total) for role, seconds in busy.items()},
             TOKENS_PER_SEC: tokens / total,
             TOKENS_PER_SEC_PER_GPU: tokens / total / devices_of(self.config),
             "replays": float(len(counted)),
-            "replay_overhead_s": overhead,
+            "replay_overhead_s": sum(overhead.values()),
             "padding_share": sum(batches) / len(batches) if batches else 0.0,
         }
 
@@ -138,11 +153,18 @@ class Session:
         self.state = state
         self.record.log(self.step, stage, metrics)
         self.progress.step(position, total, metrics, stage=stage)
+        self.saver.poll()
         if self.config.checkpointing.enabled and self.step % self.config.checkpointing.save_period == 0:
             self.save()
         if self.step % TRACE_PERIOD == 0:
             self.write_trace()
         self.stop.check()
+
+    def save_last(self) -> None:
+        """Save a checkpoint of the last finished step, unless it is saved already, and wait until it is complete."""
+        self.save()
+        with self.clock.measure("checkpoint"):
+            self.saver.finish()
 
     def save(self) -> None:
         """Save a checkpoint of the last finished step, unless it is saved already."""
@@ -150,10 +172,8 @@ class Session:
             return
         self.progress.status("saving a checkpoint")
         self.hold("train", keep_generation_weights=True)
-        with self.clock.measure("checkpoint"), self.store.saving(self.state) as directory:
-            self.train.call("save_checkpoint", str(directory / "train"), {}, timeout_s=self.config.timeouts.checkpoint_s)
-            for saver in self.savers:
-                saver(directory)
+        with self.clock.measure("checkpoint"):
+            self.saver.save(self.state, self.savers)
         self.saved_step = self.step
 
     def write_trace(self) -> None:
@@ -179,7 +199,7 @@ class Session:
     def finish(self) -> None:
         """Write what a finished run leaves: the last checkpoint, the policy for Hugging Face, the trace, the plot."""
         if self.config.checkpointing.enabled:
-            self.save()
+            self.save_last()
         if self.config.checkpointing.export_hf:
             self.progress.stage("Writing the final policy")
             self.hold("train", keep_generation_weights=True)
@@ -201,6 +221,12 @@ class Session:
         if self.config.logger.plot_enabled and self.step:
             plot_run(self.paths.metrics, self.paths.plot, f"{self.config.name} ({self.config.algorithm})")
         self.progress.summary(self.clock.totals, self.paths.written())
+
+
+def _generation_timing(counted: Sequence[tuple[str, ReplayTiming]], overhead_s: float) -> dict[str, float]:
+    """What quanta cost beside the engines' own time."""
+    quanta = sum(timing.busy_s for name, timing in counted if name == "generate")
+    return {QUANTUM_OVERHEAD: overhead_s / (quanta + overhead_s)} if quanta else {}
 
 
 TRACE_PERIOD = 20
@@ -232,7 +258,7 @@ def run_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]
             yield session
             session.finish()
         except StopRequestedError:
-            session.save()
+            session.save_last()
             raise
         finally:
             session.summarize()
