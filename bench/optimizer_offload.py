@@ -6,7 +6,8 @@ One worker on one GPU takes the same steps in three ways, in turn: `off` (the st
 (`policy.offload_optimizer_for_logprob`), and `blocking`, a plain copy of every tensor by `.to("cpu")` and back. A step is
 logprob_inference_prep, log-probabilities, training_prep, and an optimizer step; `prep_ms` is the time of both preparations
 as the caller sees it, `step_ms` the whole step: what `on` does not hide is in the difference to `off`. Peaks are of memory
-that kernels or copies may still use (torch's active bytes), during the log-probabilities and in the whole step.
+that kernels or copies may still use (torch's active bytes). Where there is room, log-probabilities begin before the copies
+are done; so `fits` says what matters: whether they run with half of the state's memory taken away from what `off` needs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench.models import SHAPES, write_model
 from bench.report import Report, command_line
@@ -50,8 +51,11 @@ class Row:
     train_ms: float
     step_ms: float
     spread_ms: float
+    device_allocations: float
     logprobs_peak_gib: float
     step_peak_gib: float
+    limit_gib: float
+    fits: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--micro", type=int, default=4, help="sequences of a microbatch")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4, help="steps of each way in a turn that count; blocking: 2")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
 
 
@@ -85,15 +91,36 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
 
     config = worker_config(write_model(SHAPES[options.model], directory, "cuda"), options)
     batch = train_batch(options.rows, options.length, vocabulary=150_000)
+    samples: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
     with single_worker(config) as worker:
-        samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for number in range(options.rounds + 1):
-            for way in WAYS:
-                taken = one_step(worker, batch, way)
-                if number:  # the first round compiles kernels and allocates host memory
-                    samples[way].append(taken)
-        state = worker._ready().offloader.nbytes("optimizer") / GIB
-    return [as_row(way, options, state, samples[way]) for way in WAYS]
+        for _ in range(options.turns):
+            for way in options.ways:
+                steps = options.rounds if way != "blocking" else 2
+                taken = [one_step(worker, batch, way) for _ in range(steps + 1)]
+                samples[way] += taken[1:]  # the first one finds memory as the way before left it
+        state = worker._ready().offloader.nbytes("optimizer")
+        limit = int(median(sample["logprobs_peak"] for sample in samples["off"]) * GIB) - state // 2
+        fits = {way: runs_within(worker, batch, way, limit) for way in options.ways}
+    return [as_row(way, options, state / GIB, samples[way], limit / GIB, fits[way]) for way in options.ways]
+
+
+def runs_within(worker: MegatronWorker, batch: Batch, way: str, limit: int) -> bool:
+    """Whether log-probabilities run, after the way's preparation, with at most `limit` bytes of GPU memory."""
+    import torch
+
+    before, after = preparations(worker, way)
+    before()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    try:
+        worker.logprobs(rows_of(batch))
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        after()
+        worker.train_step(batch, "sft")
 
 
 def worker_config(model: Path, options: argparse.Namespace) -> Config:
@@ -114,13 +141,12 @@ def one_step(worker: MegatronWorker, batch: Batch, way: str) -> dict[str, float]
     """Seconds of each part, and peaks in GiB."""
     import torch
 
-    from dagrl.shapes import Batch
-
     before, after = preparations(worker, way)
-    rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
+    rows = rows_of(batch)
     found: dict[str, float] = {}
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    allocations = device_allocations()
     start = time.perf_counter()
     found["logprob_inference_prep"] = timed(before)
     torch.cuda.reset_peak_memory_stats()
@@ -130,6 +156,7 @@ def one_step(worker: MegatronWorker, batch: Batch, way: str) -> dict[str, float]
     found["train"] = timed(lambda: worker.train_step(batch, "sft"))
     torch.cuda.synchronize()
     found["step"] = time.perf_counter() - start
+    found["device_allocations"] = device_allocations() - allocations
     found["step_peak"] = max(found["logprobs_peak"], active_peak())
     return found
 
@@ -156,6 +183,20 @@ def preparations(worker: MegatronWorker, way: str) -> tuple[Callable[[], object]
     return leave, come_back
 
 
+def rows_of(batch: Batch) -> Batch:
+    """What log-probabilities need of a batch."""
+    from dagrl.shapes import Batch
+
+    return Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
+
+
+def device_allocations() -> float:
+    """Times that torch asked the driver for memory, which is slow."""
+    import torch
+
+    return float(torch.cuda.memory_stats()["num_device_alloc"])
+
+
 def timed(action: Callable[[], object]) -> float:
     """Seconds until `action` returns."""
     start = time.perf_counter()
@@ -170,7 +211,9 @@ def active_peak() -> float:
     return float(torch.cuda.memory_stats()["active_bytes.all.peak"]) / GIB
 
 
-def as_row(way: str, options: argparse.Namespace, state: float, samples: list[dict[str, float]]) -> Row:
+def as_row(
+    way: str, options: argparse.Namespace, state: float, samples: list[dict[str, float]], limit: float, fits: bool
+) -> Row:
     """One row from the samples of a way."""
     import numpy as np
 
@@ -191,8 +234,11 @@ def as_row(way: str, options: argparse.Namespace, state: float, samples: list[di
         train_ms=middle("train"),
         step_ms=middle("step"),
         spread_ms=round(float(high - low) * 1e3, 2),
+        device_allocations=median(sample["device_allocations"] for sample in samples),
         logprobs_peak_gib=round(max(sample["logprobs_peak"] for sample in samples), 2),
         step_peak_gib=round(max(sample["step_peak"] for sample in samples), 2),
+        limit_gib=round(limit, 2),
+        fits=fits,
     )
 
 
@@ -202,9 +248,9 @@ def print_table(rows: list[Row]) -> None:
     from rich.table import Table
 
     head = f"{rows[0].model}, {rows[0].tokens} tokens a step, optimizer state {rows[0].state_gib} GiB"
-    columns = ("way", "prep ms", "logprobs ms", "train ms", "step ms", "spread", "logprobs peak GiB", "step peak GiB")
-    table = Table(*columns, title=head)
+    fits = f"fits {rows[0].limit_gib} GiB"
+    table = Table("way", "prep ms", "logprobs ms", "train ms", "step ms", "spread", "allocs", "peak GiB", fits, title=head)
     for row in rows:
-        values: list[Any] = [row.prep_ms, row.logprobs_ms, row.train_ms, row.step_ms, row.spread_ms]
-        table.add_row(row.way, *map(str, values), str(row.logprobs_peak_gib), str(row.step_peak_gib))
-    Console(width=110).print(table)
+        times = (row.prep_ms, row.logprobs_ms, row.train_ms, row.step_ms, row.spread_ms, row.device_allocations)
+        table.add_row(row.way, *map(str, times), f"{row.logprobs_peak_gib} {row.step_peak_gib}", str(row.fits))
+    Console(width=120).print(table)

@@ -101,22 +101,42 @@ class CheckpointStore:
     @contextmanager
     def saving(self, state: TrainState) -> Iterator[Path]:
         """A directory to write a checkpoint into; it gets its name when the block ends, and is removed if it raises."""
-        final = self.root / f"step_{state.step:08d}"
-        directory = final.with_suffix(".tmp")
+        with self.writing(state) as directory:
+            yield directory
+        self.publish(state, directory)
+
+    @contextmanager
+    def writing(self, state: TrainState) -> Iterator[Path]:
+        """An empty directory to begin a checkpoint in; `publish` completes it. It is removed if the block raises."""
+        directory = self._final(state).with_suffix(".tmp")
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
-        try:
+        with self.discarding(directory):
             yield directory
+
+    def publish(self, state: TrainState, directory: Path) -> None:
+        """Give a checkpoint whose parts are all written its name, and remove those that need not be kept."""
+        with self.discarding(directory):
             write_whole(directory / STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
             _write_manifest(directory)
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+        final = self._final(state)
         self._remove(final)
         directory.rename(final)
         sync_directory(self.root)
         self._prune()
+
+    @contextmanager
+    def discarding(self, directory: Path) -> Iterator[None]:
+        """Remove `directory` if the block raises."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def _final(self, state: TrainState) -> Path:
+        return self.root / f"step_{state.step:08d}"
 
     def all(self) -> list[Checkpoint]:
         """Every finished checkpoint, by step. Only `state.json` is read; see `verify`."""

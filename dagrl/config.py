@@ -325,6 +325,7 @@ class CheckpointConfig(Section):
     keep_top_k: PositiveInt | None = None  # None: keep all
     metric_name: str | None = None  # e.g. validation/reward; None: the newest are kept
     higher_is_better: bool = True
+    async_save: bool = False  # train workers write while the run goes on
     resume: bool = False  # go on from the newest checkpoint of this run, if there is one
     export_hf: bool = True  # write the final policy as Hugging Face safetensors
 

@@ -68,12 +68,12 @@ class Group:
 class MegatronPool:
     """Spawned processes; `group` makes workers in them and ends them again."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
         self.processes = []
-        for _ in range(SIZE):
+        for _ in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -93,8 +93,9 @@ class MegatronPool:
             group.call("shutdown")
 
     def close(self) -> None:
-        for connection in self.connections:
-            connection.send(None)
+        for connection, process in zip(self.connections, self.processes, strict=True):
+            if process.is_alive():
+                connection.send(None)
         for process in self.processes:
             process.join(10)
             if process.is_alive():

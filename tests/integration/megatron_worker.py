@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 from dagrl.refit.slices import Box
@@ -30,24 +31,39 @@ class TestedWorker(MegatronWorker):
 
     def state(self) -> dict[str, Any]:
         """All that a step may change, copied."""
-        import torch
-
-        from workers.megatron.checkpoint import collect
+        from workers.megatron.checkpoint import random_state
 
         trainer = self._ready()
-        payload = collect(trainer, None)
-        values = {f"model.{name}": tensor for name, tensor in payload["model"].items()}
+        values = {f"model.{name}": tensor for name, tensor in trainer.model.tensors().items()}
         for number, inner in enumerate(trainer.inner_optimizers()):
             for index, (parameter, state) in enumerate(inner.state.items()):
                 values[f"master.{number}.{index}"] = parameter.data
                 values |= {f"{key}.{number}.{index}": value for key, value in state.items()}
-        values |= {f"random.{name}": value for name, value in payload["random"]["megatron"].items()}
-        values["random.cpu"] = payload["random"]["cpu"]
-        numbers = {"steps": payload["scheduler"]["num_steps"], "skipped": payload["skipped_steps"]}
-        return {
-            **numbers,
-            **{name: value.float().cpu().clone().numpy() for name, value in values.items() if torch.is_tensor(value)},
-        }
+        random = random_state()
+        values |= {f"random.{name}": value for name, value in random["megatron"].items()}
+        values["random.cpu"] = random["cpu"]
+        numbers = {"steps": trainer.scheduler.num_steps, "skipped": trainer.skipped_steps}
+        return {**numbers, **{name: value.float().cpu().clone().numpy() for name, value in values.items()}}
+
+    def moments(self) -> list[tuple[str, Box, Any]]:
+        """HF name, box and values of Adam's first moments; for an optimizer that is not sharded."""
+        states = {parameter: state for inner in self._ready().inner_optimizers() for parameter, state in inner.state.items()}
+        parameters = self._ready().model.parameters()
+        return self._boxes({name: states[parameter]["exp_avg"] for name, parameter in parameters.items()})
+
+    def stall_writing(self, marker: str) -> None:
+        """From now on checkpoints are written up to their last file, and no further; `marker` then exists."""
+        from workers.megatron import checkpoint
+
+        write = checkpoint._write_buckets
+
+        def stall(request: Any, buckets: list[Any]) -> None:
+            write(request, buckets)
+            Path(buckets[-1][0]).unlink()
+            Path(marker).touch()
+            threading.Event().wait()
+
+        checkpoint._write_buckets = stall
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of each part of the train state that lie on the worker's device."""

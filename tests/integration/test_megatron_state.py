@@ -1,8 +1,7 @@
-"""What a Megatron worker keeps: checkpoints, exports, the reference policy, and that a warm-up changes nothing."""
+"""What a Megatron worker keeps: exports, the reference policy, and that a warm-up changes nothing."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -59,87 +58,6 @@ def test_trained_policy_in_several_files_loads_in_transformers(
     with torch.no_grad():
         expected, _ = reference.hf_logprobs(model, batch)
     np.testing.assert_allclose(trained["logprobs"], expected.numpy(), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("layout", "policy"),
-    [
-        (ParallelLayout(tp=2, pp=2), {}),
-        (ParallelLayout(dp=2), {"optimizer": SHARDED}),
-        (ParallelLayout(pp=2, vpp=2), {"precision": "bfloat16"}),
-        (ParallelLayout(dp=2), {"precision": "bfloat16", "optimizer": SHARDED}),
-    ],
-    ids=["tp2pp2", "dp2-sharded", "vpp2-bfloat16", "dp2-bfloat16-sharded"],
-)
-def test_a_resumed_run_loses_as_one_that_went_on(
-    layout: ParallelLayout, policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    schedule = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 2}
-    config = reference.make_config(tiny_models["qwen3_tied"], megatron_cfg={"scheduler": schedule}, **policy)
-    batch, directory = reference.make_batch(), str(tmp_path / "step-2")
-    with megatron_pool.group(layout, config) as group:
-        for _ in range(2):
-            train(group, batch)
-        group.call("snapshot_reference")
-        group.call("save_checkpoint", directory, {"step": 2, "seen": [1, 2]})
-        went_on = [train(group, batch) for _ in range(3)]
-        kept = logprobs(group, batch, "reference")
-    with megatron_pool.group(layout, config) as group:
-        states = group.call("load_checkpoint", directory)
-        resumed = [train(group, batch) for _ in range(3)]
-        again = logprobs(group, batch, "reference")
-    assert states == [{"step": 2, "seen": [1, 2]}] * layout.world_size
-    assert resumed == went_on  # bit for bit: losses, norms and learning rates
-    np.testing.assert_array_equal(again["logprobs"], kept["logprobs"])
-    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.old"))
-
-
-def test_saving_again_replaces_and_broken_checkpoints_are_refused(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    config, directory = reference.make_config(tiny_models["qwen3"]), tmp_path / "checkpoint"
-    with megatron_pool.group(DP2, config) as group:
-        group.call("save_checkpoint", str(directory), {"step": 1})
-        group.call("save_checkpoint", str(directory), {"step": 2})
-        assert group.call("load_checkpoint", str(directory)) == [{"step": 2}] * 2
-        before = group.call("state")
-
-        _refused(group, tmp_path / "nothing", "cannot read .*manifest.json")
-        second = directory / "rank-00001.pt"
-        whole = second.read_bytes()
-        second.write_bytes(whole[: len(whole) // 2])
-        _refused(group, directory, "rank-00001.pt has .* damaged")
-        flipped = bytearray(whole)
-        flipped[len(whole) // 2] ^= 1
-        second.write_bytes(bytes(flipped))
-        _refused(group, directory, "rank-00001.pt has .* damaged")
-        second.unlink()
-        _refused(group, directory, "rank-00001.pt is missing")
-        manifest = json.loads((directory / "manifest.json").read_text())
-        (directory / "manifest.json").write_text(json.dumps({**manifest, "format": "other"}))
-        _refused(group, directory, "format 'other'")
-        _assert_same_states(group.call("state"), before)
-
-
-def test_a_checkpoint_of_another_layout_or_model_is_refused(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
-        group.call("save_checkpoint", str(tmp_path / "checkpoint"), {})
-    with megatron_pool.group(ParallelLayout(tp=2), reference.make_config(tiny_models["qwen3"])) as group:
-        _refused(group, tmp_path / "checkpoint", "written with layout .*export")
-    with megatron_pool.group(DP2, reference.make_config(tiny_models["llama"])) as group:
-        _refused(group, tmp_path / "checkpoint", "written with model ")
-
-
-def _refused(group: Any, directory: Path, message: str) -> None:
-    """Every worker raises, also those whose own file is good."""
-    for rank in range(2):
-        group.start(rank, "load_checkpoint", str(directory))
-    for rank in range(2):
-        with pytest.raises(WorkerError, match=message) as caught:
-            group.finish(rank)
-        assert caught.value.kind == "CheckpointError"
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])

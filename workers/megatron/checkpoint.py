@@ -1,120 +1,280 @@
-"""Checkpoints of a train group: one file a rank with weights, optimizer, schedule and random state, and a manifest.
+"""Checkpoints of a train group in Megatron's distributed format (torch DCP): written by all ranks, read at any layout.
 
-A checkpoint belongs to the layout it was written at; to go on at another one, export to Hugging Face and start from there.
-It is written beside its place and renamed when every rank's file is complete, so a directory of that name is always whole.
-Imported only where torch is.
+    checkpoint/
+      manifest.json    what it can be loaded into, the driver's state, and every file with its size and CRC-32; written last
+      metadata.json common.pt .metadata __<rank>_<n>.distcp      Megatron's `dist_checkpointing`, as its own tools read it
+
+It is written beside its place and renamed when every file is complete, so a directory of that name is always whole.
+`Saving` splits the work: planning and staging need all ranks and the weights as they are; writing, the longest part, runs in
+threads and can go on beside training; `finish` needs all ranks again. Imported only where Megatron is.
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import shutil
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.layout import ParallelLayout
 from workers.megatron.optimizer import Trainer
+from workers.megatron.sharding import Target, set_step_count, step_count, targets, written
 
 MANIFEST = "manifest.json"
-_FORMAT = "dagrl-megatron-1"
-_CHUNK = 1 << 24
+FORMAT = "dagrl-megatron-2"
+LOAD_BYTES = 2 << 30  # host memory of one round of loading
+_READ_BYTES = 1 << 24
 
 Result = TypeVar("Result")
 
 
-def save_checkpoint(
-    directory: str, state: dict[str, Json], payload: dict[str, Any], identity: dict[str, Json], rank: int
-) -> None:
-    """Write a checkpoint together with all ranks; `identity` says what it can be loaded into."""
-    target, partial = Path(directory), Path(f"{directory}.partial")
-    written = _gather_objects(_together(lambda: _write_rank(partial, payload, rank)))
+class Saving:
+    """One save. Make it on all ranks at once; with `background` it is being written while its maker goes on."""
 
-    def publish() -> None:
-        manifest = {"format": _FORMAT, "identity": identity, "files": dict(written), "state": state}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
-        _replace(partial, target)
+    def __init__(
+        self,
+        directory: str,
+        trainer: Trainer,
+        reference: Mapping[str, Tensor] | None,
+        state: Mapping[str, Json],
+        identity: Mapping[str, Json],
+        *,
+        background: bool,
+    ) -> None:
+        self.directory = Path(directory)
+        self._partial = Path(f"{directory}.partial")
+        self._head = {"format": FORMAT, "identity": identity, "state": state, "reference": reference is not None}
+        self._head["layout"] = dict(asdict(trainer.layout))
+        self._error: BaseException | None = None
+        _together(lambda: _make_empty(self._partial))
+        content = _state_dict(trainer, reference)
+        self._request = _together(lambda: _plan(content, self._partial))
+        self._buckets = _staged(self._request, copy=background)
+        self._files: dict[str, dict[str, int]] = {}
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+        if not background:
+            self._thread.join()
 
-    _together(publish if rank == 0 else lambda: None)
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files are written, so that `finish` does not wait for it."""
+        return not self._thread.is_alive()
+
+    def finish(self, timeout_s: float) -> None:
+        """Complete the checkpoint and give it its name, on all ranks at once. CheckpointError on all when one failed."""
+        self._thread.join(timeout_s)
+        _together(self._check_written, timeout_s)
+        _together(self._finalize)
+        files = {name: entry for part in _gather_objects(self._files) for name, entry in part.items()}
+        _together(lambda: self._publish(files) if dist.get_rank() == 0 else None)
+
+    def _check_written(self, timeout_s: float) -> None:
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"{self._partial} is not written after {timeout_s:.0f} s; the disk is too slow or stuck, "
+                "raise timeouts.checkpoint_s if it is only slow"
+            )
+        if self._error is not None:
+            raise CheckpointError(f"cannot write {self._partial}: {self._error}") from self._error
+
+    def _write(self) -> None:
+        try:
+            _write_buckets(self._request, self._buckets)
+            self._files = {name: fingerprint(Path(path)) for path, name, _ in self._buckets}
+        except Exception as error:  # raised by `finish`, on all ranks
+            self._error = error
+        self._buckets = []
+
+    def _finalize(self) -> None:
+        for function in self._request.finalize_fns:  # collectives: results to rank 0, which writes Megatron's metadata
+            function()
+
+    def _publish(self, files: dict[str, dict[str, int]]) -> None:
+        rest = [path for path in sorted(self._partial.iterdir()) if path.name not in files]
+        files |= {path.name: fingerprint(path) for path in rest}
+        (self._partial / MANIFEST).write_text(json.dumps({**self._head, "files": files}, indent=1))
+        _replace(self._partial, self.directory)
 
 
-def load_checkpoint(directory: str, identity: dict[str, Json], rank: int) -> tuple[dict[str, Any], dict[str, Json]]:
-    """This rank's payload and the driver's state; CheckpointError on every rank when one of them cannot read its part."""
+def load_checkpoint(
+    directory: str, trainer: Trainer, identity: Mapping[str, Json]
+) -> tuple[dict[str, Tensor] | None, dict[str, Json]]:
+    """Take up a checkpoint, on all ranks at once: the reference policy's weights if it has them, and the driver's state.
 
-    def read() -> tuple[dict[str, Any], dict[str, Json]]:
-        manifest = _read_manifest(Path(directory), identity)
-        return _read_rank(Path(directory), manifest["files"], rank), manifest["state"]
+    Every byte is verified before anything is changed; CheckpointError on every rank when one of them cannot read its part.
+    """
+    path = Path(directory)
+    manifest = _together(lambda: _read_manifest(path, identity))
+    _together(lambda: _verify(path, manifest["files"]))
+    reference = None
+    if manifest["reference"]:
+        reference = {name: torch.empty_like(tensor, device="cpu") for name, tensor in trainer.model.tensors().items()}
+    with torch.no_grad():
+        for part in _rounds(targets(trainer, reference)):
+            _load(path, part)
+    _restore(trainer, _load_common(path, trainer, manifest))
+    return reference, manifest["state"]
 
-    return _together(read)
 
-
-def identity_of(layout: ParallelLayout, precision: str, hf_config: dict[str, Json]) -> dict[str, Json]:
-    """What must be equal between the run that wrote a checkpoint and the one that reads it."""
+def identity_of(precision: str, hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """What must be equal between the run that wrote a checkpoint and the one that reads it; the layout need not."""
     ignored = {"transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache"}
     model = {key: value for key, value in sorted(hf_config.items()) if key not in ignored}
-    return {"layout": dict(asdict(layout)), "precision": precision, "model": model}
+    return {"precision": precision, "model": model}
 
 
-def collect(trainer: Trainer, reference: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Everything that the next step depends on."""
-    inner = trainer.inner_optimizers()
-    return {
-        "model": trainer.model.tensors(),
-        "optimizer": [optimizer.state_dict() for optimizer in inner],
-        "master": [_parameters(optimizer) for optimizer in inner],
-        "scheduler": trainer.scheduler.state_dict(),
-        "skipped_steps": trainer.skipped_steps,
-        "random": _random_state(),
-        "reference": reference,
-    }
-
-
-def restore(trainer: Trainer, payload: dict[str, Any]) -> None:
-    """The inverse of `collect`, into the live tensors."""
-    for name, tensor in trainer.model.tensors().items():
-        tensor.copy_(payload["model"][name])
-    for optimizer, state, master in zip(trainer.inner_optimizers(), payload["optimizer"], payload["master"], strict=True):
-        optimizer.load_state_dict(state)
-        for parameter, saved in zip(_parameters(optimizer), master, strict=True):
-            parameter.copy_(saved)
-    trainer.scheduler.load_state_dict(payload["scheduler"])
-    trainer.skipped_steps = payload["skipped_steps"]
-    _set_random_state(payload["random"])
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What the optimizer steps: the weights themselves, or their float32 masters."""
-    return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """The generators of this process."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return {"cpu": torch.get_rng_state(), "cuda": cuda, "megatron": get_cuda_rng_tracker().get_states()}
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def fingerprint(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return {"bytes": path.stat().st_size, "crc32": checksum}
+
+
+def _state_dict(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> dict[str, Any]:
+    with torch.no_grad():
+        entries = {str(number): entry for number, entry in enumerate(written(trainer, reference))}
+    return {**entries, "random": _random_object(trainer.layout, random_state()), "trainer": _counters(trainer)}
+
+
+def _random_object(layout: ParallelLayout, data: Any) -> ShardedObject:
+    """Each rank's generators; they mean something to a rank of the same layout alone."""
+    return ShardedObject("random", data, (layout.world_size,), (dist.get_rank(),))
+
+
+def _counters(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "schedule_steps": trainer.scheduler.num_steps,
+        "steps": step_count(trainer),
+        "skipped_steps": trainer.skipped_steps,
+    }
+
+
+def _restore(trainer: Trainer, content: Mapping[str, Any]) -> None:
+    counters = content["trainer"]
+    trainer.restart_schedule(counters["schedule_steps"])
+    set_step_count(trainer, counters["steps"])
+    trainer.skipped_steps = counters["skipped_steps"]
+    if "random" in content:
+        _set_random_state(content["random"])
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None:
+    if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _together(action: Callable[[], Result]) -> Result:
+def _plan(content: dict[str, Any], partial: Path) -> Any:
+    """Megatron's request to write; a collective.
+
+    Its results are to come back through a queue of this process: Megatron's own would start another process.
+    """
+    filesystem_async._results_queue = queue.Queue()
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    return dist_checkpointing.save(content, str(partial), strategy, async_sharded_save=True)
+
+
+Bucket = tuple[str, str, tuple[list[Any], list[Any]]]
+"""Path and name of a file, and what goes into it: bytes, and tensors."""
+
+
+def _staged(request: Any, copy: bool) -> list[Bucket]:
+    """What this rank writes, in host memory; with `copy` none of it is live."""
+    if request.async_fn is None:
+        return []
+    return [
+        (path, name, (data, [(item, tensor.to("cpu", copy=copy and tensor.is_cpu)) for item, tensor in tensors]))
+        for path, name, (data, tensors) in request.async_fn_args[1]
+    ]
+
+
+def _write_buckets(request: Any, buckets: list[Bucket]) -> None:
+    """Write every file in a thread of its own, by Megatron's writer; processes would have to be forked off this one."""
+    if not buckets:
+        return
+    transforms, results = request.async_fn.args[0], request.async_fn_args[2]
+
+    def write(number: int) -> list[Any]:
+        mine: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[Any] = queue.Queue()
+        count.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, buckets[number], mine, count, True)
+        _, outcome = mine.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return list(outcome)
+
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        results.put(dict(enumerate(pool.map(write, range(len(buckets))))))
+
+
+def _rounds(found: Iterable[Target]) -> Iterator[list[Target]]:
+    """Targets in rounds of about `LOAD_BYTES` of host memory; all ranks make equally many, as loading is collective."""
+    source, more = iter(found), True
+    while any(_gather_objects(more)):
+        taken: list[Target] = []
+        size = 0
+        while more and size < LOAD_BYTES:
+            target = next(source, None)
+            more = target is not None
+            if target is not None:
+                taken.append(target)
+                size += target.entry.data.nbytes if target.into is not None else 0
+        yield taken
+
+
+def _load(path: Path, part: list[Target]) -> None:
+    wanted = {str(number): target.entry for number, target in enumerate(part)}
+    loaded = _together(lambda: _read(path, wanted))
+    for number, target in enumerate(part):
+        target.receive(loaded[str(number)])
+
+
+def _load_common(path: Path, trainer: Trainer, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    same = manifest["layout"] == asdict(trainer.layout)
+    return _together(lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
+
+
+def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)
+    return loaded
+
+
+def _together(action: Callable[..., Result], *args: Any) -> Result:
     """Run `action` on every rank; when it fails on one, raise its error on all, so that none waits for another."""
     error: Exception | None = None
     try:
-        result = action()
+        result = action(*args)
     except Exception as raised:
         error = raised
     failed = [message for message in _gather_objects(None if error is None else str(error)) if message is not None]
@@ -129,64 +289,61 @@ def _gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def _write_rank(partial: Path, payload: dict[str, Any], rank: int) -> tuple[str, dict[str, int]]:
-    partial.mkdir(parents=True, exist_ok=True)
-    path = partial / _file_name(rank)
-    torch.save(payload, path)
-    return path.name, _fingerprint(path)
-
-
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return {"bytes": path.stat().st_size, "crc32": checksum}
+def _make_empty(directory: Path) -> None:
+    """An empty directory; what a save that was cut off left there goes."""
+    if dist.get_rank() == 0:
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
 
 
 def _replace(partial: Path, target: Path) -> None:
     old = Path(f"{target}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        shutil.rmtree(old)
     if target.exists():
         target.rename(old)
     partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    if old.exists():
+        shutil.rmtree(old)
 
 
-def _read_manifest(target: Path, identity: dict[str, Json]) -> dict[str, Any]:
+def _read_manifest(target: Path, identity: Mapping[str, Json]) -> dict[str, Any]:
     path = target / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; expected a directory written by save_checkpoint") from error
-    if manifest.get("format") != _FORMAT:
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {manifest.get('format')!r}, expected {_FORMAT!r}; it is not a train checkpoint of dagrl"
+            f"{path} has format {manifest.get('format')!r}, expected {FORMAT!r}; it is not a train checkpoint of this dagrl"
         )
     found = manifest["identity"]
-    different = [key for key in identity if found.get(key) != identity[key]]
-    if different:
-        key = different[0]
-        raise CheckpointError(
-            f"{target} was written with {key} {found.get(key)}, this run has {identity[key]}; resume with the same {key}, "
-            "or export the checkpoint to Hugging Face and start from that"
-        )
+    for key, wanted in identity.items():
+        if found.get(key) != wanted:
+            raise CheckpointError(
+                f"{target} was written with {key} {_difference(found.get(key), wanted)}; resume with the same {key}, "
+                "or export the checkpoint to Hugging Face and start from that"
+            )
     return manifest
 
 
-def _read_rank(target: Path, files: dict[str, dict[str, int]], rank: int) -> dict[str, Any]:
-    name = _file_name(rank)
-    path = target / name
-    if name not in files or not path.exists():
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, resume from another one")
-    found = _fingerprint(path)
-    if found != files[name]:
-        raise CheckpointError(
-            f"{path} has {found}, but its manifest says {files[name]}; the file is damaged, resume from another one"
-        )
-    payload: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return payload
+def _difference(found: Any, wanted: Any) -> str:
+    """Only what differs, of two dictionaries."""
+    if not isinstance(found, dict) or not isinstance(wanted, dict):
+        return f"{found}, this run has {wanted}"
+    keys = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
+    return ", ".join(f"{key} = {found.get(key)} (this run: {wanted.get(key)})" for key in keys)
+
+
+def _verify(target: Path, files: Mapping[str, Mapping[str, int]]) -> None:
+    """Compare this rank's share of the files with the manifest."""
+    for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
+        path = target / name
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, resume from another one")
+        found = fingerprint(path)
+        if found != files[name]:
+            raise CheckpointError(
+                f"{path} has {found}, but its manifest says {files[name]}; the file is damaged, resume from another one"
+            )

@@ -29,6 +29,8 @@ _MODULES = (
     "transformer.moe.moe_layer",
     "transformer.moe.token_dispatcher",
     "transformer.moe.experts",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.state_dict_saver",
 )
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 

@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from dagrl.config import Config, MegatronConfig
 from dagrl.config import OptimizerConfig as OptimizerSettings
+from dagrl.layout import ParallelLayout
 from workers.megatron.cpu import cuda_type_names
 from workers.megatron.model import Model
 from workers.megatron.offload import Offloader, unique_storages
@@ -39,6 +40,7 @@ class Trainer:
     optimizer: Any
     scheduler: OptimizerParamScheduler
     settings: Config
+    layout: ParallelLayout
     skipped_steps: int = 0
     offloader: Offloader = field(init=False)
 
@@ -86,11 +88,20 @@ class Trainer:
                 value.zero_()
         with cuda_type_names():
             self.optimizer.reload_model_params()
+        self.restart_schedule(0)
+
+    def restart_schedule(self, steps: int) -> None:
+        """The schedule of this run's settings, `steps` steps after its beginning."""
         self.scheduler = _make_scheduler(self.optimizer, self.settings)
+        self.scheduler.step(increment=steps)
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """The torch optimizers inside Megatron's: dense parameters, then experts."""
-        return [part.optimizer for part in _parts(self.optimizer) if part.optimizer is not None]
+        return [part.optimizer for part in self.parts() if part.optimizer is not None]
+
+    def parts(self) -> list[Any]:
+        """Megatron's optimizers: it chains one for dense parameters and one for experts."""
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
     def weight_tensors(self) -> list[torch.Tensor]:
         """The model's parameters."""
@@ -120,7 +131,7 @@ class Trainer:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
         limit = self.settings.policy.megatron_cfg.optimizer.clip_grad
-        for part in _parts(self.optimizer):
+        for part in self.parts():
             if limit > 0 and part.get_parameters():
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=limit, total_norm=norm)
 
@@ -131,7 +142,7 @@ class Trainer:
         self.scheduler.step(increment=1)
 
 
-def make_trainer(model: Model, settings: Config) -> Trainer:
+def make_trainer(model: Model, settings: Config, layout: ParallelLayout) -> Trainer:
     """Wrap `model`, whose weights are loaded, for training. All optimizer state is made here, so that no step is slower."""
     megatron = settings.policy.megatron_cfg
     sharded = megatron.optimizer.use_distributed_optimizer
@@ -142,7 +153,7 @@ def make_trainer(model: Model, settings: Config) -> Trainer:
     model.config.finalize_model_grads_func = sum_gradients
     with cuda_type_names():
         optimizer = get_megatron_optimizer(_optimizer_config(settings), chunks, use_gloo_process_groups=False)
-    trainer = Trainer(model, chunks, optimizer, _make_scheduler(optimizer, settings), settings)
+    trainer = Trainer(model, chunks, optimizer, _make_scheduler(optimizer, settings), settings, layout)
     for inner in trainer.inner_optimizers():
         _create_state(inner)
     return trainer
@@ -184,11 +195,6 @@ def _make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers: it chains one for dense parameters and one for experts."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _create_state(inner: torch.optim.Optimizer) -> None:

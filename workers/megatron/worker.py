@@ -17,6 +17,7 @@ from dagrl.config import Config, Json
 from dagrl.errors import ConfigError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dagrl.channels.base import Channel, ChannelSpec
     from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReport, RefitSender
+    from workers.megatron.checkpoint import Saving
     from workers.megatron.microbatches import Microbatches
     from workers.megatron.offload import Part
     from workers.megatron.optimizer import Trainer
@@ -47,7 +49,9 @@ class MegatronWorker:
         self._reference: dict[str, Tensor] | None = None
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
+        self._saving: Saving | None = None
         self._aborted = False
+        self._sending = False
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -91,15 +95,18 @@ class MegatronWorker:
             architecture = read_architecture(self._hf_config)
             model = build_model(architecture, self.config.policy, self.context.layout, self._device)
             load_hf(self._source, self.weight_slices(), model.tensors())
-            return make_trainer(model, self.config)
+            return make_trainer(model, self.config, self.context.layout)
 
     def abort(self) -> None:
         """Break this worker's collectives and channel, so that peers that wait for it raise."""
         from workers.megatron.groups import abort_groups
 
-        self._aborted = True
         if self._channel is not None:
             self._channel.abort(f"train worker {self.context.rank} was aborted")
+        if self._sending:  # no peer waits in Megatron's groups: training goes on, with a new channel so do refits
+            self._sending = False
+            return
+        self._aborted = True
         abort_groups()
 
     def shutdown(self) -> None:
@@ -108,7 +115,7 @@ class MegatronWorker:
 
         if self._channel is not None:
             self._channel.close()
-        self._trainer = self._sender = self._channel = self._reference = None
+        self._trainer = self._sender = self._channel = self._reference = self._saving = None
         end_groups()
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
@@ -222,32 +229,63 @@ class MegatronWorker:
         if self._channel is not None:
             self._channel.close()
         self._channel = open_channel(channel)
-        live = self._ready().model.parameters()  # not their data: a refit follows them to other memory
+        live = self._ready("weights").model.parameters()  # not their data: a refit follows them to other memory
         self._sender = RefitSender(plan, live, self._channel, self.config.refit.verify)
 
     def send_weights(self, version: int) -> RefitReport:
         """Send the current weights as policy version `version`."""
         self._ready("weights")
-        if self._sender is None:
+        if self._sender is None or self._channel is None:
             raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
+        self._sending = True
+        with self._running(), one_part_of_a_refit(self._channel, wait=False):
+            report = self._sender.send(version)
+        self._sending = False
+        return report
+
+    def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False) -> None:
+        """Write all that the next step depends on, and the driver's `state`, to `directory`; all workers together.
+
+        In the background it is still being written when this returns, and gets its name in `finish_checkpoint`, which a
+        later save calls itself.
+        """
+        from workers.megatron.checkpoint import Saving
+
+        trainer = self._ready("weights", "optimizer")
         with self._running():
-            return self._sender.send(version)
+            self._finish_saving()
+            identity = self._identity
+            self._saving = Saving(directory, trainer, self._reference, state, identity, background=background)
+            if not background:
+                self._finish_saving()
 
-    def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
-        """Write all that the next step depends on, and the driver's `state`, to `directory`; all workers together."""
-        from workers.megatron import checkpoint
+    def checkpoint_written(self) -> bool:
+        """Whether this worker has written its part of the checkpoint begun in the background."""
+        return self._saving is None or self._saving.is_written
 
-        payload = checkpoint.collect(self._ready("weights", "optimizer"), self._reference)
-        checkpoint.save_checkpoint(directory, state, payload, self._identity, self.context.rank)
+    def finish_checkpoint(self) -> None:
+        """Complete a checkpoint begun in the background, waiting at most `timeouts.checkpoint_s`; all workers together."""
+        self._ready()
+        with self._running():
+            self._finish_saving()
 
     def load_checkpoint(self, directory: str) -> dict[str, Json]:
-        """Take up a checkpoint of the same model and layout; the driver's state. CheckpointError when it cannot be."""
-        from workers.megatron import checkpoint
+        """Take up a checkpoint of the same model, of this layout or another; the driver's state.
 
-        payload, state = checkpoint.load_checkpoint(directory, self._identity, self.context.rank)
-        checkpoint.restore(self._ready("weights", "optimizer"), payload)
-        self._reference = payload["reference"]
+        CheckpointError, with everything unchanged, when it cannot be.
+        """
+        from workers.megatron.checkpoint import load_checkpoint
+
+        trainer = self._ready("weights", "optimizer")
+        with self._running():
+            self._finish_saving()
+            self._reference, state = load_checkpoint(directory, trainer, self._identity)
         return state
+
+    def _finish_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish(self.config.timeouts.checkpoint_s)
 
     def export_hf(self, directory: str) -> None:
         """Write the policy as a Hugging Face directory that transformers loads; all workers together."""
@@ -276,7 +314,7 @@ class MegatronWorker:
     def _identity(self) -> dict[str, Json]:
         from workers.megatron.checkpoint import identity_of
 
-        return identity_of(self.context.layout, self.config.policy.precision, self._hf_config)
+        return identity_of(self.config.policy.precision, self._hf_config)
 
     @property
     def _temperature(self) -> float:

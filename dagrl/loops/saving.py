@@ -1,0 +1,58 @@
+"""Saves checkpoints of a run: the workers' part and the driver's, at once or beside training.
+
+With `checkpointing.async_save` the workers copy their state, and write it while the run goes on; the checkpoint gets its
+name at the end of the first step by which all have written. A later save, and the end of the run, wait for it, at most
+`timeouts.checkpoint_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dagrl.checkpoint import CheckpointStore, TrainState
+from dagrl.config import Config
+from dagrl.worker_group import WorkerGroup
+
+DriverPart = Callable[[Path], None]
+"""Writes a part of a checkpoint that the driver has into its directory."""
+
+
+@dataclass
+class CheckpointSaver:
+    """Saves one checkpoint after the other into `store`."""
+
+    config: Config
+    store: CheckpointStore
+    train: WorkerGroup
+    _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
+
+    def save(self, state: TrainState, parts: Sequence[DriverPart]) -> None:
+        """Save `state` and what the train workers hold; with `async_save` the workers are still writing on return."""
+        self.finish()
+        background = self.config.checkpointing.async_save
+        with self.store.writing(state) as directory:
+            arguments = (str(directory / "train"), {}, *([True] if background else []))
+            self.train.call("save_checkpoint", *arguments, timeout_s=self.config.timeouts.checkpoint_s)
+            for write in parts:
+                write(directory)
+        if background:
+            self._pending = (state, directory)
+        else:
+            self.store.publish(state, directory)
+
+    def poll(self) -> None:
+        """Complete a checkpoint that all workers have written."""
+        if self._pending is not None and all(self.train.call("checkpoint_written")):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete."""
+        if self._pending is None:
+            return
+        (state, directory), self._pending = self._pending, None
+        seconds = self.config.timeouts.checkpoint_s
+        with self.store.discarding(directory):
+            self.train.call("finish_checkpoint", timeout_s=2 * seconds)  # the workers' own deadline comes first
+            self.store.publish(state, directory)

@@ -1,0 +1,123 @@
+"""Megatron layouts over NCCL: losses and gradients as on one process without a GPU, and an end to collectives that hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.layout import ParallelLayout
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, logprobs, run_case, train
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+CASES = [
+    case("qwen3_moe", "dp2ep2", dp=2, ep=2),
+    case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),
+    case("qwen3", "cp2", cp=2),
+    case("qwen3", "tp2-sp", sequence_parallel=True, tp=2),
+    case("qwen3", "pp2vpp2", pp=2, vpp=2),
+    case("qwen3_tied", "pp2", pp=2),
+    case("qwen3", "dp2-sharded", sharded=True, dp=2),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[MegatronPool]:
+    pool = MegatronPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: reference.make_model(name, directory) for name in {item.model for item in CASES}}
+
+
+@pytest.fixture(scope="module")
+def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
+    """Hugging Face and plain torch on the CPU in float32."""
+    batch = reference.make_batch()
+    return {
+        name: reference.train_reference(
+            model, batch, reference.make_config(model, optimizer=UNCLIPPED), reference.sft_reference
+        )
+        for name, model in models.items()
+    }
+
+
+@pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
+def test_three_steps_are_those_of_plain_torch(
+    item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
+) -> None:
+    found, expected = run_case(pool, item, models[item.model]), truth[item.model]
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found.losses, expected.losses, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-3)
+    for name, gradient in found.gradients.items():
+        scale = float(np.abs(expected.gradients[name]).max()) or 1.0
+        np.testing.assert_allclose(gradient / scale, expected.gradients[name] / scale, atol=2e-3, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("item", [CASES[0], CASES[2], CASES[3]], ids=lambda item: item.name)
+def test_bfloat16_is_near_float32(
+    item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
+) -> None:
+    """By relative norm: of log-probabilities, and of what three steps lose."""
+    batch = reference.make_batch()
+    config = reference.make_config(
+        models[item.model], precision="bfloat16", megatron_cfg=dict(item.megatron), optimizer=UNCLIPPED
+    )
+    with pool.group(item.layout, config) as group:
+        found = logprobs(group, batch)["logprobs"]
+        losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
+    expected = truth[item.model]
+    assert np.linalg.norm(found - expected.logprobs) < 0.02 * np.linalg.norm(expected.logprobs)
+    assert np.linalg.norm(np.subtract(losses, expected.losses)) < 0.02 * np.linalg.norm(expected.losses)
+
+
+def test_who_waits_in_a_collective_that_no_peer_joins_raises_when_aborted(
+    pool: MegatronPool, models: dict[str, Path]
+) -> None:
+    batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
+    with pool.group(ParallelLayout(tp=2), config) as group:
+        group.call("logprobs", batch)
+        start = time.monotonic()
+        group.start(1, "logprobs_and_abort_after", batch, 1.0)  # worker 0 never comes
+        with pytest.raises(WorkerError, match="was aborted"):
+            group.finish(1, timeout_s=30)
+        assert time.monotonic() - start < 15
+        group.call("abort")
+    with pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups
+        assert group.call("logprobs", batch)[0] is not None
+
+
+def test_a_peer_that_was_killed_is_left_behind(models: dict[str, Path]) -> None:
+    """The survivor hangs in an all-reduce until the runtime aborts it, and can then join a new group."""
+    batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
+    pool = MegatronPool(2)
+    with pytest.raises(BrokenPipeError), pool.group(ParallelLayout(tp=2), config) as group:
+        group.call("logprobs", batch)
+        victim = pool.processes[0]
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        victim.join(10)
+        group.start(1, "logprobs_and_abort_after", batch, 1.0)
+        with pytest.raises(WorkerError, match="was aborted"):
+            group.finish(1, timeout_s=30)
+        group.start(1, "shutdown")
+        group.finish(1)
+    survivor = MegatronPool.__new__(MegatronPool)
+    survivor.connections, survivor.processes = pool.connections[1:], pool.processes[1:]
+    with survivor.group(ParallelLayout(), config) as group:
+        assert group.call("logprobs", batch)[0] is not None
+    pool.close()

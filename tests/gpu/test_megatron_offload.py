@@ -1,0 +1,96 @@
+"""Train state off the GPU and back: memory that is really released, values bit for bit, log-probabilities in less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.models import SHAPES, write_model
+from bench.optimizer_offload import GIB, runs_within
+from bench.train_inputs import single_worker, train_batch
+from dagrl.config import Config
+from dagrl.shapes import Batch
+from workers.megatron import MegatronWorker
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PARTS = ("weights", "gradients", "optimizer")
+SLACK = 64 << 20  # bytes that workspaces and rounding may take
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["replicated", "sharded"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronWorker]:
+    """Real widths and vocabulary, four layers: about 220 million weights, 2.6 GiB of optimizer state."""
+    model = write_model(SHAPES["qwen3-0.6b"].with_layers(4), tmp_path_factory.mktemp("model"), "cuda")
+    policy = {
+        "model_name": str(model),
+        "precision": "bfloat16",
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 1,
+        "megatron_cfg": {"optimizer": {"use_distributed_optimizer": request.param}},
+    }
+    with single_worker(Config.model_validate({"name": "t", "algorithm": "sft", "data": {}, "policy": policy})) as worker:
+        worker.train_step(BATCH, "sft")
+        yield worker
+
+
+BATCH = train_batch(4, 512, 150_000)
+
+
+def held(worker: MegatronWorker) -> list[torch.Tensor]:
+    """Copies of weights and optimizer state."""
+    trainer = worker._ready()
+    return [tensor.clone() for tensor in (*trainer.weight_tensors(), *trainer.optimizer_tensors())]
+
+
+def test_memory_is_given_back_and_values_return_bit_for_bit(worker: MegatronWorker) -> None:
+    offloader = worker._ready().offloader
+    expected = [tensor.cpu() for tensor in held(worker)]
+    sizes = {part: offloader.nbytes(part) for part in PARTS}
+    torch.cuda.empty_cache()
+    for number in range(2):  # the second time into the same host memory
+        before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+        worker.offload(PARTS)
+        assert before - torch.cuda.memory_allocated() > sum(sizes.values()) - SLACK, number
+        assert torch.cuda.mem_get_info()[0] - free > sum(sizes.values()) - SLACK  # for other processes too
+        assert torch.cuda.memory_allocated() < SLACK
+        worker.reload(PARTS)
+        for found, value in zip(held(worker), expected, strict=True):
+            assert torch.equal(found.cpu(), value)
+    assert np.isfinite(worker.train_step(BATCH, "sft").flat()["loss"])
+
+
+def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker) -> None:
+    rows = Batch({"tokens": BATCH["tokens"], "lengths": BATCH["lengths"]})
+    expected = worker.logprobs(rows)
+    before = held(worker)
+    worker.prepare_for_logprobs(0)
+    found = worker.logprobs(rows)
+    worker.prepare_for_training(0)
+    worker._ready().offloader.require(("optimizer",), "the test")
+    assert expected is not None and found is not None
+    np.testing.assert_array_equal(found["logprobs"], expected["logprobs"])
+    for value, kept in zip(held(worker), before, strict=True):
+        assert torch.equal(value, kept)
+    del before, value, kept
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    worker.logprobs(rows)
+    limit = torch.cuda.max_memory_allocated() - worker._ready().offloader.nbytes("optimizer") // 2
+    assert not runs_within(worker, BATCH, "off", limit), f"within {limit / GIB:.2f} GiB"
+    assert runs_within(worker, BATCH, "on", limit), f"within {limit / GIB:.2f} GiB"
+
+
+def test_a_checkpoint_brings_back_the_same_state_on_the_gpu(worker: MegatronWorker, tmp_path: Path) -> None:
+    before = [tensor.cpu() for tensor in held(worker)]
+    worker.save_checkpoint(str(tmp_path / "c"), {"step": 1}, True)
+    worker.train_step(BATCH, "sft")
+    worker.finish_checkpoint()
+    assert worker.load_checkpoint(str(tmp_path / "c")) == {"step": 1}
+    for found, value in zip(held(worker), before, strict=True):
+        assert torch.equal(found.cpu(), value)

@@ -1,0 +1,183 @@
+"""Checkpoints of Megatron workers: read at any layout, written beside training, never lost to a crash, damage found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.layout import ParallelLayout
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import logprobs, train
+
+SINGLE, DP2, TP2PP2 = ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(tp=2, pp=2)
+SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
+BFLOAT16 = {"precision": "bfloat16"}
+SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 2}
+Setting = tuple[ParallelLayout, dict[str, Any]]
+CASES: list[tuple[str, Setting, list[Setting]]] = [
+    ("qwen3_tied", (TP2PP2, {}), [(DP2, SHARDED), (ParallelLayout(pp=2, vpp=2), {}), (SINGLE, {})]),
+    ("qwen3", (DP2, SHARDED), [(SINGLE, {}), (ParallelLayout(tp=4), {})]),  # another padding of the vocabulary
+    ("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), [(ParallelLayout(tp=2, ep=2, etp=1), {}), (SINGLE, {})]),
+    ("qwen3_tied", (DP2, {**BFLOAT16, **SHARDED}), [(ParallelLayout(tp=2), BFLOAT16)]),
+]
+
+
+def config_of(model: Path, policy: dict[str, Any]) -> Any:
+    return reference.make_config(model, megatron_cfg={"scheduler": SCHEDULE}, **policy)
+
+
+@pytest.mark.parametrize(("model", "first", "others"), CASES, ids=["tied", "sharded", "experts", "bfloat16"])
+def test_a_resumed_run_loses_as_one_that_went_on(
+    model: str,
+    first: Setting,
+    others: list[Setting],
+    megatron_pool: MegatronPool,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    batch, directory, (layout, policy) = reference.make_batch(), str(tmp_path / "step-2"), first
+    with megatron_pool.group(layout, config_of(tiny_models[model], policy)) as group:
+        for _ in range(2):
+            train(group, batch)
+        group.call("snapshot_reference")
+        group.call("save_checkpoint", directory, {"step": 2, "seen": [1, 2]})
+        weights = reference.assemble(group.call("weights"))
+        moments = None if "optimizer" in policy else reference.assemble(group.call("moments"))
+        went_on = [train(group, batch) for _ in range(2)]
+        kept = logprobs(group, batch, "reference")["logprobs"]
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.old"))
+    for other, settings in [first, *others]:
+        with megatron_pool.group(other, config_of(tiny_models[model], settings)) as group:
+            assert group.call("load_checkpoint", directory) == [{"step": 2, "seen": [1, 2]}] * other.world_size
+            _assert_equal(reference.assemble(group.call("weights")), weights)
+            if moments is not None and "optimizer" not in settings:
+                _assert_equal(reference.assemble(group.call("moments")), moments)
+            resumed = [train(group, batch) for _ in range(2)]
+            again = logprobs(group, batch, "reference")["logprobs"]
+        if (other, settings) == first:
+            assert resumed == went_on  # bit for bit: losses, norms and learning rates
+            np.testing.assert_array_equal(again, kept)
+        for found, expected in zip(resumed, went_on, strict=True):
+            exact = "precision" not in policy
+            assert found["lr"] == expected["lr"]
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5 if exact else 1e-2)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4 if exact else 5e-2)
+
+
+def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_what_is_written_in_the_background_is_the_state_of_its_start(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    batch, directory = reference.make_batch(), tmp_path / "checkpoint"
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **SHARDED)) as group:
+        train(group, batch)
+        before = group.call("state")
+        group.call("save_checkpoint", str(directory), {}, True)
+        train(group, batch)
+        _wait_for(lambda: all(group.call("checkpoint_written")))
+        assert not directory.exists()  # it has its name only when all workers say that it is whole
+        group.call("save_checkpoint", str(tmp_path / "next"), {}, True)  # completes the one before
+        assert directory.exists()
+        group.call("finish_checkpoint")
+        group.call("load_checkpoint", str(directory))
+        _assert_same_states(group.call("state"), before)
+
+
+def test_a_save_that_is_killed_or_stuck_leaves_the_checkpoint_before_it(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    batch, directory, marker = reference.make_batch(), str(tmp_path / "checkpoint"), tmp_path / "stalled"
+    config = reference.make_config(tiny_models["qwen3"])
+    hasty = config.model_copy(update={"timeouts": config.timeouts.model_copy(update={"checkpoint_s": 0.5})})
+    pool = MegatronPool(1)
+    with pytest.raises(BrokenPipeError), pool.group(SINGLE, hasty) as group:  # the pool's process is gone at the end
+        train(group, batch)
+        saved = group.call("state")
+        group.call("save_checkpoint", directory, {"step": 1})
+        train(group, batch)
+        group.call("stall_writing", str(marker))
+        group.call("save_checkpoint", directory, {"step": 2}, True)
+        with pytest.raises(WorkerError, match=r"not written after 0 s|not written after 1 s"):
+            group.call("finish_checkpoint")
+        marker.unlink()
+        group.start(0, "save_checkpoint", directory, {"step": 2})
+        _wait_for(marker.exists)
+        os.kill(pool.processes[0].pid or 0, signal.SIGKILL)
+        pool.processes[0].join(10)
+    pool.close()
+    with megatron_pool.group(SINGLE, config) as group:
+        assert group.call("load_checkpoint", directory) == [{"step": 1}]
+        _assert_same_states(group.call("state"), saved)
+        group.call("save_checkpoint", directory, {"step": 3})  # over what the dead one left
+        assert group.call("load_checkpoint", directory) == [{"step": 3}]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint"]
+
+
+def test_damaged_and_foreign_checkpoints_are_refused(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config, directory = reference.make_config(tiny_models["qwen3"]), tmp_path / "checkpoint"
+    with megatron_pool.group(DP2, config) as group:
+        group.call("save_checkpoint", str(directory), {"step": 1})
+        group.call("save_checkpoint", str(directory), {"step": 2})
+        assert group.call("load_checkpoint", str(directory)) == [{"step": 2}] * 2
+        before = group.call("state")
+
+        _refused(group, tmp_path / "nothing", "cannot read .*manifest.json")
+        part = max(directory.glob("__1_*.distcp"), key=lambda path: path.stat().st_size)
+        whole = part.read_bytes()
+        part.write_bytes(whole[: len(whole) // 2])
+        _refused(group, directory, f"{part.name} has .* damaged")
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 1
+        part.write_bytes(bytes(flipped))
+        _refused(group, directory, f"{part.name} has .* damaged")
+        part.unlink()
+        _refused(group, directory, f"{part.name} is missing")
+        manifest = json.loads((directory / "manifest.json").read_text())
+        (directory / "manifest.json").write_text(json.dumps({**manifest, "format": "other"}))
+        _refused(group, directory, "format 'other'")
+        _assert_same_states(group.call("state"), before)
+        part.write_bytes(whole)
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["llama"])) as group:
+        _refused(group, directory, r"written with model .*model_type = qwen3 \(this run: llama\)")
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **BFLOAT16)) as group:
+        _refused(group, directory, "written with precision float32, this run has bfloat16")
+
+
+def _refused(group: Group, directory: Path, message: str) -> None:
+    """Every worker raises, also those whose own file is good."""
+    for rank in range(2):
+        group.start(rank, "load_checkpoint", str(directory))
+    for rank in range(2):
+        with pytest.raises(WorkerError, match=message) as caught:
+            group.finish(rank)
+        assert caught.value.kind == "CheckpointError"
+
+
+def _assert_same_states(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert set(mine) == set(theirs)
+        for name, value in theirs.items():
+            np.testing.assert_array_equal(mine[name], value, err_msg=name)
+
+
+def _wait_for(condition: Any, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
