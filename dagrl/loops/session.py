@@ -397,8 +397,10 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     scheduler.warmup(before=lambda phase: session.hold(*phase.roles))
 
 
-def _channel_kind(config: Config) -> Literal["gloo", "nccl"]:
-    """NCCL between GPUs, Gloo without them."""
+def _channel_kind(config: Config) -> Literal["gloo", "nccl", "ipc"]:
+    """NCCL between GPUs, Gloo without them; between processes that share a GPU, which NCCL refuses, memory they both map."""
+    if is_colocated(config):
+        return "ipc"
     return "nccl" if gpus_per_worker(config.cluster) else "gloo"
 
 

@@ -22,7 +22,7 @@ def connect_refit(
     *,
     dtype: str,
     tied_embeddings: bool,
-    kind: Literal["gloo", "nccl"],
+    kind: Literal["gloo", "nccl", "ipc"],
     timeout_s: float,
     channel_timeout_s: float,
     bucket_bytes: int | None = None,
