@@ -108,7 +108,7 @@ class IpcChannel:
         return pending
 
     def exchange(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], lane: int = 0
     ) -> list[IpcPending]:
         """Post several messages at once."""
         return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]

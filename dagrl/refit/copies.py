@@ -44,12 +44,12 @@ class BatchedCopy:
         ]  # the table has addresses only
         self._table = _table([one for some in rows if some for one in some], targets)
 
-    def run(self) -> None:
-        """Copy everything, on the current stream."""
+    def run(self, alone: bool = False) -> None:
+        """Copy everything, on the current stream; `alone` takes the whole GPU instead of leaving most of it to others."""
         import torch
 
         if self._table is not None:
-            self._table.launch()
+            self._table.launch(alone)
         if self._others:
             with torch.inference_mode():  # vLLM's parameters may be inference tensors
                 torch._foreach_copy_([target for target, _ in self._others], [source for _, source in self._others])

@@ -83,6 +83,8 @@ def split(box: Box, elements: int, blocks: bool = False) -> Iterator[Box]:
     start, stop = box[dim]
     row = volume(box) // (stop - start)
     step = max(1, elements // row // steps[dim]) * steps[dim]
+    pieces = -(-(stop - start) // step)
+    step = -(-(stop - start) // pieces // steps[dim]) * steps[dim]  # as many, of equal size
     for low in range(start, stop, step):
         yield from split((*box[:dim], (low, min(low + step, stop)), *box[dim + 1 :]), elements, blocks)
 

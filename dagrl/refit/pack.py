@@ -66,6 +66,7 @@ class BucketMemory:
         self._copies: dict[Side, BatchedCopy] = {}  # from this side to the other, made when first needed
         self._quantizer = BlockQuantizer([])
         self.message = torch.empty(0, dtype=torch.uint8)
+        self.alone = False  # nothing travels while it is packed or unpacked
         part, move = self.live[0][0], bucket.moves[0]
         alone = len(bucket.moves) == 1 and len(self.live[0]) == 1 and move.scales is None
         self.direct = alone and part.is_contiguous() and part.dtype == wire_dtype(move)
@@ -143,7 +144,7 @@ class BucketMemory:
         if side not in self._copies:
             live, places = self._pairs
             self._copies[side] = BatchedCopy(places, live) if side == "source" else BatchedCopy(live, places)
-        self._copies[side].run()
+        self._copies[side].run(self.alone)
 
 
 def bind_buckets(buckets: Sequence[TransferBucket], tensors: Tensors, side: Side) -> list[BucketMemory]:

@@ -25,6 +25,7 @@ from dagrl.refit.cover import (
     check_parameters,
     cover,
     distinct_lists,
+    extents,
     index_sources,
     place,
     prove_covered,
@@ -37,7 +38,9 @@ from dagrl.refit.slices import Box, Scales, WeightSlice, volume
 from dagrl.refit.summary import PlanSummary
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
-"""Smallest and largest default bucket: large models take large ones, for some hundred rounds instead of thousands."""
+"""Smallest and largest default bucket. NCCL gives a message all its channels only above 128 MB: large ones travel faster."""
+BUCKETS = 16
+"""Into how many buckets a destination's bytes are cut at least, so that packing and unpacking overlap with messages."""
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 """Alias for models with tied embeddings: a destination that keeps a head of its own gets the embedding."""
@@ -152,7 +155,7 @@ def plan_refit(
     index = index_sources(held)
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
-    limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // 128), BUCKET_BYTES[1])
+    limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
     maker = _Planner(index, wanted, len(sources), dtype, aliases or {}, limit, placement)
     buckets = maker.buckets()
@@ -230,18 +233,34 @@ class _Planner:
         return ordered
 
     def _fill(self, pair: Pair, blocks: Sequence[Block]) -> list[tuple[tuple[Block, ...], int]]:
-        """Buckets of one pair, `(blocks, bytes)`, each of at most `limit` bytes."""
-        buckets: list[tuple[Block, ...]] = []
+        """Buckets of one pair, `(blocks, bytes)`, each of at most `limit` bytes.
+
+        Large parts that are whole rows come first and last: they need no staging, so nothing has to be packed before the
+        first message and unpacked after the last.
+        """
+        direct = [(block,) for block in blocks if self._is_direct(block)]
+        buckets: list[tuple[Block, ...]] = direct[:1]
         some: list[Block] = []
         end = 0
         for block in blocks:
+            if self._is_direct(block):
+                continue
             nbytes = self._aligned_bytes(pair[1], block)
             if some and end + nbytes > self._limit:
                 buckets.append(tuple(some))
                 some, end = [], 0
             some.append(block)
             end += nbytes
-        return [(chosen, self._message_bytes(pair[1], chosen)) for chosen in [*buckets, tuple(some)]]
+        buckets += [tuple(some)] if some else []
+        return [(chosen, self._message_bytes(pair[1], chosen)) for chosen in [*buckets, *direct[1:]]]
+
+    def _is_direct(self, block: Block) -> bool:
+        """Whether it is likely one piece of memory on both sides, and large enough to be a message by itself."""
+        part = block.parts[0]
+        if len(block.parts) > 1 or 4 * block.nbytes < self._limit:
+            return False
+        around = extents(self._index[part.name])
+        return all(edges == end for edges, end in zip(part.box[1:], around[1:], strict=True))
 
     def _aligned_bytes(self, rank: int, block: Block) -> int:
         """Bytes of a block for one destination; through an alias it may want a part in two places."""

@@ -1,7 +1,8 @@
 """The rounds of one rank, bound to memory: what it packs, sends, receives and unpacks in each, and in which order.
 
-Two buckets are in flight: while one travels, the next is packed and the one before is unpacked. On GPUs nothing here waits
-on the host: copies are launched on the current stream and messages on the channel's, and events order the two.
+Two buckets are in flight: while one travels, the next is packed and the one before is unpacked. They are on two lanes of
+the channel, so that a link is never idle between two messages. On GPUs nothing here waits on the host: copies are launched
+on the current stream and messages on the channel's, and events order them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ Seen = Callable[[BucketMemory], None]
 
 @dataclass
 class Round:
-    """What one rank does in one round: at most one message each way."""
+    """What one rank does in round `number`: at most one message each way."""
 
+    number: int
     send: BucketMemory | None = None
     receive: BucketMemory | None = None
 
@@ -46,12 +48,15 @@ class Rounds:
     def _bind(self, tensors: Mapping[str, torch.Tensor]) -> list[Round]:
         rounds: dict[int, Round] = {}
         for bucket in self._plan.sends:
-            rounds.setdefault(bucket.round, Round()).send = BucketMemory(bucket, tensors, "source")
+            rounds.setdefault(bucket.round, Round(bucket.round)).send = BucketMemory(bucket, tensors, "source")
         for bucket in self._plan.receives:
-            rounds.setdefault(bucket.round, Round()).receive = BucketMemory(bucket, tensors, "target")
+            rounds.setdefault(bucket.round, Round(bucket.round)).receive = BucketMemory(bucket, tensors, "target")
         ordered = [rounds[number] for number in sorted(rounds)]
-        bind_staging([one.send for one in ordered if one.send])
-        bind_staging([one.receive for one in ordered if one.receive])
+        sends, receives = [one.send for one in ordered if one.send], [one.receive for one in ordered if one.receive]
+        bind_staging(sends)
+        bind_staging(receives)
+        for memory in (*sends[:1], *receives[-1:]):
+            memory.alone = True
         return ordered
 
     @property
@@ -93,12 +98,10 @@ class Rounds:
             wait_all(self._post(one, {}))
 
     def _post(self, one: Round, into: Mapping[int, torch.Tensor]) -> Sequence[Pending]:
-        if one.receive is None and one.send is not None:
-            return [self._channel.send(one.send.message, one.send.bucket.destination)]
         sends = [(one.send.message, one.send.bucket.destination)] if one.send else []
         to = one.receive
         receives = [(into.get(id(to), to.message), to.bucket.source)] if to else []
-        return self._channel.exchange(sends, receives)
+        return self._channel.exchange(sends, receives, lane=one.number)
 
     def _land(self, one: Round, pending: Sequence[Pending], received: Seen) -> None:
         wait_all(pending)

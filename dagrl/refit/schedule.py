@@ -74,6 +74,9 @@ def _cut(parts: Sequence[Part], nbytes: Mapping[Part, int], limit: int) -> Itera
     some: list[Part] = []
     filled = 0
     for part in parts:
+        if 2 * nbytes[part] >= limit:  # by itself: it may need no staging
+            yield [part]
+            continue
         if some and filled + nbytes[part] > limit:
             yield some
             some, filled = [], 0

@@ -21,7 +21,7 @@ MODES: tuple[Verify, ...] = ("checksum", "bitwise")
 class FlippingChannel(MemoryChannel):
     """Changes one bit of the `at`-th byte of the first message of `least` bytes or more that is sent through it."""
 
-    least, at, flipped = 64, 17, False
+    least, at, flipped = 32, 17, False
 
     def send(self, tensor: Tensor, peer: int) -> Done:
         if not type(self).flipped and tensor.nbytes >= self.least and tensor.dtype == torch.uint8:
