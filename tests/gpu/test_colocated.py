@@ -1,4 +1,4 @@
-"""Train and generation workers in turn on one GPU: the engines agree after each exchange, and memory really changes hands."""
+"""Train and generation workers in turn on one GPU: engines agree after each exchange, and memory really changes hands."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_gpu_checkpoint(root / str(seed), seed, **SHAPES["tiny"]) for seed in range(2)]
 
 
-@pytest.mark.parametrize("start", range(3))
+@pytest.mark.parametrize("start", range(2))
 def test_first_batches_agree(cluster: None, checkpoints: list[Path], start: int) -> None:
     """`Engine.run` raises when ranks differ; the tokens are also those that the model would draw."""
     with started(checkpoints, gpu_config(checkpoints[0], eager=False, tp=2), tp=2, warm=False) as engine:
@@ -39,7 +39,7 @@ def test_first_batches_agree(cluster: None, checkpoints: list[Path], start: int)
             assert difference(checkpoints[0], rows, prompts) < 0.05
         engine.write(1, 1)
         assert difference(checkpoints[1], engine.run(batch(1, greedy=False)), PROMPTS) < 0.05
-        if start == 2:
+        if start == 1:
             check_abort(engine.group)
 
 
