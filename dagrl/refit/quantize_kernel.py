@@ -73,14 +73,14 @@ def _rows(weight: Tensor, place: Tensor, scales: Tensor) -> npt.NDArray[np.int64
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _quantize_block(
-    table: Any,
+def _quantize_block(  # type: ignore[no-untyped-def]
+    table,
     SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
-) -> None:
+):
     row = table + tl.program_id(0).to(tl.int64) * FIELDS
     source = tl.load(row).to(tl.pointer_type(SOURCE))
     place = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
