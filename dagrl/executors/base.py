@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ray.actor import ActorHandle
 
+from dagrl.executors.hosts import RELAY
 from dagrl.executors.node import NodeCall, Take
 from dagrl.executors.packet import Packet
 from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph
@@ -61,6 +62,8 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
     last: dict[object, int] = {}
     beside = accelerated(graph)
     for node in graph.nodes:
+        if node.kind == RELAY:  # hands on without a turn: other workers wait for it
+            continue
         first.setdefault(node.worker, node.number)
         last[node.worker] = node.number
     return [
@@ -71,8 +74,8 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             method=node.method,
             args=_takes(graph, node),
             constants=dict(node.constants),
-            opens_turn=first[node.worker] == node.number,
-            closes_turn=last[node.worker] == node.number,
+            opens_turn=first.get(node.worker) == node.number,
+            closes_turn=last.get(node.worker) == node.number,
             result_limit=limits.result_bytes,
             deadline_s=limits.replay_s,
             accelerated=node.number in beside,

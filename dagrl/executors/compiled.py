@@ -29,11 +29,12 @@ from dagrl.errors import RunError
 from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
 from dagrl.executors.edge import EdgeType, Place, make_mailbox
 from dagrl.executors.gather import Gathering
+from dagrl.executors.hosts import Hosts, relays_input, with_relays
 from dagrl.executors.node import run_node
 from dagrl.executors.outputs import Outputs, Submitted
 from dagrl.executors.packet import Packet
 from dagrl.executors.ring import KEPT
-from dagrl.graph import PhaseGraph
+from dagrl.graph import PhaseGraph, WorkerRef
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +52,12 @@ class CompiledGraph:
         self._phase = graph.phase
         self._limits = limits
         self._actors = _distinct(actors)
-        self._gathering = Gathering.of(graph, limits.result_bytes)
-        graph = self._gathering.graph
         settings = (limits.result_bytes, bool(accelerated(graph)))
         prepared = [actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors]
-        hosts = dict(
-            zip([actor._actor_id for actor in self._actors], ray.get(prepared, timeout=limits.compile_s), strict=True)
-        )
-        near = _only_driver_reads(graph, actors, hosts)
+        hosts = _hosts(actors, dict(zip(self._actors, ray.get(prepared, timeout=limits.compile_s), strict=True)))
+        self._gathering = Gathering.of(graph, limits.result_bytes, hosts)
+        graph = with_relays(self._gathering.graph, hosts, accelerated(self._gathering.graph))
+        near = _only_driver_reads(graph, hosts)
         mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
         places = {number: Place(mailbox.address, place) for place, number in enumerate(near)} if mailbox else {}
         with _driver_context(limits), _one_driver_proxy():
@@ -135,7 +134,8 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, places: Mapping[int
         for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
             packets = [start if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
-            bound[-1].type_hint = EdgeType(limits.result_bytes, limits.max_in_flight, places.get(node.number))
+            size = limits.input_bytes if relays_input(graph, node) else limits.result_bytes
+            bound[-1].type_hint = EdgeType(size, limits.max_in_flight, places.get(node.number))
             if call.accelerated:
                 bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
@@ -150,12 +150,17 @@ def _distinct(actors: Actors) -> list[ActorHandle]:
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
-def _only_driver_reads(graph: PhaseGraph, actors: Actors, hosts: Mapping[Any, str]) -> list[int]:
+def _hosts(actors: Actors, nodes: Mapping[ActorHandle, str]) -> Hosts:
+    """The Ray node of each worker, and this driver's."""
+    of = {WorkerRef(role, at): nodes[actor] for role, group in actors.items() for at, actor in enumerate(group)}
+    return Hosts(of, ray.get_runtime_context().get_node_id())
+
+
+def _only_driver_reads(graph: PhaseGraph, hosts: Hosts) -> list[int]:
     """Outputs, on this driver's host, that no node reads."""
     read = {number for node in graph.nodes for number in node.upstream}
-    here = ray.get_runtime_context().get_node_id()
     mine = [number for number in dict.fromkeys(graph.outputs) if number not in read]
-    return [number for number in mine if hosts[_actor(graph, actors, number)._actor_id] == here]
+    return [number for number in mine if hosts.of[graph.nodes[number].worker] == hosts.driver]
 
 
 def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> str:

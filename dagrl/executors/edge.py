@@ -1,8 +1,8 @@
 """The edges of a compiled graph: Ray's channel interface over shared-memory rings.
 
 An edge has one writer and readers of three kinds: the writer itself (the value is passed by reference), workers on its
-host (one ring for all of them), and workers on other hosts (Ray's own channel). Why not Ray's for all: those poll, one core
-for each live graph on every worker (see `futex`); grow by leaking shared memory; and leave semaphores in `/dev/shm`.
+host (one ring for all of them), and workers on other hosts (a TCP link to each). Why not Ray's own channels: those poll, one
+core for each live graph on every worker (see `futex`); grow by leaking shared memory; and leave semaphores in `/dev/shm`.
 
 Ray makes edges through `ChannelOutputType.create_channel` in the writer's process and sends them pickled to the driver and
 the readers; each finds its memory again when it first uses it.
@@ -21,8 +21,8 @@ from ray import cloudpickle
 from ray.exceptions import RayChannelError, RayChannelTimeoutError
 from ray.experimental.channel import ChannelOutputType, IntraProcessChannel
 from ray.experimental.channel.common import ChannelInterface
-from ray.experimental.channel.shared_memory_channel import Channel
 
+from dagrl.executors.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.executors.mailbox import CELL_BYTES, Mailbox, MailboxAddress
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError
 from dagrl.executors.packet import Packet
@@ -33,6 +33,12 @@ _rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
 
 _mailboxes: weakref.WeakValueDictionary[MailboxAddress, Mailbox] = weakref.WeakValueDictionary()
 """The mailboxes that this process has open."""
+
+_link_readers: weakref.WeakValueDictionary[LinkAddress, LinkReader] = weakref.WeakValueDictionary()
+"""The links that this process reads."""
+
+_links: dict[str, list[LinkWriter]] = {}
+"""The links that this process writes, by the name of their edge, until they are closed."""
 
 _written: dict[str, Ring] = {}
 """Keeps the rings that this process writes until they are closed: readers open them through this process."""
@@ -61,19 +67,19 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
         here = ray.get_runtime_context().get_node_id()
         others = [(reader, node) for reader, node in reader_and_node_list if reader != writer]
         near = [_actor_id(reader) for reader, node in others if node == here]
-        far = [(reader, node) for reader, node in others if node != here]
+        far = [_actor_id(reader) for reader, node in others if node != here]
         name = uuid.uuid4().hex
         place = self.place if near and len(reader_and_node_list) == 1 else None
         if near:
             _written[name] = _rings[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
+        if far:
+            _links[name] = [LinkWriter(ray.util.get_node_ip_address(), self.slot_bytes) for _ in far]
         return Edge(
             name=name,
             address=_rings[name].address if near else None,
             readers=near,
             own=IntraProcessChannel(num_readers=1) if len(others) < len(reader_and_node_list) else None,
-            far=Channel(writer, far, self.slot_bytes) if far else None,
-            far_readers=[_actor_id(reader) for reader, _ in far],
-            writer=_actor_id(writer) if writer is not None else "",
+            far={reader: link.address for reader, link in zip(far, _links.get(name, []), strict=True)},
             driver=driver_actor_id,
             first_reader=_actor_id(reader_and_node_list[0][0]),
             place=place,
@@ -90,9 +96,7 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         address: RingAddress | None,
         readers: list[str],
         own: IntraProcessChannel | None,
-        far: Channel | None,
-        far_readers: list[str],
-        writer: str,
+        far: dict[str, LinkAddress],
         driver: str | None,
         first_reader: str,
         place: Place | None,
@@ -103,14 +107,13 @@ class Edge(ChannelInterface):  # type: ignore[misc]
             "readers": readers,
             "own": own,
             "far": far,
-            "far_readers": far_readers,
-            "writer": writer,
             "driver": driver,
             "first_reader": first_reader,
             "place": place,
         }
         self._own = own
-        self._far = far
+        self._is_writer = False
+        self._senders: list[Ring | LinkWriter] = []
         self._ring: Ring | None = None
         self._mailbox: Mailbox | None = None
         self._posted = 0
@@ -132,8 +135,8 @@ class Edge(ChannelInterface):  # type: ignore[misc]
             self._ring = self._open_ring()
         if self._mailbox is None and self.place is not None:
             self._mailbox = open_mailbox(self.place.mailbox)
-        if self._far is not None:
-            self._far.ensure_registered_as_writer()
+        self._senders = [*([self._ring] if self._ring is not None else []), *_links.get(self._parts["name"], [])]
+        self._is_writer = True
 
     def ensure_registered_as_reader(self) -> None:
         """Open what this process reads from."""
@@ -145,23 +148,23 @@ class Edge(ChannelInterface):  # type: ignore[misc]
             self._reader = readers.index(me)
             self._ring = self._read_from = self._open_ring()
         else:
-            self._read_from = self._far if me in self._parts["far_readers"] else self._own
+            self._read_from = self._open_link(me) if me in self._parts["far"] else self._own
 
     def write(self, value: Any, timeout: float | None = None) -> None:
         """Send a packet (or an error of Ray's) to every reader.
 
         Raises RayChannelTimeoutError when a reader does not make room in time, RayChannelError when the edge was closed.
         """
-        if self._ring is None and self._parts["address"] is not None:
+        if not self._is_writer:
             self.ensure_registered_as_writer()
-        if self._ring is not None:
-            with rays_errors:
-                if self._mailbox is None:
-                    self._ring.write(_dump(value.wire() if type(value) is Packet else value), _limit(timeout))
-                else:
-                    self._post(self._mailbox, self._ring, value[1:] if type(value) is Packet else value, _limit(timeout))
-        if self._far is not None:
-            self._far.write(value, timeout)
+        packet = type(value) is Packet
+        with rays_errors:
+            if self._mailbox is not None:
+                self._post(self._mailbox, value[1:] if packet else value, _limit(timeout))
+            elif self._senders:
+                parts = _dump(value.wire() if packet else value)
+                for sender in self._senders:
+                    sender.write(parts, _limit(timeout))
         if self._own is not None:
             self._own.write(value, timeout)
 
@@ -169,11 +172,14 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         """The next packet. Its large arrays may be views of shared memory, read-only where others read them too."""
         if self._read_from is None:
             self.ensure_registered_as_reader()
-        if self._read_from is not self._ring:
-            return self._read_from.read(timeout)
-        assert self._ring is not None
+        source, ring, own = self._read_from, self._ring, self._own
+        if own is not None and source is own:
+            return own.read(timeout)
         with rays_errors:
-            content = self._ring.read(self._reader, _limit(timeout))
+            if ring is not None and source is ring:
+                content = ring.read(self._reader, _limit(timeout))
+            else:
+                content = source.read(_limit(timeout))
         return Packet.from_wire(content) if type(content) is tuple else content
 
     def read_message(self, number: int, timeout_s: float) -> Any:
@@ -185,8 +191,9 @@ class Edge(ChannelInterface):  # type: ignore[misc]
             self._ring.skip(self._reader, timeout_s)
         return self._ring.read(self._reader, timeout_s)
 
-    def _post(self, mailbox: Mailbox, ring: Ring, content: Any, timeout_s: float | None) -> None:
-        assert self.place is not None
+    def _post(self, mailbox: Mailbox, content: Any, timeout_s: float | None) -> None:
+        ring = self._ring
+        assert self.place is not None and ring is not None
         parts = _dump(content)
         if len(parts) > 1 and sum(map(len, parts)) < CELL_BYTES:
             parts = [pickle.dumps(content, protocol=5)]
@@ -200,10 +207,10 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         """Let the next value go unread."""
         if self._read_from is None:
             self.ensure_registered_as_reader()
-        if self._read_from is self._ring and self._ring is not None:
-            self._ring.skip(self._reader, _limit(timeout))
+        if self._own is not None and self._read_from is self._own:
+            self._own.release_buffer(timeout)
         else:
-            self._read_from.release_buffer(timeout)
+            self.read(timeout)
 
     def close(self) -> None:
         """End the edge for all its processes."""
@@ -218,9 +225,20 @@ class Edge(ChannelInterface):  # type: ignore[misc]
                 open_mailbox(self.place.mailbox).close()
             except EdgeClosedError:  # the driver is gone
                 pass
-        for channel in (self._own, self._far):
-            if channel is not None:
-                channel.close()
+        for writer in _links.pop(self._parts["name"], []):
+            writer.close()
+        for address in self._parts["far"].values():
+            if (reader := _link_readers.get(address)) is not None:
+                reader.close()
+        if self._own is not None:
+            self._own.close()
+
+    def _open_link(self, reader: str) -> LinkReader:
+        address = self._parts["far"][reader]
+        link = _link_readers.get(address)
+        if link is None:
+            link = _link_readers[address] = LinkReader(address)
+        return link
 
     def _open_ring(self) -> Ring:
         name = self._parts["name"]

@@ -23,6 +23,9 @@ takes 50 to 200 us, so back-to-back replays stay awake, and a worker whose next 
 time must exceed that of a chain of 64 sleepers, or the chain never wakes. On a small machine the one who looks takes the
 core of the one who is to send."""
 
+let_others_run = ctypes.CDLL(None).sched_yield
+"""Give the core to another process, or thread of this one, that wants it."""
+
 _LOOK_S = 0.5  # how long to sleep before looking again whether the edge was closed
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98}
@@ -42,7 +45,6 @@ class Futexes:
         if machine not in _NUMBERS:
             raise RunError(f"compiled graphs wait on a futex, whose number on {machine} is unknown; set executor: eager")
         library = ctypes.CDLL(None, use_errno=True)
-        self.let_others_run = library.sched_yield
         self._call = library.syscall
         self._number = ctypes.c_long(_NUMBERS[machine])
         self._anchor = ctypes.c_uint32.from_buffer(words)
@@ -79,9 +81,9 @@ class Watch:
         if words[index] != known and not words[closed]:
             return
         started = time.perf_counter()
-        until, yield_core = started + self._spin_s, self._futexes.let_others_run
+        until = started + self._spin_s
         while words[index] == known and not words[closed] and time.perf_counter() < until:
-            yield_core()
+            let_others_run()
         while words[index] == known or words[closed]:
             self._sleep(index, known, started, timeout_s)
         self._spin_s = LONG_SPIN_S if time.perf_counter() - started < LONG_SPIN_S else SHORT_SPIN_S

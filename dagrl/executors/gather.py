@@ -1,7 +1,8 @@
 """Where the parts of an output that is a list are put together: on the workers, in a tree, or in the driver.
 
 A tree costs a hop a level and copies large parts at each of them; the driver reads the parts of one host from a mailbox
-(`mailbox.py`), at 1 to 2 us a part, or in place where they are large. So a tree is for lists of very many small parts.
+(`mailbox.py`), at 1 to 2 us a part, or in place where they are large. So a tree is for lists of very many small parts, and
+for those of other hosts: each host's parts are collected on one of its workers and cross in one message.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dagrl.executors.hosts import FAN_OUT, Hosts, by_host
 from dagrl.executors.packet import Header, Packet, Part
 from dagrl.graph import Node, NodeRef, PhaseGraph
 
@@ -21,35 +23,65 @@ LARGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What one output of the graph holds of a list: the item at one place, or (`listed`) those at several."""
+
+    places: tuple[int, ...]
+    listed: bool
+
+
+@dataclass(frozen=True)
 class Gathering:
-    """A graph without the lists that the driver makes, and how many of its outputs each output of the phase is made of."""
+    """A graph without the lists that the driver makes, and of which of its outputs each output of the phase is made."""
 
     graph: PhaseGraph
-    parts: tuple[int, ...]  # 0: the output as it is
+    pieces: tuple[tuple[Piece, ...], ...]  # of each output of the phase; none: it is the graph's own
 
     @staticmethod
-    def of(graph: PhaseGraph, result_bytes: int) -> Gathering:
+    def of(graph: PhaseGraph, result_bytes: int, hosts: Hosts | None = None) -> Gathering:
         """Take the lists that the driver makes out of `graph`, whose nodes have results of up to `result_bytes`."""
         longest = DRIVER_PARTS if result_bytes <= LARGE_BYTES else len(graph.nodes)
-        leaves = [_leaves(graph, number) for number in graph.outputs]
-        short = [len(parts) if len(parts) <= longest else 0 for parts in leaves]
-        outputs = [
-            number
-            for output, parts, count in zip(graph.outputs, leaves, short, strict=True)
-            for number in (parts if count else [output])
-        ]
+        nodes, outputs, pieces = list(graph.nodes), [], []
+        for output in graph.outputs:
+            leaves = _leaves(graph, output)
+            made = _pieces(nodes, leaves, hosts) if 0 < len(leaves) <= longest else {output: None}
+            outputs += list(made)
+            pieces.append(tuple(piece for piece in made.values() if piece is not None))
         if len(set(outputs)) < len(outputs):  # a value that is in two outputs; rare, and not worth a rule
-            return Gathering(graph, (0,) * len(graph.outputs))
-        return Gathering(_pruned(graph, outputs), tuple(short))
+            return Gathering(graph, ((),) * len(graph.outputs))
+        return Gathering(_pruned(dataclasses.replace(graph, nodes=tuple(nodes)), outputs), tuple(pieces))
 
     def put_together(self, header: Header, parts: Sequence[Part]) -> list[Packet]:
         """The packets of the phase's outputs from those of the graph's, given without their headers."""
         packets, start = [], 0
-        for count in self.parts:
-            mine = parts[start : start + (count or 1)]
-            packets.append(_listed(header, mine) if count else Packet(header, *mine[0]))
-            start += count or 1
+        for pieces in self.pieces:
+            mine = parts[start : start + (len(pieces) or 1)]
+            packets.append(_listed(header, mine, pieces) if pieces else Packet(header, *mine[0]))
+            start += len(mine)
         return packets
+
+
+def _pieces(nodes: list[Node], leaves: Sequence[int], hosts: Hosts | None) -> dict[int, Piece | None]:
+    """The nodes whose values the driver reads for a list, after appending those that collect the parts of other hosts."""
+    if hosts is None or not hosts.several:
+        return {leaf: Piece((place,), listed=False) for place, leaf in enumerate(leaves)}
+    made: dict[int, Piece | None] = {}
+    far: list[tuple[int, tuple[int, ...]]] = []
+    for host, places in by_host([nodes[leaf].worker for leaf in leaves], hosts).items():
+        if host == hosts.driver:
+            made |= {leaves[place]: Piece((place,), listed=False) for place in places}
+        else:
+            far.append((_collect(nodes, [leaves[place] for place in places]), tuple(places)))
+    while len(far) > FAN_OUT:
+        groups = [far[start : start + FAN_OUT] for start in range(0, len(far), FAN_OUT)]
+        far = [(_collect(nodes, [one[0] for one in group]), sum((one[1] for one in group), ())) for group in groups]
+    return made | {node: Piece(places, listed=True) for node, places in far}
+
+
+def _collect(nodes: list[Node], parts: Sequence[int]) -> int:
+    """Append a node that lists `parts`, on the worker of the first."""
+    nodes.append(Node(len(nodes), nodes[parts[0]].worker, "", "collect", tuple(NodeRef(part) for part in parts)))
+    return len(nodes) - 1
 
 
 def _leaves(graph: PhaseGraph, number: int) -> list[int]:
@@ -79,7 +111,19 @@ def _renumbered(node: Node, places: dict[int, int]) -> Node:
     return dataclasses.replace(node, number=places[node.number], args=args)
 
 
-def _listed(header: Header, parts: Sequence[Part]) -> Packet:
+def _listed(header: Header, parts: Sequence[Part], pieces: Sequence[Piece]) -> Packet:
     failures = tuple(dict.fromkeys([failure for part in parts if part[2] for failure in part[2]]))
-    values = None if failures else [part[0] for part in parts]
+    values: list[object] | None = None
+    if not failures:
+        values = [part[0] for part in parts]
+        if any(piece.listed for piece in pieces):
+            values = _in_places(values, pieces)
     return Packet(header, values, max([part[1] for part in parts]), failures)
+
+
+def _in_places(values: Sequence[object], pieces: Sequence[Piece]) -> list[object]:
+    found: dict[int, object] = {}
+    for value, piece in zip(values, pieces, strict=True):
+        items = value if piece.listed and isinstance(value, list) else [value]
+        found.update(zip(piece.places, items, strict=True))
+    return [found[place] for place in range(len(found))]

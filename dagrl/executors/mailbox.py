@@ -16,6 +16,7 @@ import mmap
 import os
 import pickle
 import time
+import uuid
 import weakref
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ class MailboxAddress:
     descriptor: int
     writers: int
     slots: int
+    name: str  # descriptors are used again, names are not
 
     @property
     def first_cell(self) -> int:
@@ -71,7 +73,7 @@ class Mailbox:
     def create(writers: int, slots: int) -> Mailbox:
         """A mailbox that `writers` processes of this host post to, each up to `slots` messages ahead of the reader."""
         descriptor = anonymous_memory(0)
-        address = MailboxAddress(os.getpid(), descriptor, writers, slots)
+        address = MailboxAddress(os.getpid(), descriptor, writers, slots, uuid.uuid4().hex)
         os.ftruncate(descriptor, address.size)
         return Mailbox(address, mmap.mmap(descriptor, address.size), descriptor)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
 from dagrl.errors import RunError
 
@@ -51,6 +52,15 @@ def open_memory(pid: int, descriptor: int) -> mmap.mmap:
 def aligned(size: int) -> int:
     """`size` rounded up to whole cache lines."""
     return -(-size // LINE) * LINE
+
+
+def cut(whole: memoryview, offset: int, sizes: Sequence[int]) -> list[memoryview]:
+    """The parts of a message, of these sizes, each beginning on a cache line, from `offset` on."""
+    views = []
+    for size in sizes:
+        views.append(whole[offset : offset + size])
+        offset += aligned(size)
+    return views
 
 
 def count_copied(size: int) -> None:

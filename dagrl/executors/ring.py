@@ -34,6 +34,7 @@ from dagrl.executors.memory import (
     aligned,
     anonymous_memory,
     count_copied,
+    cut,
     open_memory,
 )
 
@@ -158,7 +159,7 @@ class Ring:
             return value
         sizes = self._sizes[word + 2 : word + 1 + count].tolist()
         message = self._arrays[start : start + self._slot_bytes]
-        views = _cut(message.data, offset - start + aligned(size), sizes)
+        views = cut(message.data, offset - start + aligned(size), sizes)
         if self._held >= KEPT or sum(sizes) <= IN_PLACE_BYTES:
             value = pickle.loads(pickled, buffers=[_own(view) for view in views])  # noqa: S301
             count_copied(sum(sizes))
@@ -234,11 +235,3 @@ def _copy_in_parallel(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint
 @functools.cache
 def _copiers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(COPIERS, thread_name_prefix="dagrl-copy")
-
-
-def _cut(whole: memoryview, offset: int, sizes: Sequence[int]) -> list[memoryview]:
-    views = []
-    for size in sizes:
-        views.append(whole[offset : offset + size])
-        offset += aligned(size)
-    return views

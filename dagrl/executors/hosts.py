@@ -1,0 +1,110 @@
+"""Where the workers of a graph are on several hosts: one edge for each host, and trees of edges for many.
+
+A value that several workers of another host read crosses once, to a *relay* on the first of them, which hands it to the
+others through shared memory. Where there are more hosts than `FAN_OUT`, relays feed relays, so that nobody sends to more.
+Results that the driver lists are collected on each host in the same way (`gather.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from dagrl.graph import ArgumentRef, Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
+
+FAN_OUT = 8
+"""Other hosts that one process sends to."""
+
+RELAY = "relay"
+"""Kind of a node that hands on what it reads."""
+
+Source = int | None
+"""Whose value: a node's number, or None for the phase's input."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The host of each worker of a graph, and the driver's."""
+
+    of: Mapping[WorkerRef, str]
+    driver: str
+
+    @property
+    def several(self) -> bool:
+        """Whether any edge leaves the driver's host."""
+        return any(host != self.driver for host in self.of.values())
+
+
+def with_relays(graph: PhaseGraph, hosts: Hosts, direct: Collection[int] = ()) -> PhaseGraph:
+    """The graph with relays where values go to several workers of another host; not for the values of nodes in `direct`."""
+    if not hosts.several:
+        return graph
+    readers = _readers(graph)
+    nodes: list[Node] = []
+    places: dict[int, int] = {}  # of the graph's nodes in `nodes`
+    relays: dict[Source, dict[str, int]] = {None: _add_relays(nodes, None, readers[None], hosts.driver, hosts)}
+    for node in graph.nodes:
+        host = hosts.of[node.worker]
+        args = tuple(_through(arg, host, places, relays) for arg in node.args)
+        places[node.number] = place = len(nodes)
+        nodes.append(dataclasses.replace(node, number=place, args=args))
+        if node.number in readers and node.number not in direct:
+            relays[node.number] = _add_relays(nodes, place, readers[node.number], host, hosts)
+    return dataclasses.replace(graph, nodes=tuple(nodes), outputs=tuple(places[number] for number in graph.outputs))
+
+
+def relays_input(graph: PhaseGraph, node: Node) -> bool:
+    """Whether a node is a relay of the phase's input."""
+    while node.kind == RELAY and node.upstream:
+        node = graph.nodes[node.upstream[0]]
+    return node.kind == RELAY
+
+
+def by_host(workers: Sequence[WorkerRef], hosts: Hosts) -> dict[str, list[int]]:
+    """The positions of workers on each host, hosts in the order of their first workers."""
+    found: dict[str, list[int]] = {}
+    for position, worker in enumerate(workers):
+        found.setdefault(hosts.of[worker], []).append(position)
+    return found
+
+
+def _readers(graph: PhaseGraph) -> dict[Source, list[WorkerRef]]:
+    """The workers that read each value, each once."""
+    found: dict[Source, dict[WorkerRef, None]] = {}
+    for node in graph.nodes:
+        for arg in node.args:
+            if not isinstance(arg, Constant):
+                source = arg.node if isinstance(arg, NodeRef) else None
+                found.setdefault(source, {})[node.worker] = None
+    return {source: list(workers) for source, workers in found.items()}
+
+
+def _add_relays(nodes: list[Node], place: Source, readers: Sequence[WorkerRef], home: str, hosts: Hosts) -> dict[str, int]:
+    """Append the relays of one value, which is at `place`; gives the place of each host's."""
+    abroad = {host: [readers[at] for at in mine] for host, mine in by_host(readers, hosts).items() if host != home}
+    if len(abroad) <= FAN_OUT:
+        abroad = {host: mine for host, mine in abroad.items() if len(mine) > 1}
+    made: dict[str, int] = {}
+    order: list[int] = []
+    for host, mine in abroad.items():
+        above = len(order) // FAN_OUT - 1  # the relay that this one reads from; the first ones read the value itself
+        source: Source = place if above < 0 else order[above]
+        made[host] = len(nodes)
+        order.append(len(nodes))
+        nodes.append(Node(len(nodes), mine[0], "", RELAY, (InputRef() if source is None else NodeRef(source),)))
+    return made
+
+
+def _through(
+    arg: ArgumentRef, host: str, places: Mapping[int, int], relays: Mapping[Source, Mapping[str, int]]
+) -> ArgumentRef:
+    """An argument of a node on `host`, read from the host's relay if there is one."""
+    match arg:
+        case InputRef():
+            relay = relays[None].get(host)
+            return arg if relay is None else NodeRef(relay)
+        case NodeRef(number):
+            relay = relays.get(number, {}).get(host)
+            return NodeRef(places[number] if relay is None else relay)
+    return arg

@@ -1,0 +1,137 @@
+"""Graphs over several hosts: the same results as on one, and one edge for each host however many workers read there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagrl.executors.base import Limits, node_calls
+from dagrl.executors.gather import Gathering
+from dagrl.executors.hosts import FAN_OUT, RELAY, Hosts, with_relays
+from dagrl.executors.packet import Header, Part
+from dagrl.graph import Constant, NodeRef, PhaseGraph, WorkerRef
+from dagrl.layout import ParallelLayout
+from dagrl.phase import Phase, Role, Shard, join, methods_of, phase
+
+HEADER = Header("phase", 0, False, {"train": 0})
+LIMITS = Limits(1 << 16, 1 << 16, 2, 1.0, 1.0, 1.0)
+
+
+class Worker:
+    def rank(self, value: object) -> object:
+        return None
+
+    def total(self, parts: list[object]) -> object:
+        return None
+
+    def both(self, one: object, other: object) -> object:
+        return None
+
+
+@phase
+def ranks(train: Shard, value):
+    return train.map("rank", value)
+
+
+@phase
+def exchange(train: Shard, value):
+    """Everybody reads the first worker's result, and the total of what they make of it."""
+    first = train[0].map("rank", value)
+    mine = train.map("both", value, first)
+    total = train.reduce("total", mine)
+    return join(train.map("both", total, first)), total
+
+
+def run(graph: PhaseGraph, value: object) -> list[Part]:
+    """What the graph's outputs are: a method's result says which worker made it of what."""
+    results: list[object] = []
+    for node in graph.nodes:
+        args = [
+            arg.value if isinstance(arg, Constant) else results[arg.node] if isinstance(arg, NodeRef) else value
+            for arg in node.args
+        ]
+        if node.kind == RELAY:
+            results.append(args[0])
+        elif node.kind == "collect":
+            listed: list[object] = []
+            for arg, found in zip(node.args, args, strict=True):
+                nested = isinstance(arg, NodeRef) and graph.nodes[arg.node].kind == "collect"
+                listed += found if nested and isinstance(found, list) else [found]
+            results.append(listed)
+        else:
+            results.append((node.method, node.worker.position, tuple(args)))
+    return [(results[number], 0.0, ()) for number in graph.outputs]
+
+
+def traced(item: Phase, workers: int, arity: int = 8) -> PhaseGraph:
+    return item.trace({"train": Role("train", ParallelLayout(tp=workers), methods_of(Worker))}, arity)
+
+
+def placed(host_of: Mapping[int, int]) -> Hosts:
+    return Hosts({WorkerRef("train", position): f"host{host}" for position, host in host_of.items()}, "host0")
+
+
+@given(
+    item=st.sampled_from([ranks, exchange]),
+    host_of=st.lists(st.integers(0, 12), min_size=1, max_size=40),
+    arity=st.integers(2, 9),
+)
+def test_the_results_are_those_of_one_host(item: Phase, host_of: list[int], arity: int) -> None:
+    whole = traced(item, len(host_of), arity)
+    hosts = placed(dict(enumerate(host_of)))
+    gathering = Gathering.of(whole, 1 << 16, hosts)
+    graph = with_relays(gathering.graph, hosts)
+    graph.validate()
+    expected = [part[0] for part in run(whole, "input")]
+    assert [packet.value for packet in gathering.put_together(HEADER, run(graph, "input"))] == expected
+
+
+@given(host_of=st.lists(st.integers(0, 12), min_size=1, max_size=40), large=st.booleans())
+def test_nobody_sends_a_value_to_two_workers_of_one_host_or_to_many_hosts(host_of: list[int], large: bool) -> None:
+    hosts = placed(dict(enumerate(host_of)))
+    gathering = Gathering.of(traced(ranks, len(host_of)), 1 << (24 if large else 16), hosts)
+    graph = with_relays(gathering.graph, hosts)
+    sources: list[tuple[str, int | None]] = [(hosts.driver, None)]
+    sources += [(hosts.of[node.worker], node.number) for node in graph.nodes]
+    for home, source in sources:
+        readers = {
+            node.worker
+            for node in graph.nodes
+            if source in (list(node.upstream) if source is not None else [None] * node.reads_input)
+        }
+        abroad = [hosts.of[worker] for worker in readers if hosts.of[worker] != home]
+        assert len(abroad) == len(set(abroad)) <= FAN_OUT
+    far_outputs = [number for number in graph.outputs if hosts.of[graph.nodes[number].worker] != hosts.driver]
+    assert len(far_outputs) <= FAN_OUT
+
+
+def test_on_one_host_nothing_is_added() -> None:
+    graph = traced(exchange, 6)
+    assert with_relays(graph, placed(dict.fromkeys(range(6), 0))) is graph
+
+
+def test_relays_take_no_turn_of_their_worker() -> None:
+    hosts = placed({0: 0, 1: 1, 2: 1})
+    graph = with_relays(Gathering.of(traced(ranks, 3), 1 << 16, hosts).graph, hosts)
+    calls = node_calls(graph, LIMITS)
+    (relay,) = [call for call in calls if call.kind == RELAY]
+    assert relay.position == 1 and not relay.opens_turn and not relay.closes_turn
+    of_worker = [call for call in calls if call.position == 1 and call.kind != RELAY]
+    assert of_worker[0].opens_turn and of_worker[-1].closes_turn
+
+
+def test_values_that_travel_from_gpu_to_gpu_are_not_relayed() -> None:
+    hosts = placed({0: 0, 1: 1, 2: 1})
+    graph = with_relays(traced(exchange, 3), hosts, direct={0})
+    assert not [node for node in graph.nodes if node.kind == RELAY and node.upstream == (0,)]
+
+
+@pytest.mark.parametrize("hosts", [FAN_OUT + 1, 3 * FAN_OUT, FAN_OUT * FAN_OUT + FAN_OUT])
+def test_many_hosts_are_reached_through_a_tree(hosts: int) -> None:
+    placement = placed({position: position // 2 + 1 for position in range(2 * hosts)})
+    graph = with_relays(traced(ranks, 2 * hosts), placement)
+    assert sum(node.kind == RELAY for node in graph.nodes) == hosts
+    assert sum(node.reads_input for node in graph.nodes) == FAN_OUT
