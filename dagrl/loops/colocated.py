@@ -39,12 +39,14 @@ Measure = Callable[[str], AbstractContextManager[None]]
 class SharedDevices:
     """See the module's first lines. `measure(name)` counts the time that exchanges take.
 
+    `before_sleep` are called while generation still has its memory: what is in flight there must end first.
     At first generation holds all it has, and the train state is on the host: generation was started last.
     """
 
     def __init__(self, train: WorkerGroup, generation: WorkerGroup, sleep_level: int, measure: Measure) -> None:
         self._train, self._generation = train, generation
         self._level, self._measure = sleep_level, measure
+        self.before_sleep: list[Callable[[], None]] = []
         self._held: tuple[tuple[str, ...], tuple[str, ...]] = ((), GENERATION_PARTS)
 
     def give_to(self, roles: Sequence[str], *, keep_generation_weights: bool = False) -> None:
@@ -67,6 +69,8 @@ class SharedDevices:
             self._train.call("offload", gone)
             train = tuple(part for part in train if part in wanted[0])
         if set(generation) - set(wanted[1]):  # vLLM sleeps as a whole
+            for ended in self.before_sleep:
+                ended()
             freed = self._generation.call("sleep", level)
             logger.debug("generation sleeps at level %d; bytes freed by rank: %s", level, freed)
             generation = ()

@@ -81,12 +81,14 @@ class Experience:
 
     def __enter__(self) -> Self:
         self._session.savers.append(self.save)
+        if self._session.shared is not None:
+            self._session.shared.before_sleep.append(self.rest)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, StopRequestedError):  # a checkpoint will be saved, and the environment can still answer now
             wait(self.rollouts.pending, self._session.config.environment.timeout_s)
-            self._sort(self.rollouts.settle())
+            self.rest()
         self._stack.close()
 
     def fill(self) -> None:
@@ -125,9 +127,13 @@ class Experience:
         """The batch taken last was trained on, and generation has `version`."""
         too_old = self.buffer.advance(version)
         if too_old:
-            self._sort(self.rollouts.settle())
+            self.rest()
             self.rollouts.abort(set(too_old) & self.rollouts.numbers)
             self._scoring = [item for item in self._scoring if item.group.number not in too_old]
+
+    def rest(self) -> None:
+        """Read the quanta in flight and start none."""
+        self._sort(self.rollouts.settle())
 
     def finish_running(self) -> None:
         """Generate until nothing runs, and start nothing new."""
@@ -185,7 +191,7 @@ class Experience:
 
     def save(self, directory: Path) -> None:
         """Write the groups not yet trained on, or their prompts alone (`grpo.async_grpo.on_checkpoint`)."""
-        self._sort(self.rollouts.settle())
+        self.rest()
         whole = self._session.config.grpo.async_grpo.on_checkpoint == "save"
         groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]
         groups += self.rollouts.snapshot()
