@@ -1,0 +1,161 @@
+"""On one GPU: attention kernels against plain math, packed against padded steps in BF16, and memory of log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.layout import ParallelLayout
+from dagrl.worker import ReplayContext, WorkerContext, _current
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import free_port
+from workers.megatron.logprobs import OutputLayer, VocabularyPart, token_logprobs
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+GIB = 1 << 30
+SEQUENCES = [[192, 8, 1024, 64, 760], [448, 512, 1088]]  # two rows, multiples of 8: each of four workers has two chunks
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, segments: Any, scale: float) -> Tensor:
+    """Softmax(q k^T) v of each segment by itself, with a causal mask; [tokens, heads, d]."""
+    outputs = []
+    group = query.shape[1] // key.shape[1]
+    splits = query.split(segments.query_lengths), key.split(segments.key_lengths), value.split(segments.key_lengths)
+    for q, k, v in zip(*splits, strict=True):
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_kernels_agree_with_plain_math(size: int, rank: int, dtype: torch.dtype) -> None:
+    from workers.megatron.attention import segment_attention
+    from workers.megatron.segments import make_segments
+
+    torch.manual_seed(0)
+    segments = make_segments(SEQUENCES, size, rank, torch.device("cuda"))
+    queries, keys = sum(segments.query_lengths), sum(segments.key_lengths)
+    exact = [torch.randn(n, heads, 128, device="cuda") for n, heads in ((queries, 8), (keys, 2), (keys, 2), (queries, 8))]
+    exact = [tensor.to(dtype).double() for tensor in exact]
+
+    def run(attention: Any, kind: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(kind).requires_grad_() for tensor in exact[:3]]
+        out = attention(*leaves, segments, 128**-0.5)
+        out.backward(exact[3].to(kind))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+    for found, expected in zip(run(segment_attention, dtype), run(plain_attention, torch.float64), strict=True):
+        assert relative(found, expected) < (1e-2 if dtype is torch.bfloat16 else 1e-5)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@contextmanager
+def worker(config: Config) -> Iterator[Any]:
+    from tests.integration.megatron_worker import TestedWorker
+
+    made = TestedWorker(WorkerContext("train", 0, ParallelLayout(), 0, 60.0), config)
+    made.setup(f"127.0.0.1:{free_port()}")
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference.make_model("qwen3", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def truth(model: Path) -> reference.Run:
+    """Float32, in plain torch on the CPU."""
+    config = reference.make_config(model, optimizer={"clip_grad": 1e3})
+    return reference.train_reference(model, reference.make_batch(), config, reference.sft_reference)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 48}},
+    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "sequence_length_round": 8}},
+}
+
+
+def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str, Any], Any]:
+    config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **WAYS[way])
+    batch = reference.make_batch()
+    with worker(config) as made:
+        rows = made.logprobs(batch)
+        token = _current.set(ReplayContext("test", 0, True))  # gradients, but no update
+        try:
+            made.train_step(batch, "sft")
+        finally:
+            _current.reset(token)
+        return reference.assemble([made.gradients()]), rows
+
+
+def error(found: dict[str, Any], expected: Any) -> float:
+    """Relative norm of the difference of all gradients together."""
+    difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
+    return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))
+
+
+@pytest.mark.parametrize("way", ["packed", "dynamic"])
+def test_packed_steps_are_as_near_to_float32_as_padded_ones(way: str, model: Path, truth: reference.Run) -> None:
+    padded, padded_rows = gradients_and_rows(model, "padded", "bfloat16")
+    found, rows = gradients_and_rows(model, way, "bfloat16")
+    assert error(padded, truth.gradients) < 0.05
+    assert error(found, truth.gradients) < 1.2 * error(padded, truth.gradients) + 1e-3
+    off, padded_off = (np.abs(given["logprobs"] - truth.logprobs).mean() for given in (rows, padded_rows))
+    assert off < 1.2 * padded_off + 1e-3
+
+
+@pytest.mark.parametrize("way", ["padded", "packed"])
+def test_float32_steps_are_those_of_plain_torch(way: str, model: Path, truth: reference.Run) -> None:
+    found, rows = gradients_and_rows(model, way, "float32")
+    assert error(found, truth.gradients) < 1e-5
+    np.testing.assert_allclose(rows["logprobs"], truth.logprobs, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(rows["entropy"], truth.entropy, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["values", "gradients"])
+def test_memory_of_logprobs_is_that_of_a_chunk(grad: bool) -> None:
+    """Qwen3's vocabulary: whole float32 logits would be 4.6 GiB, and their gradient as much again."""
+    tokens, hidden_size, vocabulary, chunk = 8192, 1024, 151936, 512
+    hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+    weight = (torch.randn(vocabulary, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_(grad)
+    labels = torch.randint(0, vocabulary, (tokens,), device="cuda")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    layer = OutputLayer(weight, VocabularyPart(0, vocabulary), chunk_tokens=chunk)
+    logprobs, entropy = token_logprobs(hidden, labels, layer)
+    if grad:
+        logprobs.sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    one_chunk, gradients = chunk * vocabulary * 4, vocabulary * hidden_size * (4 + 4 + 2) + tokens * hidden_size * 2
+    print(f"peak {peak / GIB:.2f} GiB beside {before / GIB:.2f} GiB of inputs; a chunk is {one_chunk / GIB:.2f} GiB")
+    assert peak < 3 * one_chunk + (gradients if grad else 0) + GIB // 8
+    with torch.no_grad():
+        rows = slice(0, 256)
+        distribution = (hidden[rows].double() @ weight.double().T).log_softmax(-1)
+        expected = distribution.gather(-1, labels[rows, None])[:, 0]
+        assert (logprobs[rows].double() - expected).abs().max() < 1e-4
+        assert (entropy[rows].double() + (distribution.exp() * distribution).sum(-1)).abs().max() < 1e-3
