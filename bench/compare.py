@@ -154,7 +154,7 @@ def print_table(results: Sequence[Result]) -> None:
 
     table = Table(title=f"seconds a step, by phase; x: of {results[0].way}" if results else "", title_justify="left")
     for name in ("way", "step", *PHASES, "exposed", "idle train", "idle gen", "tok/s/GPU", "MFU", "KL", "x"):
-        table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right")
+        table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right", no_wrap=name == "way")
     for row in results:
         phases = [f"{row.phases_s[phase]:.3f}" for phase in PHASES]
         table.add_row(
@@ -162,7 +162,7 @@ def print_table(results: Sequence[Result]) -> None:
             f"{row.idle_generation:.0%}", f"{row.tokens_per_s_per_gpu:,.0f}", f"{row.mfu:.1%}" if row.mfu else "",
             f"{row.gen_kl_error:.1e}", f"{row.times_plain:.2f}",
         )  # fmt: skip
-    Console(width=150).print(table)
+    Console(width=160).print(table)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
