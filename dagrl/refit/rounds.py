@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dagrl.annotate import annotate
 from dagrl.channels.base import Channel, Pending, wait_all
 from dagrl.refit.moves import RankPlan
 from dagrl.refit.pack import BucketMemory, Side, bind_staging, moved_tensors
@@ -85,10 +86,11 @@ class Rounds:
             depth = 0 if one.send is not None and one.send.bucket.relay else 1
             while len(flying) > depth:
                 self._land(*flying.pop(0), received)
-            if one.send is not None:
-                one.send.pack()
-                packed(one.send)
-            flying.append((one, self._post(one, into or {})))
+            with annotate(f"refit bucket {one.number}: pack, post"):
+                if one.send is not None:
+                    one.send.pack()
+                    packed(one.send)
+                flying.append((one, self._post(one, into or {})))
         for landing in flying:
             self._land(*landing, received)
 
@@ -104,6 +106,7 @@ class Rounds:
         return self._channel.exchange(sends, receives, lane=one.number)
 
     def _land(self, one: Round, pending: Sequence[Pending], received: Seen) -> None:
-        wait_all(pending)
-        if one.receive is not None:
-            received(one.receive)
+        with annotate(f"refit bucket {one.number}: land"):
+            wait_all(pending)
+            if one.receive is not None:
+                received(one.receive)
