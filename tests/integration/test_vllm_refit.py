@@ -12,7 +12,7 @@ import torch
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.errors import ChannelError, RunError
-from dagrl.refit import RefitPlan, RefitSender, WeightSlice, plan_refit
+from dagrl.refit import RefitPlan, RefitReport, RefitSender, WeightSlice, plan_refit
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
@@ -54,14 +54,20 @@ class Trainer:
             self.engine.on_each(call, calls)
             return joined.result()
 
-    def send(self, checkpoint: Path, version: int) -> None:
+    def send(self, checkpoint: Path, version: int, refusal: str = "") -> None:
+        """Send a checkpoint, and agree on it, or refuse when all has been sent."""
         for name, tensor in state_of(checkpoint).items():
             self.tensors[name].copy_(tensor)
-        sent = self.thread.submit(self.sender.send, version)
+        sent = self.thread.submit(self._send, version, refusal)
         received = self.engine.on_all(call, "receive_weights", version)
         reports = [sent.result(), *received]
         assert {report.version for report in reports} == {version}
         assert sum(report.bytes_received for report in received) == reports[0].bytes_sent
+
+    def _send(self, version: int, refusal: str) -> RefitReport:
+        report = self.sender.send(version)
+        self.channel.agree(refusal, wait=False)
+        return report
 
 
 def whole(state: Mapping[str, torch.Tensor]) -> list[WeightSlice]:
@@ -94,6 +100,18 @@ def test_a_refit_that_breaks_off_leaves_the_shard_out_of_service_until_a_whole_o
         engine.generate(requests([1], [PROMPT]))
     Trainer(engine, state_of(checkpoints[0])).send(checkpoints[1], 5)
     check_against_hf(engine, checkpoints[1], 5)
+
+
+def test_nobody_takes_up_what_one_rank_refuses(engine: Engine, checkpoints: list[Path]) -> None:
+    """All bytes have come when the train rank says no; the channel stays good for the next refit."""
+    trainer = Trainer(engine, state_of(checkpoints[0]))
+    trainer.send(checkpoints[0], 6)
+    with pytest.raises(ChannelError, match="rank 0 could not do its part: a train rank lost its optimizer"):
+        trainer.send(checkpoints[1], 7, "a train rank lost its optimizer")
+    with pytest.raises(RunError, match="torn"):
+        engine.generate(requests([1], [PROMPT]))
+    trainer.send(checkpoints[2], 8)
+    check_against_hf(engine, checkpoints[2], 8)
 
 
 def test_calls_out_of_order_are_errors(checkpoints: list[Path]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError, RunError
 from dagrl.generation import FinishedRequest, Generated, merge_generated
 from dagrl.layout import ParallelLayout
+from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
@@ -166,30 +167,37 @@ class VllmWorker:
         """
         if self._receiver is None:
             raise RunError("no refit is prepared on this worker; call prepare_refit(plan, channel) on all workers first")
-        with self.writing_weights(version):
+        with self.writing_weights(version, self._channel):
             return self._receiver.receive(version)
 
     @contextmanager
-    def writing_weights(self, version: int) -> Iterator[None]:
-        """Write `weight_tensors()` inside of this: hooks run and `version` is taken up when the block ends well."""
+    def writing_weights(self, version: int, channel: Channel | None = None) -> Iterator[None]:
+        """Write `weight_tensors()` inside of this: hooks run and `version` is taken up when the block ends well.
+
+        With a channel it must have ended well on all its ranks; else this raises, and generate() refuses.
+        """
         engine = self._require_engine()
         if "weights" in self._asleep:
             raise RunError("the engine sleeps without memory for weights; call wake_up(['weights']) before a refit")
         self._enter_device()
         self._torn = f"an update of the weights to version {version} has begun and has not ended well"
-        yield
-        for hook in self._destinations.hooks:
-            hook.run()
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self._device)  # vLLM may run on another stream than the update did
+        with nullcontext() if channel is None else one_part_of_a_refit(channel, wait=True):
+            yield
+            self._run_hooks()
         if in_warmup():
             engine.reset_prefix_cache()
         else:
             engine.change_version(version, recompute=self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates)
             self.version = version
         self._torn = None
+
+    def _run_hooks(self) -> None:
+        for hook in self._destinations.hooks:
+            hook.run()
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self._device)  # vLLM may run on another stream than the update did
 
     def merge_reports(self, parts: Sequence[RefitReport]) -> RefitReport:
         """One report from those of many workers."""
