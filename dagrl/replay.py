@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dagrl.executors.base import Executable
 from dagrl.executors.packet import Packet
-from dagrl.shapes import Batch, Bucket
+from dagrl.shapes import Array, Batch, Bucket
 
 if TYPE_CHECKING:
     from dagrl.scheduler import Scheduler
@@ -26,6 +26,25 @@ class Split:
     rows: tuple[npt.NDArray[np.intp], ...]
     bucket: Bucket
     tokens: int
+
+    def shares(self, batch: Batch) -> list[Batch]:
+        """Each shard's rows of `batch`, padded to the bucket: views of one array a field."""
+        counts = [len(rows) for rows in self.rows]
+        order = np.concatenate(self.rows)
+        places = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
+        padded = {name: self._padded(array, order, places) for name, array in batch.fields.items()}
+        return [Batch({name: array[shard] for name, array in padded.items()}, batch.scalars) for shard in range(len(counts))]
+
+    def _padded(self, array: Array, order: npt.NDArray[np.intp], places: tuple[npt.NDArray[np.intp], ...]) -> Array:
+        """One field, `[shards, sequences]` or `[shards, sequences, tokens]`."""
+        wide = array.ndim == 2
+        padded = np.zeros((len(self.rows), self.bucket.sequences, *([self.bucket.tokens] if wide else [])), array.dtype)
+        if wide:
+            kept = array[:, : self.bucket.tokens]
+            padded[(*places, slice(kept.shape[1]))] = kept[order]
+        else:
+            padded[places] = array[order]
+        return padded
 
     def restore(self, shards: Sequence[Batch]) -> Batch:
         """One batch from each shard's, in the order of the input's rows, padding removed."""

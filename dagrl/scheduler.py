@@ -267,7 +267,7 @@ class Scheduler:
             if self._broken:
                 raise RunError(f"{self._broken}; call scheduler.recover() after the workers are whole again")
             values, split, padding = self._share_out(entry, value, rows)
-            for item in values:
+            for item in values[:1] if split is not None else values:  # shares of a batch have one shape
                 self._check_size(entry, item)
             tickets = self._take_tickets(entry)
             submitted = [
@@ -293,15 +293,11 @@ class Scheduler:
         graphs = len(entry.executables)
         if entry.phase.inputs is None or not isinstance(value, Batch):
             return [value] * graphs, None, None
-        rows = rows or split_rows(value["lengths"].astype("int64"), graphs)
-        longest = int(value["lengths"].max(initial=1))
-        bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), longest)
-        shares: list[object] = [value.select(mine).pad(bucket) for mine in rows]
-        return (
-            shares,
-            Split(tuple(rows), bucket, value.tokens),
-            padding_share(value["lengths"].astype("int64"), bucket, graphs),
-        )
+        lengths = value["lengths"].astype("int64")
+        rows = rows or split_rows(lengths, graphs)
+        bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), int(lengths.max(initial=1)))
+        split = Split(tuple(rows), bucket, value.tokens)
+        return list(split.shares(value)), split, padding_share(lengths, bucket, graphs)
 
     def _seats(self, entry: _Entry) -> list[list[_Seats]]:
         used = {node.worker for node in entry.graph.nodes}

@@ -7,6 +7,7 @@ entry 0 of a log-probability or a loss mask is 0. Rows are padded on the right.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -128,14 +129,16 @@ def split_rows(lengths: npt.NDArray[np.int64], shards: int) -> list[npt.NDArray[
 
     Rows are dealt longest first, each to the shard with the fewest tokens among those that still have room.
     """
-    order = np.argsort(-lengths, kind="stable")
     room = [len(lengths) // shards + (shard < len(lengths) % shards) for shard in range(shards)]
-    tokens = [0] * shards
     taken: list[list[int]] = [[] for _ in range(shards)]
-    for row in order.tolist():
-        shard = min((s for s in range(shards) if len(taken[s]) < room[s]), key=lambda s: (tokens[s], s))
+    open_shards = [(0, shard) for shard in range(shards) if room[shard]]  # a heap of (tokens, shard)
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        tokens, shard = open_shards[0]
         taken[shard].append(row)
-        tokens[shard] += int(lengths[row])
+        if len(taken[shard]) < room[shard]:
+            heapq.heapreplace(open_shards, (tokens + int(lengths[row]), shard))
+        else:
+            heapq.heappop(open_shards)
     return [np.array(sorted(rows), dtype=np.intp) for rows in taken]
 
 

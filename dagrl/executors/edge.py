@@ -25,7 +25,7 @@ from ray.experimental.channel.common import ChannelInterface
 from dagrl.executors.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.executors.mailbox import CELL_BYTES, Mailbox, MailboxAddress
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError
-from dagrl.executors.packet import Packet
+from dagrl.executors.packet import Packet, wire_part
 from dagrl.executors.ring import Ring, RingAddress
 
 _rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
@@ -160,7 +160,7 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         packet = type(value) is Packet
         with rays_errors:
             if self._mailbox is not None:
-                self._post(self._mailbox, value[1:] if packet else value, _limit(timeout))
+                self._post(self._mailbox, wire_part(value) if packet else value, _limit(timeout))
             elif self._senders:
                 parts = _dump(value.wire() if packet else value)
                 for sender in self._senders:
@@ -302,4 +302,4 @@ def _dump(value: object) -> list[bytes | memoryview]:
     if not by_reference:
         buffers.clear()
         pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return [pickled, *(buffer.raw() for buffer in buffers)]
+    return [pickled, *[buffer.raw() for buffer in buffers]]

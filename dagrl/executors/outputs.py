@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dagrl.executors.edge import Edge, rays_errors
 from dagrl.executors.mailbox import Mailbox
-from dagrl.executors.packet import Header, Packet, Part
+from dagrl.executors.packet import Header, Packet, Part, part_from_wire
 
 
 class Submitted(NamedTuple):
@@ -42,11 +42,13 @@ class Outputs:
             messages: list[Any] = mailbox.collect(number, deadline - time.perf_counter())
             for writer, message in enumerate(messages):
                 if type(message) is tuple:
+                    if len(message) == 4:
+                        messages[writer] = part_from_wire(message)
                     continue
                 if isinstance(message, Exception):  # an error of Ray's own; those of workers are in their parts
                     raise message
                 left = max(0.0, deadline - time.perf_counter())
-                messages[writer] = self._posted[writer].read_message(message, left)
+                messages[writer] = part_from_wire(self._posted[writer].read_message(message, left))
         return messages
 
     def _read_edge(self, edge: Edge, header: Header, deadline: float) -> Part:

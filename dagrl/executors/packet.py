@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +45,8 @@ class Packet(NamedTuple):
     failures: tuple[WorkerFailure, ...] = ()
 
     def wire(self) -> tuple[object, ...]:
-        """The packet as plain tuples, which pickle in a fifth of the time of named ones."""
-        return (tuple(self.header), *self[1:])
+        """The packet as plain tuples, which pickle in a fifth of the time of named ones; see `wire_part`."""
+        return (tuple(self.header), *wire_part(self))
 
     @property
     def part(self) -> Part:
@@ -55,8 +56,39 @@ class Packet(NamedTuple):
     @staticmethod
     def from_wire(content: Any) -> Packet:
         """The packet that `wire` gave."""
-        header, *rest = content
-        return Packet(Header(*header), *rest)
+        return Packet(Header(*content[0]), *part_from_wire(content[1:]))
+
+
+def wire_part(packet: Packet) -> tuple[object, ...]:
+    """A packet without its header as plain tuples.
+
+    A batch is taken apart (a fourth item says so): its arrays travel as the bytes they are, which takes a quarter of the
+    time that numpy's and dataclasses' own way of pickling does.
+    """
+    value = packet.value
+    if type(value) is Batch and all(array.dtype.kind in PLAIN_KINDS for array in value.fields.values()):
+        return _batch_to_wire(value), packet.busy_s, packet.failures, True
+    return value, packet.busy_s, packet.failures
+
+
+def part_from_wire(content: Any) -> Part:
+    """The part that `wire_part` gave."""
+    if len(content) == 4:
+        return _batch_from_wire(content[0]), content[1], content[2]
+    part: Part = content
+    return part
+
+
+def _batch_to_wire(batch: Batch) -> tuple[object, ...]:
+    arrays = {name: np.ascontiguousarray(array) for name, array in batch.fields.items()}
+    small = sum([array.nbytes for array in arrays.values()]) < IN_BAND_BYTES
+    data: Callable[[Any], object] = bytearray if small else pickle.PickleBuffer
+    return [(name, array.dtype.str, array.shape, data(array)) for name, array in arrays.items()], dict(batch.scalars)
+
+
+def _batch_from_wire(content: Any) -> Batch:
+    fields, scalars = content
+    return Batch({name: np.frombuffer(data, dtype).reshape(shape) for name, dtype, shape, data in fields}, scalars)
 
 
 Part = tuple[object, float, tuple[WorkerFailure, ...]]
@@ -67,6 +99,9 @@ ENVELOPE_BYTES = 4096
 
 FAILURE_CHARACTERS = 16_000
 """A traceback is cut to this many characters."""
+
+IN_BAND_BYTES = 4096
+"""Batches with smaller arrays travel as one piece; a buffer of its own costs a message more than so many bytes do."""
 
 PLAIN_KINDS = frozenset("biufcSU")
 """Kinds of numpy dtypes whose arrays are as large as their elements."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from dataclasses import dataclass
@@ -245,3 +246,23 @@ def test_tickets_of_a_header_are_one_for_all_or_one_each() -> None:
     header = Header("step", 0, False, {"train": 4, "generation": (7, 8)})
     assert [header.ticket("train", position) for position in (0, 3)] == [4, 4]
     assert [header.ticket("generation", position) for position in (0, 1)] == [7, 8]
+
+
+@pytest.mark.parametrize("rows", [0, 3, 1000])
+def test_a_batch_arrives_as_it_was_sent(rows: int) -> None:
+    fields = {
+        "tokens": np.arange(rows * 5, dtype=np.int32).reshape(rows, 5),
+        "lengths": np.full(rows, 5),
+        "texts": np.array(["ab"] * rows, dtype="U3"),
+        "columns": np.asfortranarray(np.ones((rows, 4))) * np.arange(4),
+    }
+    packet = Packet(Header("phase", 3, False, {"train": 1}), Batch(fields, {"slope": 0.5}), 0.25)
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(packet.wire(), protocol=5, buffer_callback=buffers.append)
+    assert bool(buffers) == (rows == 1000), "large arrays travel beside the pickle, without a copy"
+    found = Packet.from_wire(pickle.loads(pickled, buffers=[bytearray(buffer.raw()) for buffer in buffers]))
+    assert found._replace(value=None) == packet._replace(value=None)
+    assert isinstance(found.value, Batch) and found.value.scalars == {"slope": 0.5}
+    for name, array in fields.items():
+        np.testing.assert_array_equal(found.value[name], array)
+        assert found.value[name].dtype == array.dtype and found.value[name].flags.writeable
