@@ -85,7 +85,9 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
     hf_config = read_hf_config(config)
     register_loader(quantized_names(hf_config) if quantizes(config, hf_config) else frozenset())
     _import_model(hf_config.get("architectures") or ())
-    engine_config = features.engine_config(engine_arguments(config, context))
+    # vLLM keeps compiled code between starts, in which the number of the GPU stands: on another one it would fail.
+    own = {"additional_config": {"device": rendezvous.local_rank}}
+    engine_config = features.engine_config(engine_arguments(config, context) | own)
     engine = LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
     _drop_message_queue()
     return engine
