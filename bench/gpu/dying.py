@@ -91,8 +91,8 @@ class DyingVllmWorker(VllmWorker):
         return super().generate(batch)
 
     @contextmanager
-    def writing_weights(self, version: int) -> Iterator[None]:
-        with super().writing_weights(version):
+    def writing_weights(self, version: int, *rest: Any) -> Iterator[None]:
+        with super().writing_weights(version, *rest):
             if self._dies:
                 die_if_asked("refit", version)
             yield
