@@ -214,6 +214,34 @@ def refit(place: Place) -> object:
     return bytes_
 
 
+def relayed(place: Place) -> object:
+    """One source, and three replicas on another host: each byte comes there once and is passed on."""
+    layout, wanted = ParallelLayout(), vllm_weight_slices(CONFIG, VllmRank())
+    sources, hosts = [megatron_weight_slices(CONFIG, layout, 0)], [0, 1, 1, 1]
+    plan = plan_refit(sources, [wanted] * 3, dtype="float32", bucket_bytes=20_000, hosts=hosts)
+    channel = place.open()
+    weights = hf_weights(CONFIG)
+    sent = received = 0
+    if place.rank == 0:
+        tensors = megatron_tensors(weights, CONFIG, layout, 0)
+        sender = RefitSender(plan.for_rank(0), tensors, channel)
+        for _ in range(2):
+            sent += sender.send(1).bytes_sent
+            for tensor in tensors.values():
+                tensor *= 2
+    else:
+        expected = vllm_tensors(weights, CONFIG, 1, 0)
+        tensors = zeros_like(expected)
+        receiver = RefitReceiver(plan.for_rank(place.rank), tensors, channel)
+        for factor in (1, 2):
+            report = receiver.receive(1)
+            sent, received = sent + report.bytes_sent, received + report.bytes_received
+            assert equal(tensors, {name: tensor * factor for name, tensor in expected.items()}), factor
+    channel.agree()
+    channel.close()
+    return sent, received, 2 * sum(tensor.nbytes for tensor in weights.values())
+
+
 def other_version(place: Place) -> object:
     """A sender of another version is refused, and nothing is written."""
     plan, layout = _refit_plan(2)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from dagrl.channels.base import ChannelSpec
 from dagrl.errors import RefitPlanError
 from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit.slices import WeightSlice
 from dagrl.worker_group import WorkerGroup, call_together, free_address
 
 logger = logging.getLogger(__name__)
 
+ChannelKind = Literal["gloo", "nccl", "ipc"]
 _UNKNOWN = object()
 
 
@@ -22,7 +24,7 @@ def connect_refit(
     *,
     dtype: str,
     tied_embeddings: bool,
-    kind: Literal["gloo", "nccl", "ipc"],
+    kind: ChannelKind,
     timeout_s: float,
     channel_timeout_s: float,
     bucket_bytes: int | None = None,
@@ -32,16 +34,19 @@ def connect_refit(
 
     `dtype` is that of the train weights. With `tied_embeddings` a generation head of its own is fed from the embedding.
     Channel ranks are the train ranks, then the generation ranks. Workers that have `weight_config()` are asked for it: the
-    keys of the model's configuration that decide what they hold. Raises RefitPlanError before any channel is opened.
+    keys of the model's configuration that decide what they hold. Workers of one host that share a GPU need `kind="ipc"`.
+    Raises RefitPlanError before any channel is opened.
     """
     _check_same_model(train, generation)
+    hosts = _hosts(train, generation)
+    check_devices(kind, hosts, [*train.call_function(device_of), *generation.call_function(device_of)])
     plan = plan_refit(
-        train.call("weight_slices"),
-        generation.call("weight_slices"),
+        distinct_slices(train),
+        distinct_slices(generation),
         dtype=dtype,
         aliases=TIED_HEAD if tied_embeddings else None,
         bucket_bytes=bucket_bytes,
-        hosts=_hosts(train, generation),
+        hosts=hosts,
         replicate_in_host=replicate_in_host,
     )
     logger.debug("refit plan: %s", plan.summary())
@@ -53,6 +58,65 @@ def connect_refit(
         timeout_s=timeout_s,
     )
     return plan
+
+
+class _HasSlices(Protocol):
+    def weight_slices(self) -> Sequence[WeightSlice]: ...
+
+
+def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:
+    """What each rank of the group holds. Replicas hold the same, which only the first of them sends."""
+    digests: list[str] = group.call_function(slices_digest)
+    senders = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    sent = group.call_function(slices_if, tuple(sorted(senders.values())))
+    return [sent[senders[digest]] for digest in digests]
+
+
+def slices_digest(worker: _HasSlices) -> str:
+    """Equal for equal slices; runs in a worker."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for one in worker.weight_slices():
+        digest.update(f"{one.name} {one.box} {one.tensor} {one.local} {one.dtype} {one.scales}\n".encode())
+    return digest.hexdigest()
+
+
+def slices_if(worker: _HasSlices, ranks: tuple[int, ...]) -> list[WeightSlice]:
+    """The slices of a worker whose rank is among `ranks`, nothing of the others; runs in a worker."""
+    from dagrl.executors.node import state_of
+
+    return list(worker.weight_slices()) if state_of(worker).rank in ranks else []
+
+
+def device_of(worker: object) -> str:
+    """The GPU that a worker holds its weights on, by its UUID; empty without one. Runs in the worker."""
+    import torch
+
+    tensors: Mapping[str, torch.Tensor] = getattr(worker, "weight_tensors", dict)()
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def check_devices(kind: ChannelKind, hosts: Sequence[int], devices: Sequence[str]) -> None:
+    """Raise RefitPlanError for a channel that cannot join ranks on these hosts and GPUs (empty: on a CPU)."""
+    if kind == "ipc" and len(set(hosts)) > 1:
+        raise RefitPlanError(
+            f"an ipc channel joins processes of one host, but the workers are on {len(set(hosts))}; place colocated workers "
+            "on one host, or give train and generation workers GPUs of their own"
+        )
+    seen: dict[str, int] = {}
+    for rank, device in enumerate(devices):
+        if kind == "nccl" and not device:
+            raise RefitPlanError(
+                f"an nccl channel joins GPUs, but rank {rank} of the refit has its weights on a CPU; use gloo"
+            )
+        if kind == "nccl" and device in seen:
+            raise RefitPlanError(
+                f"ranks {seen[device]} and {rank} of the refit share GPU {device}, which NCCL refuses; set "
+                "policy.generation.colocated.enabled=true for an ipc channel, or give each worker a GPU of its own"
+            )
+        seen[device] = rank
 
 
 def check_configs(train: Sequence[Mapping[str, Any]], generation: Sequence[Mapping[str, Any]]) -> None:

@@ -18,6 +18,15 @@ class TestGloo(ChannelSuite):
     ranks: ClassVar[int] = 4
 
 
+def test_ranks_of_one_host_pass_on_what_came_there_once() -> None:
+    results = [result for result in run_case(cases.relayed, "gloo", 4) if isinstance(result, tuple)]
+    assert len(results) == 4
+    (sent, _, model), *receivers = results
+    assert model <= sent < 1.05 * model  # alignment
+    assert sum(passed_on for passed_on, _, _ in receivers) >= 2 * model
+    assert all(received >= model for _, received, _ in receivers)
+
+
 def test_a_sender_of_another_version_is_refused_before_a_byte_is_written() -> None:
     sent, refused = run_case(cases.other_version, "gloo", 2, channel_timeout_s=4)
     assert refused == ("rank 0 sends version 5, but version 6 is being received", False)
