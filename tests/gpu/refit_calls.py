@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dagrl.refit import RefitReceiver, RefitSender, plan_refit
-from dagrl.refit.slices import WeightSlice
+from dagrl.refit.quantize import in_blocks, quantize_blocks
+from dagrl.refit.slices import WeightSlice, expand
 from tests.integration.vllm_models import state_of
 from tests.unit.memory_channel import Done, MemoryChannel
 
@@ -75,3 +76,23 @@ def _model(vllm_worker: Any) -> Any:
 
 def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def differing(worker: Any, state: dict[str, Tensor]) -> list[str]:
+    """Slices of the engine's memory that are not the checkpoint's, or in FP8 what torch on the CPU makes of it."""
+    live, wrong = worker.weight_tensors(), []
+    for piece in expand(worker.weight_slices()):
+        whole = state[piece.name].to(torch.bfloat16)
+        parts = [(piece.tensor, piece.local, piece.box, whole)]
+        if piece.scales is not None:
+            quantized, scales = quantize_blocks(whole)
+            parts = [
+                (piece.tensor, piece.local, piece.box, quantized),
+                (piece.scales.tensor, piece.scales.local, in_blocks(piece.box), scales),
+            ]
+        for tensor, local, box, truth in parts:
+            found = live[tensor][tuple(slice(*part) for part in local)].cpu()
+            expected = truth[tuple(slice(*part) for part in box)].reshape(found.shape)
+            if not torch.equal(_raw(found.contiguous()), _raw(expected.contiguous())):
+                wrong.append(f"{piece.name} in {tensor}")
+    return wrong
