@@ -1,12 +1,11 @@
 """Megatron-Core's own resharding, and a refit of ours over the same tensors: from Megatron modules to Megatron modules.
 
-`megatron.core.resharding.swap_model_weights` between models that share no rank came with Megatron-Core 0.18. Both halves
-are in one world here, whose tensor-parallel groups are the two models'.
+Both halves are in one world, whose tensor-parallel groups are the two models'. `megatron.core.resharding` (0.16) wants a
+model of each side on every rank; where a rank has none, a module without parameters stands for it.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,10 +43,10 @@ class Resharding:
         """One resharding of all weights; returns when they have arrived on this rank."""
         from megatron.core.resharding import swap_model_weights
 
-        if "src_rank_offset" not in inspect.signature(swap_model_weights).parameters:
-            raise RuntimeError("this Megatron-Core reshards only between models on the same ranks")
         chunk = self._model.chunks[0]
-        models = (chunk, None) if self._is_source else (None, chunk)
+        nothing = torch.nn.Module()
+        nothing.config, nothing.pg_collection = chunk.config, chunk.pg_collection
+        models = (chunk, nothing) if self._is_source else (nothing, chunk)
 
         def run() -> None:
             swap_model_weights(*models, refit_method="nccl")

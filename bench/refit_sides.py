@@ -93,8 +93,12 @@ def _vllm_parameters(case: Case, rank: int, device: torch.device) -> dict[str, t
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             parallel_state.init_distributed_environment(1, 0, f"file://{directory}/store", device.index, "nccl")
-            parallel_state.initialize_model_parallel(1, 1)
-        for group in (parallel_state.get_tp_group(), parallel_state.get_ep_group()):
+        parallel_state.destroy_model_parallel()  # of a model before: only one with experts has a group for them
+        parallel_state.initialize_model_parallel(1, 1)
+        groups = [parallel_state.get_tp_group()]
+        if "num_experts" in case.config:
+            groups.append(parallel_state.get_ep_group())
+        for group in groups:
             group.world_size, group.rank_in_group, group.ranks = case.tp, rank, list(range(case.tp))
         config.parallel_config.tensor_parallel_size = case.tp
         with set_default_torch_dtype(torch.bfloat16), device:

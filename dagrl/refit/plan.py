@@ -39,7 +39,7 @@ from dagrl.refit.summary import PlanSummary
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
 """Smallest and largest default bucket. NCCL gives a message all its channels only above 128 MB: large ones travel faster."""
-BUCKETS = 16
+BUCKETS = 8
 """Into how many buckets a destination's bytes are cut at least, so that packing and unpacking overlap with messages."""
 
 TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}

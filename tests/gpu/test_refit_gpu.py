@@ -24,7 +24,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
