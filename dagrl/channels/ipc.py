@@ -125,7 +125,11 @@ class IpcChannel:
             self._agreement.wait(number, self._check_peers)
 
     def synchronize(self) -> None:
-        """Nothing is left to do: messages are waited for on the host."""
+        """Wait on the host for the current stream; messages have been waited for."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            self._finish_copies(torch.device("cuda", torch.cuda.current_device()))
 
     def abort(self, reason: str) -> None:
         """Break the channel from any thread: every rank that waits sees it."""

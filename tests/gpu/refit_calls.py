@@ -34,6 +34,9 @@ class DeviceChannel(MemoryChannel):
         tensor.copy_(self.queues[peer, self.spec.rank].get(timeout=30))
         return Done()
 
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
 
 def refit_from(worker: Any, checkpoint: Path, version: int, flip: int | None = None) -> None:
     """A refit of a bfloat16 checkpoint, held whole on this GPU, into the engine; every part verified."""
