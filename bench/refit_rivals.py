@@ -8,7 +8,7 @@ receiver gets the whole model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +132,9 @@ class Broadcast:
         for stream in self._streams:
             stream.wait_stream(current)
         for number, bound in enumerate(self._bound):
-            with torch.cuda.stream(self._streams[number % len(self._streams)]) as _:
-                self._carry(bound, self._streams[number % len(self._streams)].cuda_stream)
+            stream = self._streams[number % len(self._streams)]
+            with torch.cuda.stream(stream):
+                self._carry(bound, stream.cuda_stream)
         for stream in self._streams:
             current.wait_stream(stream)
         torch.cuda.synchronize()
@@ -142,7 +143,7 @@ class Broadcast:
         nccl, communicator = self._nccl, self._communicator
         _copy(*bound.packs)
         for peer, buffer, places, live in bound.gathers:
-            if self._rank == bound.root:
+            if self._rank == bound.root:  # `places` are in the buffer, `live` in the whole parameters
                 communicator.recv(buffer.data_ptr(), buffer.nbytes, nccl.NCCL_UINT8, peer, stream)
                 _copy(live, places)
             else:
@@ -210,6 +211,3 @@ def _staged(
 def _copy(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
     if to:
         torch._foreach_copy_(to, of)
-
-
-Carry = Callable[[], object]
