@@ -131,23 +131,11 @@ def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: in
 def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, first_weights: Path) -> Sequence[Metrics]:
     """The metrics of the steps of one way that count."""
     from bench.plain import train_plain
-    from dagrl.checkpoint import TrainState
     from dagrl.loops.async_grpo import train_async
     from dagrl.loops.grpo import train_grpo
-    from dagrl.preflight import generation_config
     from dagrl.record import read_metrics
 
-    settings = config.grpo.async_grpo.model_copy(
-        update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}
-    )
-    steps = config.grpo.max_num_steps + 2 * way.age + 1
-    grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps})
-    generation = generation_config(session.config).model_copy(update={"request_order": way.order})
-    policy = session.config.policy.model_copy(update={"generation": generation})
-    session.config = session.config.model_copy(update={"grpo": grpo, "policy": policy})
-    session.hold("train")
-    session.train.call("load_checkpoint", str(first_weights))
-    session.step, session.state = 0, TrainState(0)
+    begin_again(session, config, way, first_weights, config.grpo.max_num_steps + 2 * way.age + 1)
     before = len(read_metrics(session.paths.metrics))
     session.lap(tokens=0)
     loop = train_plain if way.plain else train_async if way.enabled else train_grpo
@@ -155,6 +143,23 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, fi
     session.savers.clear()
     first = before + way.age + 1
     return read_metrics(session.paths.metrics)[first : first + config.grpo.max_num_steps]
+
+
+def begin_again(session: Session, config: Config, way: Way, first_weights: Path, steps: int) -> None:
+    """Take up the first weights, for `steps` GRPO steps by `way`."""
+    from dagrl.checkpoint import TrainState
+    from dagrl.preflight import generation_config
+
+    settings = config.grpo.async_grpo.model_copy(
+        update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}
+    )
+    grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps})
+    generation = generation_config(session.config).model_copy(update={"request_order": way.order})
+    policy = session.config.policy.model_copy(update={"generation": generation})
+    session.config = session.config.model_copy(update={"grpo": grpo, "policy": policy})
+    session.hold("train")
+    session.train.call("load_checkpoint", str(first_weights))
+    session.step, session.state = config.sft.max_num_steps, TrainState(config.sft.max_num_steps)
 
 
 def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
-BENCHES = ("overhead", "refit", "step", "optimizer_offload", "packing", "step_overhead", "compare")
+BENCHES = ("overhead", "refit", "step", "curves", "optimizer_offload", "packing", "step_overhead", "compare", "train")
 """Modules of the package `bench`, each with `add_arguments(parser)` and `run(options)`."""
 
 

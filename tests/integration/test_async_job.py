@@ -1,0 +1,150 @@
+"""Asynchronous GRPO with Megatron and vLLM: updates in flight, a stop with sequences half-way, and a second process.
+
+Every policy version is exported; the truth of each token's log-probability is transformers on the version beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dagrl.config import Config
+from dagrl.config_file import load_config
+from dagrl.loops import async_grpo, grpo_step
+from dagrl.loops.experience import ScoredGroup
+from dagrl.loops.grpo import run_grpo
+from dagrl.loops.rollout import Episode
+from dagrl.loops.stop import StopRequestedError
+from dagrl.record import read_metrics
+from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
+from tests.integration.vllm_models import chosen, hf_logprobs
+
+ROOT = Path(__file__).parents[2]
+STEPS, PROMPTS, AGE = 5, 4, 2
+OVERRIDES = (
+    "sft.max_num_steps=0",
+    f"grpo.max_num_steps={STEPS}",
+    f"grpo.num_prompts_per_step={PROMPTS}",
+    "grpo.num_generations_per_prompt=2",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    f"policy.train_global_batch_size={2 * PROMPTS}",
+    "policy.train_micro_batch_size=8",
+    "policy.megatron_cfg.data_parallel_size=1",
+    "policy.megatron_cfg.optimizer.lr=3e-3",
+    "policy.max_total_sequence_length=56",
+    "policy.generation.max_new_tokens=48",
+    "policy.generation.quantum_engine_steps=2",
+    "policy.generation.forced_lengths={median: 24, sigma: 0.7}",
+    "policy.generation.vllm_cfg.max_num_seqs=8",
+    "data.task_args={digits: 2, carry: false, held_out: 8}",
+    "reward.function=tests.integration.unigram_task:likes_sevens",
+    "loss_fn.use_importance_sampling_correction=true",
+    "loss_fn.truncated_importance_sampling_ratio=2.0",
+    "grpo.async_grpo.enabled=true",
+    "checkpointing.export_hf=false",
+    "checkpointing.save_period=100",
+    "logger.tensorboard_enabled=false",
+    "logger.plot_enabled=false",
+    "logger.log_level=ERROR",
+)
+CASES = {
+    "kept, saved": ("in_flight_weight_updates=true", f"max_trajectory_age_steps={AGE}", "on_checkpoint=save"),
+    "recomputed, regenerated": (
+        "in_flight_weight_updates=true",
+        "recompute_kv_cache_after_weight_updates=true",
+        f"max_trajectory_age_steps={AGE}",
+        "on_checkpoint=regenerate",
+    ),
+    "finished, saved": ("in_flight_weight_updates=false", "max_trajectory_age_steps=1", "on_checkpoint=save"),
+}
+SLOW = pytest.mark.slow
+PARAMETERS = [pytest.param(name, id=name, marks=() if name == "kept, saved" else SLOW) for name in CASES]
+
+
+@pytest.fixture(autouse=True)
+def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of this module joins the session's cluster."""
+    pytest.importorskip("vllm")
+    one_cluster.__wrapped__(cluster, monkeypatch)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[list[ScoredGroup]]]:
+    """The batches that were trained on; each version that generation gets is exported as it is sent."""
+    batches: list[list[ScoredGroup]] = []
+    learn, refit = grpo_step.learn, grpo_step.refit
+
+    def watched(session: Any, groups: list[ScoredGroup], step: int) -> dict[str, float]:
+        batches.append(groups)
+        return learn(session, groups, step)
+
+    def exported(session: Any, version: int) -> dict[str, float]:
+        session.train.call("export_hf", str(tmp_path / f"version{version}"))
+        return refit(session, version)
+
+    monkeypatch.setattr(async_grpo, "learn", watched)
+    for module in (async_grpo, grpo_step):
+        monkeypatch.setattr(module, "refit", exported)
+    yield batches
+
+
+def configuration(tmp_path: Path, case: str, *more: str) -> Config:
+    settings = [f"grpo.async_grpo.{setting}" for setting in CASES[case]]
+    overrides = [*OVERRIDES, *settings, f"output_dir={tmp_path}", "name=job", *more]
+    return load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides)
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_stopped_half_way_and_resumed(
+    tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    config = configuration(tmp_path, case)
+    stop_after(monkeypatch, steps=2)
+    with pytest.raises(StopRequestedError):
+        run_grpo(config)
+    monkeypatch.undo_stop()  # type: ignore[attr-defined]
+    before = len(steps_of(config))
+    under_way = saved_groups(config)
+    assert 2 <= before < STEPS and under_way
+    assert any(any(tokens for tokens in rows) for rows in under_way.values()) == ("saved" in case)
+
+    seen = len(trained)
+    run_grpo(configuration(tmp_path, case, "checkpointing.resume=true"))
+    assert [line["step"] for line in steps_of(config)] == list(range(1, STEPS + 1))
+    done = trained[:before] + trained[seen:]
+    assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
+    check_tokens(tmp_path, done, case)
+
+
+def steps_of(config: Config) -> list[dict[str, Any]]:
+    return [dict(line) for line in read_metrics(Path(config.output_dir) / "job" / "metrics.jsonl") if "loss" in line]
+
+
+def check_tokens(tmp_path: Path, batches: list[list[ScoredGroup]], case: str) -> None:
+    """Ages, mixtures of versions, and each token's log-probability."""
+    ages: Counter[int] = Counter()
+    mixed = 0
+    for version, batch in enumerate(batches):
+        for episode in (episode for group in batch for episode in group.group.episodes):
+            ages.update(version - made for made in episode.versions)
+            mixed += len(set(episode.versions)) > 1
+            check_logprobs(tmp_path, episode, all_versions="recomputed" in case)
+    assert 0 <= min(ages) and max(ages) <= AGE and len(ages) > 1
+    assert (mixed > 0) == ("finished" not in case), (
+        "updates in flight, and only they, leave several versions in one sequence"
+    )
+
+
+def check_logprobs(tmp_path: Path, episode: Episode, *, all_versions: bool) -> None:
+    """Of the first version's tokens; with recomputed KV caches (none of an older version) of all of them."""
+    for version in sorted(set(episode.versions)) if all_versions else episode.versions[:1]:
+        logprobs = hf_logprobs(tmp_path / f"version{version}", episode.prompt.tokens.tolist(), episode.tokens)
+        expected = chosen(logprobs, episode.tokens)
+        own = torch.tensor([made == version for made in episode.versions])
+        assert (torch.tensor(episode.logprobs).double() - expected)[own].abs().max() < 1e-4
