@@ -247,6 +247,7 @@ class GrpoConfig(Section):
     num_prompts_per_step: PositiveInt = 16
     num_generations_per_prompt: PositiveInt = Field(default=8, ge=2)
     max_num_steps: PositiveInt = 100
+    max_num_epochs: PositiveInt | None = None  # over the prompts; a run ends at whichever limit comes first
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
     use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and generate others in their place
@@ -261,6 +262,7 @@ class GrpoConfig(Section):
 
 class SftConfig(Section):
     max_num_steps: NonNegativeInt = 100
+    max_num_epochs: PositiveInt | None = None  # over the demonstrations; SFT ends at whichever limit comes first
     val_period: NonNegativeInt = 20
     val_at_start: bool = True
     max_val_samples: PositiveInt = 256
@@ -268,10 +270,14 @@ class SftConfig(Section):
 
 
 class DataConfig(Section):
-    """`path` is a JSONL file of prompt/response or messages, or `task` the import path of a callable that makes examples."""
+    """`path` is a JSONL file of prompt/response or messages, a Hugging Face dataset on disk (what `save_to_disk` wrote, or a
+    Parquet or Arrow file), or `task` the import path of a callable that makes examples.
+    """
 
     path: str | None = None
-    val_path: str | None = None  # None: `val_fraction` of `path` is held out
+    val_path: str | None = None  # None: `val_fraction` of `path` is held out, unless val_split names a split of it
+    split: str = "train"  # of a dataset with several
+    val_split: str | None = None
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
     task: str | None = None  # e.g. dagrl.tasks:arithmetic
     task_args: dict[str, Json] = {}

@@ -1,7 +1,8 @@
-"""Examples from JSONL files or a task: reading, splitting, and a shuffled order that can be resumed.
+"""Examples from JSONL files, Hugging Face datasets on disk or a task: reading, splitting, and an order that can be resumed.
 
 A line of a file is `{"prompt": ..., "response": ...}` (other names: `data.prompt_key`, `data.response_key`) or
-`{"messages": [{"role": ..., "content": ...}, ...]}`. Errors name the file and the line.
+`{"messages": [{"role": ..., "content": ...}, ...]}`; the rows of a dataset have the same columns (`dagrl.hf_data`). Errors
+name the file and the line or row.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from dagrl.config import DataConfig, Json
 from dagrl.errors import CheckpointError, ConfigError, DataError
+from dagrl.hf_data import is_dataset, read_rows
 from dagrl.imports import load_callable
 
 
@@ -54,11 +56,21 @@ def load_splits(config: DataConfig) -> Splits:
     """The examples that `data.path` or `data.task` names. Raises DataError or ConfigError before anything is started."""
     if (config.path is None) == (config.task is None):
         found = "neither" if config.path is None else "both"
-        raise ConfigError(f"data.path and data.task: found {found}; set one, a JSONL file or a task's import path")
+        raise ConfigError(f"data.path and data.task: found {found}; set one, a file, a dataset or a task's import path")
     splits = _load_task(config) if config.task is not None else _load_files(config)
     if not splits.demonstrations or not splits.train:
         raise DataError(f"data.task {config.task!r} made no examples to train on; check data.task_args")
     return splits
+
+
+def read_examples(path: str | Path, split: str, config: DataConfig) -> list[Example]:
+    """The examples of a JSONL file, or of a dataset and its split. Raises DataError with where it found what is wrong."""
+    if not is_dataset(path):
+        return read_jsonl(path, config)
+    examples = [_example_of(dict(row), source, config) for source, row in read_rows(path, split)]
+    if not examples:
+        raise DataError(f"the dataset {str(path)!r} has no rows")
+    return examples
 
 
 def read_jsonl(path: str | Path, config: DataConfig) -> list[Example]:
@@ -75,9 +87,10 @@ def read_jsonl(path: str | Path, config: DataConfig) -> list[Example]:
 
 
 def _load_files(config: DataConfig) -> Splits:
-    examples = read_jsonl(cast(str, config.path), config)
-    if config.val_path is not None:
-        validation = read_jsonl(config.val_path, config)
+    path = cast(str, config.path)
+    examples = read_examples(path, config.split, config)
+    if config.val_path is not None or config.val_split is not None:
+        validation = read_examples(config.val_path or path, config.val_split or config.split, config)
     else:
         examples, validation = _hold_out(examples, config)
     return Splits(tuple(examples), tuple(examples), tuple(validation))
@@ -121,6 +134,10 @@ def _example(line: bytes, source: str, config: DataConfig) -> Example:
         raise DataError(f"{source}: not JSON ({error}); found {shown!r}") from error
     if not isinstance(content, dict):
         raise DataError(f"{source}: found a JSON {type(content).__name__}; expected an object")
+    return _example_of(content, source, config)
+
+
+def _example_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
     if config.messages_key in content:
         return _conversation(content[config.messages_key], source, config.messages_key)
     prompt = _text(content, config.prompt_key, "data.prompt_key", source)

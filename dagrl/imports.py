@@ -19,6 +19,7 @@ EXTRAS = {
     "matplotlib": ("tracking",),
     "wandb": ("tracking",),
     "math_verify": ("math",),
+    "datasets": ("datasets",),
     "cupy": ("cu13", "cu12"),
 }
 """Top-level module of an optional package -> the extras of dagrl that bring it, the usual one first."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
@@ -70,6 +71,18 @@ def preflight(config: Config) -> Inputs:
     hf_config = model_description(config.policy, len(tokenizer))
     _check_model(config, hf_config, workers)
     return _read_data(config, tokenizer, hf_config)
+
+
+def limit_steps(config: Config, inputs: Inputs) -> Config:
+    """The configuration with `max_num_steps` of SFT and GRPO no larger than their `max_num_epochs` take."""
+    sft, grpo = config.sft, config.grpo
+    if sft.max_num_epochs is not None and inputs.demonstrations:
+        steps = math.ceil(sft.max_num_epochs * len(inputs.demonstrations) / config.policy.train_global_batch_size)
+        sft = sft.model_copy(update={"max_num_steps": min(sft.max_num_steps, steps)})
+    if grpo.max_num_epochs is not None and inputs.prompts:
+        steps = math.ceil(grpo.max_num_epochs * len(inputs.prompts) / grpo.num_prompts_per_step)
+        grpo = grpo.model_copy(update={"max_num_steps": min(grpo.max_num_steps, steps)})
+    return config.model_copy(update={"sft": sft, "grpo": grpo})
 
 
 def layouts(config: Config) -> dict[str, ParallelLayout]:

@@ -35,7 +35,16 @@ from dagrl.metrics import (
 )
 from dagrl.model_init import prepare_model
 from dagrl.plot import plot_run
-from dagrl.preflight import Inputs, generation_config, is_colocated, layouts, load_phase, preflight, worker_classes
+from dagrl.preflight import (
+    Inputs,
+    generation_config,
+    is_colocated,
+    layouts,
+    limit_steps,
+    load_phase,
+    preflight,
+    worker_classes,
+)
 from dagrl.progress import Progress
 from dagrl.record import RunPaths, RunRecord, prepare_run_directory
 from dagrl.refit.connect import connect_refit
@@ -271,6 +280,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
     Raises a UserError before any actor starts for what can be known by then.
     """
     inputs = preflight(config)
+    config = limit_steps(config, inputs)
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         progress = stack.enter_context(Progress(config.logger))

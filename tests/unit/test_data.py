@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from itertools import pairwise
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from dagrl.config import DataConfig
 from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
-from dagrl.errors import CheckpointError, DataError
+from dagrl.errors import CheckpointError, DataError, MissingDependencyError
 from dagrl.model_init import character_tokenizer
 from dagrl.tokenization import Demonstration, collate, encode_demonstrations, encode_prompts, keep_fitting
 
@@ -68,6 +69,67 @@ def test_conversation(tmp_path: Path) -> None:
     (prompt,) = encode_prompts([example], tokenizer)
     assert tokenizer.decode(prompt.tokens) == whole.removesuffix("ciao<eos>")
     assert prompt.reference == "ciao"
+
+
+def test_loss_mask_is_that_of_a_template_with_generation_tags() -> None:
+    """The independent truth: transformers' own mask of what stands between generation tags, the end of the turn included."""
+    tagged = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}[assistant]{% generation %}{{ m.content }}{{ eos_token }}"
+        "{% endgeneration %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "and 2+2="), ("assistant", "4!")]
+    tokenizer = character_tokenizer(CHARACTERS, tagged)
+    (row,) = encode_demonstrations([Example("", "4!", tuple(Message(*turn) for turn in turns))], tokenizer)
+    expected = tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in turns],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        add_special_tokens=False,
+    )
+    assert row.tokens.tolist() == expected["input_ids"]
+    assert row.loss_mask.tolist() == expected["assistant_masks"]
+    assert sum(expected["assistant_masks"]) == len("2") + len("4!") + 2
+
+
+def test_datasets_on_disk(tmp_path: Path) -> None:
+    """What `datasets` wrote itself: saved splits of conversations, and files with columns of other names."""
+    datasets = pytest.importorskip("datasets")
+    pairs = [{"q": f"{n}+1=", "a": str(n + 1), "unused": n} for n in range(12)]
+    chats = [
+        {"messages": [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]} for row in pairs
+    ]
+    splits = {"train": datasets.Dataset.from_list(chats), "test": datasets.Dataset.from_list(chats[:3])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    found = load_splits(DataConfig(path=str(tmp_path / "saved"), val_split="test"))
+    assert [example.response for example in found.train] == [row["a"] for row in pairs]
+    assert found.train[2].messages == (Message("user", "2+1="), Message("assistant", "3"))
+    assert found.train[2].source == f"{tmp_path / 'saved'}, row 2"
+    assert len(found.validation) == 3
+    with pytest.raises(DataError, match="has the splits train, test; found no 'dev'"):
+        load_splits(DataConfig(path=str(tmp_path / "saved"), split="dev"))
+
+    datasets.Dataset.from_list(pairs).to_parquet(str(tmp_path / "pairs.parquet"))
+    datasets.Dataset.from_list(pairs).save_to_disk(str(tmp_path / "one"))
+    arrow = next((tmp_path / "one").glob("*.arrow"))
+    for path in (tmp_path / "pairs.parquet", tmp_path / "one", arrow):
+        config = DataConfig(path=str(path), prompt_key="q", response_key="a", val_fraction=0)
+        assert [(e.prompt, e.response) for e in load_splits(config).train] == [(row["q"], row["a"]) for row in pairs]
+    with pytest.raises(DataError, match=r"one, row 0: no key 'prompt'; found 'q', 'a', 'unused'"):
+        load_splits(DataConfig(path=str(tmp_path / "one")))
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "pairs.parquet").read_bytes()[:200])
+    for path in (tmp_path, tmp_path / "torn.parquet"):
+        with pytest.raises(DataError, match="cannot be read as a Hugging Face dataset"):
+            load_splits(DataConfig(path=str(path)))
+
+
+def test_a_dataset_without_its_package_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name))
+    with pytest.raises(
+        MissingDependencyError, match=r"pairs.parquet.*'datasets', which is not installed.*write .* as JSONL"
+    ):
+        load_splits(DataConfig(path=str(tmp_path / "pairs.parquet")))
 
 
 def test_template_that_rewrites_earlier_turns_is_refused() -> None:
