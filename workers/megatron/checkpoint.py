@@ -12,6 +12,7 @@ threads and can go on beside training; `finish` needs all ranks again. Imported 
 from __future__ import annotations
 
 import json
+import math
 import queue
 import shutil
 import threading
@@ -239,12 +240,16 @@ def _write_buckets(request: Any, buckets: list[Bucket]) -> None:
 
 
 def _rounds(found: Iterable[Target]) -> Iterator[list[Target]]:
-    """Targets in rounds of about `LOAD_BYTES` of host memory; all ranks make equally many, as loading is collective."""
+    """Targets in rounds of about `LOAD_BYTES` of host memory; all ranks make equally many, as loading is collective.
+
+    A rank alone makes one round: Megatron deems the layers that are not read now to be on the next rank, which is itself.
+    """
     source, more = iter(found), True
+    limit = LOAD_BYTES if dist.get_world_size() > 1 else math.inf
     while any(_gather_objects(more)):
         taken: list[Target] = []
         size = 0
-        while more and size < LOAD_BYTES:
+        while more and size < limit:
             target = next(source, None)
             more = target is not None
             if target is not None:
