@@ -77,6 +77,12 @@ class TestedWorker(MegatronWorker):
         }
         return {part: sum(storage.nbytes() for storage in unique_storages(held)) for part, held in tensors.items()}
 
+    def kv_scales(self) -> dict[str, float]:
+        """Scales of generation's KV cache, by the names of checkpoints."""
+        assert self._kv_scales is not None
+        tensors = self._kv_scales.tensors
+        return {piece.name: float(tensors[piece.tensor]) for piece in self.weight_slices() if piece.tensor in tensors}
+
     def logprobs_and_abort_after(self, batch: Batch, seconds: float | None) -> Batch | None:
         """`logprobs`, with `abort()` from another thread meanwhile, as the runtime calls it."""
         if seconds is not None:

@@ -20,9 +20,9 @@ def tensors(worker: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
 
 
-def write_weights(worker: Any, checkpoint: Path, version: int) -> None:
-    """Write a checkpoint's values straight into the destination tensors, as a refit does."""
-    state = state_of(checkpoint)
+def write_weights(worker: Any, checkpoint: Path, version: int, scales: dict[str, float] | None = None) -> None:
+    """Write a checkpoint's values, and scales of the KV cache, straight into the destination tensors, as a refit does."""
+    state = state_of(checkpoint) | {name: torch.tensor([scale]) for name, scale in (scales or {}).items()}
     with worker.writing_weights(version):
         write_slices(worker, state)
 
@@ -33,6 +33,20 @@ def write_slices(worker: Any, state: dict[str, torch.Tensor]) -> None:
         source = state[piece.name][tuple(slice(*extent) for extent in piece.box)]
         target = live[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
         target.copy_(source.reshape(target.shape))
+
+
+def kv_scales(worker: Any) -> dict[str, tuple[float, ...]]:
+    """Of every attention layer: the scale of the keys on the device, as a number and on the host, then of the values."""
+    found = {}
+    for name, module in worker._llm.collective_rpc(_model)[0].named_modules():
+        if hasattr(module, "_k_scale") and name.endswith("attn.attn"):
+            where = ("_k_scale", "_k_scale_float", "_k_scale_cpu", "_v_scale", "_v_scale_float", "_v_scale_cpu")
+            found[name] = tuple(float(getattr(module, attribute)) for attribute in where)
+    return found
+
+
+def _model(vllm_worker: Any) -> Any:
+    return vllm_worker.get_model()
 
 
 def tear_weights(worker: Any, checkpoint: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReport, RefitSender
     from workers.megatron.checkpoint import Saving
+    from workers.megatron.kv_scales import KvScales
     from workers.megatron.microbatches import Microbatches
+    from workers.megatron.model import Model
     from workers.megatron.offload import Part
     from workers.megatron.optimizer import Trainer
     from workers.megatron.step import LossStep
@@ -52,6 +54,7 @@ class MegatronWorker:
         self._saving: Saving | None = None
         self._aborted = False
         self._sending = False
+        self._kv_scales: KvScales | None = None
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -61,9 +64,11 @@ class MegatronWorker:
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """What `rank` of `layout` will hold, without a worker."""
+        from workers.families.kv_scales import carries_kv_scales, megatron_kv_scales
         from workers.megatron.weights import megatron_weight_slices
 
-        return megatron_weight_slices(hf_config, layout, rank)
+        weights = megatron_weight_slices(hf_config, layout, rank)
+        return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if carries_kv_scales(config) else ())]
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -94,7 +99,8 @@ class MegatronWorker:
             start_groups(self.context, address, self.config.seed)
             architecture = read_architecture(self._hf_config)
             model = build_model(architecture, self.config.policy, self.context.layout, self._device)
-            load_hf(self._source, self.weight_slices(), model.tensors())
+            load_hf(self._source, self._slices_of(self.context.rank), model.tensors())
+            self._kv_scales = self._make_kv_scales(model)
             return make_trainer(model, self.config, self.context.layout)
 
     def abort(self) -> None:
@@ -197,6 +203,24 @@ class MegatronWorker:
         with self._running():
             self._ready().offloader.reload(("optimizer",), wait=False)
 
+    def calibrate_kv_scales(self, batch: Batch) -> dict[str, float]:
+        """Set the scales of generation's KV cache in FP8 to what `batch` asks for under the current weights.
+
+        All workers together; the next refit carries them. Gives the largest of this worker's layers, of keys and of values
+        (`k`, `v`). A warm-up leaves them as they are.
+        """
+        from workers.megatron.kv_scales import without_padding
+
+        if self._kv_scales is None:
+            raise RunError("there are no scales to calibrate; set policy.generation.vllm_cfg.kv_cache_dtype=fp8")
+        with nullcontext() if in_warmup() else self._kv_scales.calibrating(self.config.refit.kv_scale_margin):
+            self.logprobs(without_padding(batch))
+        return self._kv_scales.largest()
+
+    def merge_kv_scales(self, parts: list[dict[str, float]]) -> dict[str, float]:
+        """The largest scales of several workers."""
+        return {kind: max(part[kind] for part in parts) for kind in parts[0]}
+
     def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
         """The one part that is not None."""
         found = [part for part in parts if part is not None]
@@ -208,8 +232,8 @@ class MegatronWorker:
         self._reference = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weight_tensors().items()}
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Which boxes of the HF parameters lie where in `weight_tensors()`."""
-        return self._slices_of(self.context.rank)
+        """Which boxes of the HF parameters lie where in `weight_tensors()`; with scales of generation's KV cache in FP8."""
+        return self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
 
     def weight_config(self) -> dict[str, Json]:
         """What of the model's configuration decides `weight_slices()`."""
@@ -229,7 +253,9 @@ class MegatronWorker:
         if self._channel is not None:
             self._channel.close()
         self._channel = open_channel(channel)
-        live = self._ready("weights").model.parameters()  # not their data: a refit follows them to other memory
+        live: dict[str, Tensor] = dict(self._ready("weights").model.parameters())  # not their data: refits follow them
+        if self._kv_scales is not None:
+            live |= self._kv_scales.tensors
         self._sender = RefitSender(plan, live, self._channel, self.config.refit.verify)
 
     def send_weights(self, version: int) -> RefitReport:
@@ -337,7 +363,19 @@ class MegatronWorker:
         return self._trainer
 
     def _slices_of(self, rank: int) -> list[WeightSlice]:
-        return self.describe(self.config, self._hf_config, self.context.layout, rank)
+        """What a rank holds of a checkpoint."""
+        from workers.megatron.weights import megatron_weight_slices
+
+        return megatron_weight_slices(self._hf_config, self.context.layout, rank)
+
+    def _make_kv_scales(self, model: Model) -> KvScales | None:
+        from workers.families.kv_scales import carries_kv_scales
+        from workers.megatron.kv_scales import KvScales
+
+        if not carries_kv_scales(self.config):
+            return None
+        layers = model.architecture.layers
+        return KvScales(model.chunks, layers, self.context.layout, self.context.coordinates, self._device)
 
     def _cuts(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
         """The batch's microbatches; in a warm-up first those of every other shape that they may have."""

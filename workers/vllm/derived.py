@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
+from workers.families.kv_scales import VLLM_RULE
 from workers.families.model import Derived
 
 if TYPE_CHECKING:
@@ -83,7 +84,41 @@ def _absorb(module: Any, held: dict[str, torch.Tensor], dtype: torch.dtype) -> N
                 setattr(module, name, old)
 
 
+def _kv_scales(model: torch.nn.Module, rule: Derived, dtype: torch.dtype, found: DerivedTensors) -> None:
+    """Scales of a KV cache in FP8 (`layers/attention/attention.py`, `layers/quantization/kv_cache.py`)."""
+    import torch
+
+    module: Any = model.get_submodule(rule.module)
+    if not str(module.kv_cache_dtype).startswith("fp8"):
+        raise ConfigError(
+            f"vLLM's {rule.module!r} has a KV cache of {module.kv_cache_dtype!r}, though fp8 was asked for and a refit has "
+            "scales for every layer; use a model without layers that vLLM leaves out"
+        )
+    backend = module.attn_backend.get_name()
+    if backend not in _SCALES_IN_MEMORY:
+        raise ConfigError(
+            f"the attention backend {backend} takes the scales of its FP8 KV cache as numbers, which CUDA graphs keep; "
+            f"choose one of {', '.join(_SCALES_IN_MEMORY)} (VLLM_ATTENTION_BACKEND)"
+        )
+    scales = torch.ones(2, dtype=torch.float32, device=module._k_scale.device)
+    for index, name in enumerate(rule.tensors):
+        found.inputs[f"{rule.module}.{name}"] = scales[index : index + 1]
+    found.hooks.append(Hook(f"scale the KV cache of {rule.module}", partial(_write_kv_scales, module, scales)))
+
+
+def _write_kv_scales(module: Any, scales: torch.Tensor) -> None:
+    """On the device, for kernels; as numbers and on the host, for what runs without a graph."""
+    for name, tensor, number in zip(("k", "v"), scales, scales.tolist(), strict=True):
+        getattr(module, f"_{name}_scale").copy_(tensor)
+        setattr(module, f"_{name}_scale_float", number)
+        getattr(module, f"_{name}_scale_cpu").fill_(number)
+
+
+_SCALES_IN_MEMORY = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""Attention backends that read the scales from the device, or that no CUDA graph holds."""
+
 _RULES: dict[str, Callable[[torch.nn.Module, Derived, torch.dtype, DerivedTensors], None]] = {
     "negative_exponential": _negative_exponential,
     "absorbed_kv": _absorbed_kv,
+    VLLM_RULE: _kv_scales,
 }

@@ -16,6 +16,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
 from workers.families.keys import deciding_keys
+from workers.families.kv_scales import carries_kv_scales, check_family, derived_kv_scales, vllm_kv_scales
 from workers.families.vllm import VllmRank
 from workers.vllm import features
 from workers.vllm.engine import QuantumEngine, Request
@@ -57,6 +58,8 @@ class VllmWorker:
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raise LayoutError or ConfigError, before any actor starts, for a model that vLLM cannot hold in this layout."""
         compute_dtype(config, hf_config)
+        if carries_kv_scales(config):
+            check_family(hf_config)
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
 
     @staticmethod
@@ -64,7 +67,8 @@ class VllmWorker:
         """What `rank` of `layout` will hold, without a worker."""
         fp8 = in_fp8(config, hf_config)
         place = VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1, fp8=fp8)
-        return vllm_weight_slices(hf_config, place)
+        weights = vllm_weight_slices(hf_config, place)
+        return [*weights, *(vllm_kv_scales(hf_config) if carries_kv_scales(config) else ())]
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -187,7 +191,10 @@ class VllmWorker:
         if in_warmup():
             engine.reset_prefix_cache()
         else:
-            engine.change_version(version, recompute=self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates)
+            # What lies in an FP8 cache was divided by the scales of before.
+            new_scales = carries_kv_scales(self.config)
+            recompute = new_scales or self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+            engine.change_version(version, recompute=recompute)
             self.version = version
         self._torn = None
 
@@ -225,6 +232,7 @@ class VllmWorker:
     def _find_destinations(self) -> Destinations:
         model, self._device = self._llm.collective_rpc(_worker_model)[0]
         rules = derived_tensors(self._hf_config)
+        rules += derived_kv_scales(self._hf_config) if carries_kv_scales(self.config) else []
         return find_destinations(model, take_loaded_parameters(model), self._slices, self._llm.vllm_config, rules)
 
     def _enter_device(self) -> None:
