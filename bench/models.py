@@ -43,6 +43,14 @@ class Shape:
         """The same model with fewer layers."""
         return Shape(f"{self.name}-{layers}-layers", {**self.config, "num_hidden_layers": layers})
 
+    def narrowed(self) -> Shape:
+        """A model of the same kind that a laptop trains in no time."""
+        small: dict[str, Json] = {"vocab_size": 512, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        small |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        if "num_experts" in self.config:
+            small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        return Shape(f"{self.name}-tiny", {**self.config, **small})
+
 
 SHAPES = {
     shape.name: shape

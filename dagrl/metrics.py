@@ -23,6 +23,17 @@ SPANS = frozenset({TIMING + "total", TIMING + "exposed_generation", UPDATE_PAUSE
 FILLED_TOKENS = "filled_tokens"  # tokens of the batch among
 PROCESSED_TOKENS = "processed_tokens"  # those that the model was given, padding included
 MICROBATCH_PADDING = "microbatch_padding_share"  # share of those that is padding; `padding_share` is of the batch as sent
+TRAIN_SECONDS = "perf/train_seconds"  # of an optimizer step on the slowest train worker; from it and
+TRAIN_TFLOP = "train_tflop"  # the model's FLOPs by Megatron's formula (`workers.megatron.flops`), in 10^12,
+TRAIN_TOKENS = "train_tokens"  # tokens,
+TRAIN_RANKS = "train_ranks"  # train workers
+PEAK_TFLOPS = "peak_tflops"  # and what a GPU can do at most, in 10^12 FLOP/s, come
+TRAIN_TOKENS_PER_SEC = "perf/policy_training_tokens_per_sec"
+TRAIN_TOKENS_PER_SEC_PER_GPU = "perf/policy_training_tokens_per_sec_per_gpu"
+TRAIN_TFLOPS_PER_GPU = "perf/train_tflops_per_gpu"
+TRAIN_MFU = "perf/train_fp_utilization"  # model FLOPs utilization, 0 to 1; only where the peak is known
+PEAK_MEMORY = "perf/peak_memory_gib"  # of the train worker that held most, since it started; each worker's own below
+RANK = "perf/rank_"  # `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`
 VALIDATION = "validation/"  # measured on held-out data, on some steps only
 
 
@@ -39,11 +50,25 @@ class StepMetrics:
     shared: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
-        """All metrics in one dictionary; of the tokens of microbatches, the share that is padding."""
+        """All metrics in one dictionary; of the tokens of microbatches, the share that is padding, and throughput."""
         metrics = {**self.sums, **self.maxima, **self.shared}
+        if TRAIN_SECONDS in metrics:
+            metrics |= throughput(metrics)
         if PROCESSED_TOKENS in metrics:
             metrics[MICROBATCH_PADDING] = 1.0 - metrics.pop(FILLED_TOKENS) / metrics.pop(PROCESSED_TOKENS)
         return metrics
+
+
+def throughput(metrics: dict[str, float]) -> dict[str, float]:
+    """Figures of a train step from what its workers reported; takes out of `metrics` what they are made from."""
+    tokens, tflop, ranks = (metrics.pop(name) for name in (TRAIN_TOKENS, TRAIN_TFLOP, TRAIN_RANKS))
+    seconds, peak = metrics[TRAIN_SECONDS], metrics.pop(PEAK_TFLOPS, None)
+    figures = {
+        TRAIN_TOKENS_PER_SEC: tokens / seconds,
+        TRAIN_TOKENS_PER_SEC_PER_GPU: tokens / seconds / ranks,
+        TRAIN_TFLOPS_PER_GPU: tflop / seconds / ranks,
+    }
+    return figures if peak is None else {**figures, TRAIN_MFU: figures[TRAIN_TFLOPS_PER_GPU] / peak}
 
 
 def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:

@@ -1,6 +1,6 @@
 """Phases around log-probabilities: the optimizer's state leaves the GPUs and returns (`offload_optimizer_for_logprob`).
 
-Both only begin to copy, so their own time is short; what is not hidden behind the phases that follow is waited for there.
+Neither waits for copies, so their own time is short; what is not hidden behind the phases that follow is waited for there.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ def logprob_inference_prep(train: Shard, step: Input) -> Value:
 
 @phase
 def training_prep(train: Shard, step: Input) -> Value:
-    """The optimizer's state starts to come back."""
+    """The optimizer's state may come back, beside the next step's gradients."""
     return join(train.map("prepare_for_training", step))

@@ -86,7 +86,8 @@ def train(group: Group, batch: Batch, loss: str = "sft", **options: Any) -> dict
     """One step on all workers; metrics merged as a shard's tree and then the driver would."""
     shards = shard_batches(batch, group.layout)
     per_rank = [(shards[group.layout.coordinates(rank).dp], loss) for rank in range(group.layout.world_size)]
-    return merge_step_metrics(group.call("train_step", per_rank=per_rank, **options)).flat()
+    metrics = merge_step_metrics(group.call("train_step", per_rank=per_rank, **options)).flat()
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}  # times differ
 
 
 def logprobs(group: Group, batch: Batch, *model: str) -> Batch:

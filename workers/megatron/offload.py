@@ -140,11 +140,13 @@ class Offloader:
         self._device, self._trainer = device, trainer
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._parts: dict[Part, StateCopy] = {}
+        self._due: set[Part] = set()
 
     def offload(self, what: Iterable[str], *, wait: bool = True) -> None:
         """Move parts to the host; with `wait` until their memory is free for other processes. Parts away stay away."""
         for part in _checked(what):
             copy = self._copy_of(part)
+            self._due.discard(part)
             if not copy.away:
                 if part == "gradients":
                     self._trainer.optimizer.zero_grad()  # what the optimizer made of them for itself
@@ -154,14 +156,25 @@ class Offloader:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
-    def reload(self, what: Iterable[str], *, wait: bool = True) -> None:
-        """Move parts back. Without `wait`, `require` makes whoever uses them wait."""
+    def reload(self, what: Iterable[str]) -> None:
+        """Move parts back; this thread's current stream waits for them."""
         for part in _checked(what):
-            copy = self._copy_of(part)
-            if copy.away:
-                copy.reload()
-            if wait:
-                copy.wait()
+            self._begin(part)
+            self._copy_of(part).wait()
+
+    def reload_soon(self, what: Iterable[str]) -> None:
+        """Let parts come back at the next `begin_due`, or when they are first required."""
+        self._due |= {part for part in _checked(what) if self._copy_of(part).away}
+
+    def begin_due(self) -> None:
+        """Begin to move back what is due. After the batch is on the device: its copies would queue behind these."""
+        for part in sorted(self._due):
+            self._begin(part)
+
+    def _begin(self, part: Part) -> None:
+        self._due.discard(part)
+        if self._copy_of(part).away:
+            self._copy_of(part).reload()
 
     def require(self, what: Iterable[Part], doing: str) -> None:
         """Make the current stream wait for parts that are on their way; RunError for parts that are away."""
@@ -169,6 +182,8 @@ class Offloader:
             copy = self._parts.get(part)
             if copy is None:
                 continue
+            if part in self._due:
+                self._begin(part)
             if copy.away:
                 raise RunError(f"{doing} needs the {part}, which are offloaded; call reload(({part!r},)) first")
             copy.wait()

@@ -1,0 +1,254 @@
+"""Training steps through dagrl and by a plain Megatron loop, side by side: throughput, MFU, memory, and equal losses.
+
+    dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--json F] [--plot F]
+
+A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `0.6b:dp2d` (d: distributed optimizer), `30b@6:dp4ep4` (a model cut
+to 6 layers). The workers of dagrl, under Ray, and the processes of the plain loop (`bench.train_plain`, under torchrun)
+live side by side, build the case from the same checkpoint, and take turns of a few steps. Weights are random, of the real
+shape, in bfloat16 with float32 master weights. dagrl's time is that of a whole replay, batch sent and metrics read; the
+plain loop's that of a step with its batch on the device. Losses are compared by relative norm with those of the first case
+of the model that has one GPU. Without GPUs it runs as well (`--tiny`), for a look at what it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from bench.models import SHAPES, Shape, write_model
+from bench.report import Report, command_line
+from bench.train_inputs import train_batch
+from bench.train_rivals import Contender, DagrlSteps, PlainSteps
+from dagrl.config import Config
+from dagrl.errors import ConfigError
+from dagrl.layout import ParallelLayout
+from dagrl.shapes import Batch
+
+MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "30b": "qwen3-30b-a3b"}
+_CASE = re.compile(r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<sharded>d?)(?P<alone>!?)")
+_SIZE = re.compile(r"(dp|tp|pp|cp|ep)(\d+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout; `alone`: without the plain loop beside it, for want of memory."""
+
+    name: str
+    shape: Shape
+    layout: ParallelLayout
+    sharded: bool
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case and who ran it. Medians of steps in milliseconds, spread (difference of the quartiles), peaks in GiB."""
+
+    case: str
+    who: str
+    gpus: int
+    tokens: int
+    steps: int
+    step_ms: float
+    spread_ms: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    mfu: float | None
+    peak_gib: float
+    losses: list[float]
+    loss_error: float | None = None
+    of_plain: float | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dagrl bench train`."""
+    parser.add_argument("--cases", nargs="+", default=["0.6b:dp1"], metavar="MODEL:LAYOUT")
+    parser.add_argument("--rows", type=int, default=16, help="sequences of a step, over all workers")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--micro", type=int, default=2, help="sequences of a microbatch")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="begin no case after this time; say which are left out"
+    )
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers and a small vocabulary, in float32")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, after every case")
+    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, write what was asked for."""
+    cases = [parse_case(text, options.tiny) for text in options.cases]
+    started, rows, problems = time.monotonic(), [], []
+    workers = max(case.layout.world_size for case in cases)
+    with tempfile.TemporaryDirectory() as directory, DagrlSteps(workers) as ours, PlainSteps(workers) as plain:
+        for case in cases:
+            if time.monotonic() - started > options.seconds:
+                problems.append(f"{case.name}: left out, {options.seconds:.0f} s are over")
+                continue
+            try:
+                rows += measure(case, options, Path(directory), ours, plain)
+            except Exception:  # the next case may well run
+                problems.append(f"{case.name}:\n{traceback.format_exc()}")
+            rows = compared(rows)
+            if options.json:
+                Report([asdict(row) for row in rows], command_line(), hardware=ours.hardware).write(options.json)
+    print_table(rows, ours.hardware, problems)
+    if options.plot and rows:
+        plot(rows, ours.hardware, options.plot)
+
+
+def parse_case(text: str, tiny: bool) -> Case:
+    """A case from its name. Raises ConfigError for what is not one."""
+    match = _CASE.fullmatch(text)
+    if match is None or match["model"] not in MODELS:
+        raise ConfigError(f"case {text!r}: expected MODEL:LAYOUT, as 0.6b:tp2pp2; models: {', '.join(MODELS)}")
+    shape = SHAPES[MODELS[match["model"]]]
+    shape = shape.narrowed() if tiny else shape
+    shape = shape.with_layers(int(match["layers"])) if match["layers"] else shape
+    sizes = {name: int(size) for name, size in _SIZE.findall(match["layout"])}
+    layout = ParallelLayout(**sizes, etp=1) if "ep" in sizes else ParallelLayout(**sizes)
+    return Case(text.rstrip("!"), shape, layout, bool(match["sharded"]), bool(match["alone"]))
+
+
+def measure(case: Case, options: argparse.Namespace, directory: Path, ours: DagrlSteps, plain: PlainSteps) -> list[Row]:
+    """Rows of dagrl and, unless the case is alone, of the plain loop; both build the case before the first turn."""
+    model = directory / case.shape.name
+    if not model.exists():
+        write_model(case.shape, directory, ours.device, "float32" if options.tiny else "bfloat16")
+    config = case_config(case, model, options)
+    batch = train_batch(options.rows, options.length, vocabulary=int(str(case.shape.config["vocab_size"])))
+    contenders: list[Contender] = [ours] if case.alone else [ours, plain]
+    for contender in contenders:
+        contender.begin(case.layout, config, batch)
+    for contender in contenders:
+        contender.ready()
+    try:
+        for contender in contenders:
+            contender.take(1)  # kernels are chosen, memory is found
+        taken = {contender.name: [contender.take(options.steps) for _ in range(1)] for contender in contenders}
+        for _ in range(options.turns - 1):
+            for contender in contenders:
+                taken[contender.name].append(contender.take(options.steps))
+        return [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]
+    finally:
+        for contender in contenders:
+            contender.end()
+
+
+def case_config(case: Case, model: Path, options: argparse.Namespace) -> Config:
+    """The run's configuration that both read."""
+    policy = {
+        "model_name": str(model),
+        "precision": "float32" if options.tiny else "bfloat16",
+        "train_global_batch_size": options.rows,
+        "train_micro_batch_size": min(options.micro, options.rows // case.layout.dp),
+        "max_total_sequence_length": options.length,
+        "megatron_cfg": {
+            "sequence_parallel": case.layout.tp > 1,
+            "optimizer": {"lr": 1e-5, "use_distributed_optimizer": case.sharded},
+        },
+    }
+    return Config.model_validate({"name": "train", "algorithm": "sft", "data": {}, "policy": policy})
+
+
+def as_row(case: Case, contender: Contender, turns: Sequence[Any], batch: Batch, config: Config, ours: DagrlSteps) -> Row:
+    """One row from the turns of a contender."""
+    from workers.megatron.architecture import read_architecture
+    from workers.megatron.flops import peak_tflops, step_tflop
+
+    seconds = [value for turn in turns for value in turn.seconds]
+    low, middle, high = np.percentile(seconds, [25, 50, 75])
+    gpus = case.layout.world_size
+    tflops = step_tflop(read_architecture(case.shape.config), batch["lengths"]) / middle / gpus
+    peak = peak_tflops(ours.device_name, config.policy.precision, config.policy.megatron_cfg.peak_tflops)
+    return Row(
+        case=case.name,
+        who=contender.name,
+        gpus=gpus,
+        tokens=int(batch["lengths"].sum()),
+        steps=len(seconds),
+        step_ms=round(median(seconds) * 1e3, 2),
+        spread_ms=round(float(high - low) * 1e3, 2),
+        tokens_per_s=round(float(batch["lengths"].sum() / middle), 1),
+        tokens_per_s_per_gpu=round(float(batch["lengths"].sum() / middle / gpus), 1),
+        model_tflops_per_gpu=round(float(tflops), 2),
+        mfu=None if peak is None else round(float(tflops / peak), 4),
+        peak_gib=round(contender.peak_bytes() / (1 << 30), 2),
+        losses=contender.losses,
+    )
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """Rows with losses against one GPU's, and dagrl's time against the plain loop's."""
+    single = {row.case.split(":")[0]: row for row in reversed(rows) if row.gpus == 1 and row.who == "dagrl"}
+    plain = {row.case: row for row in rows if row.who == "plain"}
+    found = []
+    for row in rows:
+        truth, rival = single.get(row.case.split(":")[0]), plain.get(row.case)
+        error = None
+        if truth is not None and row is not truth:
+            steps = min(len(row.losses), len(truth.losses))
+            difference = np.subtract(row.losses[:steps], truth.losses[:steps])
+            error = float(f"{np.linalg.norm(difference) / np.linalg.norm(truth.losses[:steps]):.2e}")
+        ratio = round(row.step_ms / rival.step_ms, 4) if rival is not None else None
+        found.append(replace(row, loss_error=error, of_plain=ratio))
+    return found
+
+
+def print_table(rows: Sequence[Row], hardware: str, problems: Sequence[str]) -> None:
+    """The rows, for people, and what did not run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = (
+        "case",
+        "who",
+        "step ms",
+        "spread",
+        "of plain",
+        "tokens/s/GPU",
+        "TFLOP/s/GPU",
+        "MFU",
+        "peak GiB",
+        "loss error",
+    )
+    table = Table(*columns, title=hardware)
+    for row in rows:
+        mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
+        numbers = (row.step_ms, row.spread_ms, row.of_plain, row.tokens_per_s_per_gpu, row.model_tflops_per_gpu)
+        table.add_row(row.case, row.who, *map(str, numbers), mfu, str(row.peak_gib), str(row.loss_error))
+    console = Console(width=130)
+    console.print(table)
+    for problem in problems:
+        console.print(problem, markup=False)
+
+
+def plot(rows: Sequence[Row], hardware: str, path: Path) -> None:
+    """Tokens a second and GPU, with the MFU beside each bar."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.2), layout="constrained")
+    names = [f"{row.case} {row.who}" for row in rows]
+    colors = ["#4477aa" if row.who == "dagrl" else "#bbbbbb" for row in rows]
+    bars = axes.barh(names, [row.tokens_per_s_per_gpu for row in rows], color=colors)
+    axes.bar_label(bars, ["" if row.mfu is None else f"{row.mfu:.1%}" for row in rows], padding=3, fontsize=8)
+    axes.set(xlabel="tokens/s/GPU (beside the bars: MFU)", title=hardware)
+    axes.invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,189 @@
+"""A plain Megatron-Core training loop, started by torchrun: what `bench train` measures dagrl against.
+
+    torchrun --nproc-per-node N -m bench.train_plain ADDRESS KEY
+
+Every process connects to the benchmark at ADDRESS and obeys it: `build` a case, take `steps`, `end` it. The loop is what a
+Megatron user writes: GPTModel with `labels` (Megatron's own cross-entropy), DistributedDataParallel, Megatron's optimizer
+and pipeline schedule, and one number read a step. The layers, the weights, the batch and the microbatches are those that
+dagrl's worker has, and so is torch's fused Adam; the batch lies on the device before the first step.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.shapes import Batch
+from dagrl.worker import WorkerContext
+
+
+@dataclass
+class Loop:
+    """One rank of the plain loop."""
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    microbatches: Any
+
+    def step(self) -> float:
+        """One optimizer step; the mean loss, on the last pipeline stage."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=iter(self.microbatches.items),
+            model=self.model,
+            num_microbatches=len(self.microbatches.items),
+            seq_length=self.microbatches.shape[1],
+            micro_batch_size=self.microbatches.shape[0],
+            forward_only=False,
+        )
+        self.optimizer.step()
+        self.scheduler.step(increment=1)
+        if not parts:
+            return 0.0
+        sums = torch.stack([part["loss"] for part in parts]).sum(0)
+        dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        total, count = sums.tolist()
+        return float(total / count)
+
+
+def _forward(microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    batch = next(microbatches)
+    output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.segments)
+    return output, partial(_loss, batch.data["loss_mask"])
+
+
+def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    total, count = (losses.float() * mask).sum(), mask.sum()
+    return total, count.int(), {"loss": torch.stack((total.detach(), count))}
+
+
+def build(context: WorkerContext, config: Config, address: str, batch: Batch) -> Loop:
+    """Groups, model with the checkpoint's weights, optimizer and batch of one rank; `batch` is its shard's."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    from workers.megatron import cpu
+    from workers.megatron.architecture import read_architecture
+    from workers.megatron.groups import start_groups
+    from workers.megatron.hf import load_hf, read_hf_config
+    from workers.megatron.microbatches import CutRule, Place, cut_batch
+    from workers.megatron.model import _inverse_frequencies, _layer_specs, transformer_config
+    from workers.megatron.optimizer import _create_state, _make_scheduler, _optimizer_config
+    from workers.megatron.weights import megatron_weight_slices
+
+    cpu.adapt()
+    if not hasattr(moe_utils, "te_general_gemm"):  # as `workers.megatron.model.build_model`
+        moe_utils.te_general_gemm = None
+    layout, device = context.layout, _device()
+    start_groups(context, address, config.seed)
+    hf_config = read_hf_config(str(config.policy.model_name))
+    architecture = read_architecture(hf_config)
+    settings = transformer_config(architecture, config.policy, layout)
+    model = GPTModel(
+        config=settings,
+        transformer_layer_spec=_layer_specs(settings, None),
+        vocab_size=-(-architecture.vocabulary // (128 * layout.tp)) * 128 * layout.tp,
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope["rope_theta"],
+    ).to(device)
+    model.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture).to(device)
+    tensors = {name: parameter.data for name, parameter in model.named_parameters()}
+    load_hf(str(config.policy.model_name), megatron_weight_slices(hf_config, layout, context.rank), tensors)
+    sharded = config.policy.megatron_cfg.optimizer.use_distributed_optimizer
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+    wrapped = DistributedDataParallel(settings, ddp, model)
+    settings.finalize_model_grads_func = finalize_model_grads
+    with cpu.cuda_type_names():
+        optimizer = get_megatron_optimizer(_optimizer_config(config), [wrapped], use_gloo_process_groups=False)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _create_state(part.optimizer)
+    rule = CutRule.of(config.policy, "train")
+    groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
+    cut = cut_batch(batch, rule, Place(layout, context.coordinates, *groups, device))
+    return Loop(wrapped, optimizer, _make_scheduler(optimizer, config), cut)
+
+
+def take_steps(loop: Loop, count: int) -> dict[str, Any]:
+    """Seconds and losses of `count` steps, and the peak of memory in bytes."""
+    from workers.megatron.cpu import cuda_type_names
+
+    seconds, losses = [], []
+    with cuda_type_names():
+        for _ in range(count):
+            dist.barrier()
+            start = time.perf_counter()
+            losses.append(loop.step())
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {"seconds": seconds, "losses": losses, "peak": peak}
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def serve(address: tuple[str, int], key: bytes) -> None:
+    """Obey the benchmark until it says goodbye; what fails is told and does not end the process."""
+    from workers.megatron.groups import end_groups
+
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # each case has a rendezvous of its own
+    connection = Client(address, authkey=key)
+    connection.send(int(os.environ["RANK"]))
+    loop: Loop | None = None
+    while (command := connection.recv()) is not None:
+        name, *arguments = command
+        try:
+            result: Any = None
+            if name == "build":
+                loop = build(*arguments)
+            elif name == "steps":
+                assert loop is not None
+                result = take_steps(loop, *arguments)
+            else:
+                loop = None
+                gc.collect()
+                end_groups()
+                torch.cuda.empty_cache()
+            connection.send((None, result))
+        except Exception:
+            connection.send((traceback.format_exc(), None))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    host, port = sys.argv[1].split(":")
+    sys.path.insert(0, str(Path.cwd()))
+    serve((host, int(port)), sys.argv[2].encode())

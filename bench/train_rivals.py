@@ -1,0 +1,211 @@
+"""Who takes the steps of `bench train`: dagrl's workers under Ray, and a plain Megatron loop under torchrun."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from typing import Any, Protocol
+
+from dagrl.config import Config
+from dagrl.layout import ParallelLayout
+from dagrl.shapes import Batch, Bucket, split_rows
+from dagrl.worker import WorkerContext
+
+DEADLINE_S = 60.0
+GPU_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of the steps of a turn."""
+
+    seconds: list[float]
+
+
+class Contender(Protocol):
+    """What `bench train` asks of each: `begin` may return before the case is built, `ready` waits for it."""
+
+    name: str
+    losses: list[float]
+
+    def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None: ...
+
+    def ready(self) -> None: ...
+
+    def take(self, steps: int) -> Turn: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def end(self) -> None: ...
+
+
+class DagrlSteps:
+    """Replays of `sft_step` on worker groups around actors that are made once."""
+
+    name = "dagrl"
+
+    def __init__(self, workers: int) -> None:
+        import torch
+
+        self._workers = workers
+        self._stack = ExitStack()
+        self.losses: list[float] = []
+        cuda = torch.cuda.is_available()
+        self.device = "cuda" if cuda else "cpu"
+        self.device_name = torch.cuda.get_device_name() if cuda else ""
+        self.hardware = f"{torch.cuda.device_count()} x {self.device_name}" if cuda else f"{os.cpu_count()} CPU cores"
+
+    def __enter__(self) -> DagrlSteps:
+        from bench.train_worker import TrainBenchWorker
+        from dagrl.cluster import ray_cluster
+        from dagrl.config import ClusterConfig
+        from dagrl.worker_group import Resources, WorkerGroup
+
+        gpus = 1.0 if self.device == "cuda" else 0.0
+        self._stack.enter_context(ray_cluster(ClusterConfig(num_cpus=max(4, os.cpu_count() or 4))))
+        config = Config.model_validate({"name": "train", "algorithm": "sft", "data": {}, "policy": {}})
+        layout = ParallelLayout(dp=self._workers)
+        group = WorkerGroup.create(
+            "train", TrainBenchWorker, layout, config, resources=Resources(num_gpus=gpus), start_timeout_s=DEADLINE_S
+        )
+        self._stack.callback(group.shutdown, 5.0)
+        self._actors = group.actors
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None:
+        from dagrl.worker_group import WorkerGroup
+
+        self._case, self._batch, self._config = ExitStack(), batch, config
+        self.losses = []
+        self.group = WorkerGroup.from_actors(self._actors[: layout.world_size], layout, call_timeout_s=DEADLINE_S)
+        self.group.reset_tickets([0] * layout.world_size)
+        address = f"127.0.0.1:{free_port()}"
+        contexts = [WorkerContext("train", rank, layout, config.seed, 60.0) for rank in range(layout.world_size)]
+        self._building = [
+            actor.become.remote(context, config, address) for actor, context in zip(self.group.actors, contexts, strict=True)
+        ]
+
+    def ready(self) -> None:
+        from dagrl.scheduler import Scheduler, SchedulerOptions
+        from graphs.train import sft_step
+
+        self.group.wait(self._building, DEADLINE_S, "become")
+        options = SchedulerOptions(fallback="error", warmup_s=DEADLINE_S)
+        self._scheduler = self._case.enter_context(Scheduler([self.group], options))
+        rows = self._batch.rows // self.group.layout.dp
+        scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
+        self._scheduler.add(sft_step, buckets=[Bucket(rows, self._batch.tokens)], scalars=scalars)
+        self._scheduler.compile()
+        self._scheduler.warmup()
+
+    def take(self, steps: int) -> Turn:
+        from dagrl.metrics import merge_step_metrics
+        from graphs.train import sft_step
+
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            parts = self._scheduler.replay(sft_step, self._batch).result()
+            seconds.append(time.perf_counter() - start)
+            self.losses.append(merge_step_metrics(parts).flat()["loss"])
+        return Turn(seconds)
+
+    def peak_bytes(self) -> int:
+        return max(self.group.call("peak_memory"))
+
+    def end(self) -> None:
+        self._case.close()
+        self.group.call("leave")
+
+
+class PlainSteps:
+    """The processes of `bench.train_plain`."""
+
+    name = "plain"
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self.losses: list[float] = []
+        self._peak = 0
+
+    def __enter__(self) -> PlainSteps:
+        key = secrets.token_hex(16)
+        listener = Listener(("127.0.0.1", 0), authkey=key.encode())
+        host, port = listener.address
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self._workers)]
+        command += ["--master-port", str(free_port()), "-m", "bench.train_plain", f"{host}:{port}", key]
+        self._torchrun = subprocess.Popen(command, env=environment)  # noqa: S603  # our own module
+        connections: dict[int, Connection] = {}
+        while len(connections) < self._workers:
+            connection = listener.accept()
+            connections[connection.recv()] = connection
+        listener.close()
+        self._connections = [connections[rank] for rank in range(self._workers)]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for connection in self._connections:
+            connection.send(None)
+        try:
+            self._torchrun.wait(20)
+        except subprocess.TimeoutExpired:
+            self._torchrun.kill()
+
+    def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None:
+        self._used = self._connections[: layout.world_size]
+        self.losses, self._peak = [], 0
+        address = f"127.0.0.1:{free_port()}"
+        shards = [batch.select(rows) for rows in split_rows(batch["lengths"], layout.dp)]
+        for rank, connection in enumerate(self._used):
+            context = WorkerContext("train", rank, layout, config.seed, 60.0)
+            connection.send(("build", context, config, address, shards[context.coordinates.dp]))
+
+    def ready(self) -> None:
+        self._answers()
+
+    def take(self, steps: int) -> Turn:
+        for connection in self._used:
+            connection.send(("steps", steps))
+        answers = self._answers()
+        self.losses += answers[-1]["losses"]
+        self._peak = max(answer["peak"] for answer in answers)
+        return Turn([max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)])
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def end(self) -> None:
+        for connection in self._used:
+            connection.send(("end",))
+        self._answers()
+
+    def _answers(self) -> list[Any]:
+        """What every process gave; TimeoutError, or RuntimeError with the first traceback."""
+        results, errors = [], []
+        for rank, connection in enumerate(self._used):
+            if not connection.poll(DEADLINE_S):
+                raise TimeoutError(f"rank {rank} of the plain loop did not answer within {DEADLINE_S:.0f} s")
+            error, value = connection.recv()
+            results.append(value)
+            errors += [error] if error else []
+        if errors:
+            raise RuntimeError(f"the plain loop failed:\n{errors[0]}")
+        return results
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
