@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -98,16 +98,17 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
-        results = measure(config, ways, Path(directory) / "first_weights", options.rounds)
+        results: list[Result] = []
+        for results in measure(config, ways, Path(directory) / "first_weights", options.rounds):
+            if options.json:
+                Report([asdict(result) for result in results], command_line()).write(options.json)
     print_table(results)
-    if options.json:
-        Report([asdict(result) for result in results], command_line()).write(options.json)
     if options.plot:
         plot(results, options.plot)
 
 
-def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: int) -> list[Result]:
-    """Every way in every round on one session, each time from the first weights."""
+def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: int) -> Iterator[list[Result]]:
+    """Every way in every round on one session, each time from the first weights; yields all results so far after each."""
     from bench.plain import with_plain_workers
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.session import open_session
@@ -122,9 +123,15 @@ def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: in
         for _ in range(rounds):
             for way in ways:
                 measured[way].append(run_way(config, session, reward, way, first_weights))
+                yield as_results(config, measured)
+
+
+def as_results(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]]]) -> list[Result]:
+    """A row for each way that has been measured."""
     results: list[Result] = []
-    for way, parts in measured.items():
-        results.append(as_result(config, way, parts, results[0] if results else None))
+    for way, rounds in measured.items():
+        if rounds:
+            results.append(as_result(config, way, rounds, results[0] if results else None))
     return results
 
 
