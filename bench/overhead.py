@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from bench.copied import computed, counted
+from bench.first_step import first_steps
 from bench.measure import FULL, QUICK, Effort, side_by_side
-from bench.report import Report, Row, as_row, command_line, plot, print_table
-from bench.variants import SHAPES, VARIANTS, Actors, argument, steps
+from bench.report import Report, Row, as_row, command_line, plot, print_first_steps, print_table
+from bench.variants import SHAPES, VARIANTS, Actors, Step, argument, steps
 from bench.worker import SMALL, payload
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -26,6 +29,7 @@ PAYLOADS = (SMALL, 64 * KIB, MIB, 16 * MIB)
 RESULTS = (MIB,)
 """Sizes of a worker's result beside the small one, measured with a small input."""
 WORKERS = (1, 4, 8, 16, 32, 64)
+FIRST_STEP, FIRST_STEP_WORKERS = "first step", 8
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,10 @@ class Plan:
     variants: tuple[str, ...] = VARIANTS
     hosts: int = 1
     effort: Effort = FULL
+    first_steps: int = 10  # fresh schedulers whose first step is measured; none: not measured
 
 
-QUICK_PLAN = Plan(workers=(1, 2, 4), payloads=(SMALL, MIB), results=(), effort=QUICK)
+QUICK_PLAN = Plan(workers=(1, 2, 4), payloads=(SMALL, MIB), results=(), effort=QUICK, first_steps=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="draw the medians over the number of workers to this file (png, svg)")
     parser.add_argument("--workers", type=_numbers, help="numbers of workers, e.g. 1,8,64")
     parser.add_argument("--payloads", type=_numbers, help="bytes of an input, e.g. 100,1048576")
+    parser.add_argument("--results", type=_numbers, help="bytes of a result beside the small one, e.g. 1048576; 0: none")
+    parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
     parser.add_argument("--shapes", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
@@ -61,15 +68,17 @@ def run(options: argparse.Namespace) -> None:
     plan = Plan(
         workers=options.workers or base.workers,
         payloads=options.payloads or base.payloads,
-        results=base.results,
+        results=base.results if options.results is None else options.results,
         shapes=options.shapes or base.shapes,
         hosts=options.hosts,
         effort=base.effort,
+        first_steps=base.first_steps if options.first_steps is None else options.first_steps,
     )
     keep = (lambda rows: Report(rows, command_line()).write(options.json)) if options.json else (lambda rows: None)
     report = Report(measure(plan, keep), command_line())
     for shape in plan.shapes:
         print_table(report, shape)
+    print_first_steps(report)
     if options.plot:
         plot(report, options.plot)
 
@@ -82,6 +91,9 @@ def measure(plan: Plan, so_far: Callable[[list[Row]], None] = lambda rows: None)
         for workers in plan.workers:
             for shape in plan.shapes:
                 rows += _measure_shape(plan, shape, workers, actors.first(workers))
+                so_far(rows)
+            if plan.first_steps and workers == _nearest(plan.workers, FIRST_STEP_WORKERS):
+                rows.append(_first_steps(plan, workers, actors))
                 so_far(rows)
     return rows
 
@@ -102,14 +114,33 @@ def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors) -> list
                 value = payload(payload_bytes)
                 inputs = {step.variant: argument(shape, step.variant, workers, value) for step in made}
                 timings = side_by_side(made, inputs, plan.effort)
-                rows += [as_row(timing, variant=variant, shape=shape, **what) for variant, timing in timings.items()]
+                for step in made:
+                    row = as_row(timings[step.variant], variant=step.variant, shape=shape, **what)
+                    rows.append(
+                        {**row, **_copied(step, shape, actors, plan.hosts, inputs[step.variant], value, result_bytes)}
+                    )
     return rows
+
+
+def _copied(step: Step, shape: str, actors: Actors, hosts: int, given: Any, value: Any, result_bytes: int) -> dict[str, Any]:
+    """The bytes that a step copies, and how that is known; nothing where it is not."""
+    if step.variant == "dagrl_compiled":
+        return {"copied_bytes": counted(step, given, actors), "copied_by": "counted"}
+    known = computed(step.variant, shape, len(actors.flat), value, payload(result_bytes)) if hosts == 1 else None
+    return {} if known is None else {"copied_bytes": known, "copied_by": "computed"}
+
+
+def _first_steps(plan: Plan, workers: int, actors: Actors) -> Row:
+    actors.set_result(SMALL)
+    sizes = {"payload_bytes": SMALL, "result_bytes": SMALL}
+    found = first_steps(workers, actors, plan.first_steps)
+    return as_row(found, variant="dagrl_compiled", shape=FIRST_STEP, workers=workers, hosts=plan.hosts, **sizes)
 
 
 def _cases(plan: Plan, shape: str) -> dict[int, tuple[int, ...]]:
     """For each size of results, the sizes of inputs."""
     if shape == "scatter-gather":
-        return {SMALL: plan.payloads, **{size: (SMALL,) for size in plan.results}}
+        return {SMALL: plan.payloads, **{size: (SMALL,) for size in plan.results if size}}
     if shape == "multiple args":
         return {SMALL: tuple(size for size in plan.payloads if size in (SMALL, MIB))}
     return {SMALL: (SMALL,)}
@@ -139,6 +170,10 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def _nearest(numbers: Sequence[int], wanted: int) -> int:
+    return min(numbers, key=lambda number: abs(number - wanted))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

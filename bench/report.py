@@ -65,13 +65,13 @@ def command_line() -> str:
 
 
 def print_table(report: Report, shape: str = "scatter-gather") -> None:
-    """One line for each case, one column for each variant: median / 99th percentile, in microseconds."""
+    """One line for each case, one column for each variant: median / 99th percentile in microseconds, bytes copied."""
     from rich.console import Console
     from rich.table import Table
 
     rows = [row for row in report.rows if row.get("shape", shape) == shape]
     variants = list(dict.fromkeys(str(row["variant"]) for row in rows))
-    title = f"{shape}: median / p99 in us, and times the hand-written graph\n{report.hardware}"
+    title = f"{shape}: median / p99 in us, times the hand-written graph, bytes copied into memory\n{report.hardware}"
     table = Table(title=title, title_justify="left")
     for name in ("workers", "hosts", "payload", "result", *variants):
         table.add_column(name, justify="right")
@@ -80,6 +80,19 @@ def print_table(report: Report, shape: str = "scatter-gather") -> None:
         cells = [_cell(by_variant.get(variant), flat) for variant in variants]
         table.add_row(str(case[0]), str(case[1]), _size(case[2]), _size(case[3]), *cells)
     Console(width=max(120, Console().width)).print(table)
+
+
+def print_first_steps(report: Report) -> None:
+    """A line for each number of workers on which first steps were measured."""
+    from rich.console import Console
+
+    console = Console(width=max(120, Console().width))
+    for row in report.rows:
+        if "worst_ratio" in row:
+            console.print(
+                f"first step after warm-up, {row['workers']} workers: {row['p50_us']} us, later {row['later_us']} us, ratio "
+                f"{row['ratio']} (worst of {row['n']} schedulers {row['worst_ratio']})"
+            )
 
 
 def plot(report: Report, path: Path, shape: str = "scatter-gather") -> None:
@@ -132,7 +145,8 @@ def _cell(row: Row | None, flat: Row | None) -> str:
     if row is None:
         return ""
     ratio = f" {float(row['p50_us']) / float(flat['p50_us']):.2f}x" if flat and row is not flat else ""
-    return f"{float(row['p50_us']):.0f} / {float(row['p99_us']):.0f}{ratio}"
+    copied = f" {_size(int(row['copied_bytes']))}" if "copied_bytes" in row else ""
+    return f"{float(row['p50_us']):.0f} / {float(row['p99_us']):.0f}{ratio}{copied}"
 
 
 def _size(size: int) -> str:

@@ -1,55 +1,46 @@
 """What a step would cost on more workers than were measured: a cost model, fitted to a benchmark's rows.
 
-    python -m bench.scaling bench/results/overhead-64-cores.json ... --plot docs/images/scaling.png
+    python -m bench.scaling bench/results/overhead-64-cores.json --hosts bench/results/overhead-two-hosts-64-cores.json \\
+        --plot docs/images/scaling.png
 
-The model has one constant for each thing that happens on the longest path of a step with a small input (`docs/scaling.md`):
+The model has one constant for each thing that happens one after the other in a step with a small input (`docs/scaling.md`):
 
-    flat graph        a + reads * N                       the driver reads one channel for each worker, one after the other
-    phases of dagrl   a + hop * levels(N) + part * parts(N)   each level of the tree is a hop, each node reads its parts
+    plain calls       a + call * N                     the driver sends N calls and reads N results
+    flat graph        a + read * N                     the driver reads one channel for each worker
+    phases of dagrl   a + part * N                     on one host: the driver unpickles one message for each worker
+                      + way * levels + collect * W     on several: links there and back, and each host's W parts listed
 
-Both are fitted by least squares of the relative errors of the medians, without one size, on which they are checked.
+Each is fitted by least squares of the relative errors of the medians without one size, on which it is checked. `levels` is
+the depth of the tree of hosts. The two constants of several hosts come from a run over two raylets of one machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.report import Report, Row
+from bench.report import Report
 from bench.worker import SMALL
-from dagrl.executors.gather import DRIVER_PARTS
+from dagrl.executors.hosts import FAN_OUT
 
-ARITY = 8
+PER_HOST = 64
+"""Workers of one host in the table: as many as were measured."""
+
 BEYOND = (128, 256, 1024, 4096, 16384)
-Features = Callable[[int], tuple[float, ...]]
-
-
-def flat_features(workers: int) -> tuple[float, ...]:
-    """Constant part, and channels that the driver reads."""
-    return 1.0, float(workers)
-
-
-def tree_features(workers: int) -> tuple[float, ...]:
-    """Constant part, hops up the tree, and parts read one after the other along the longest path."""
-    if workers <= DRIVER_PARTS:
-        return 1.0, 0.0, float(workers)
-    levels = math.ceil(math.log(workers, ARITY) - 1e-9)
-    return 1.0, float(levels), float(sum(min(ARITY, math.ceil(workers / ARITY**level)) for level in range(levels)))
 
 
 @dataclass(frozen=True)
-class Model:
-    """A fit: microseconds for each feature, and how far it is off on the size that it was not fitted on."""
+class Line:
+    """`a + b N`: a fit, and how far it is off on the size that it was not fitted on."""
 
     variant: str
-    features: Features
-    costs: tuple[float, ...]
+    constant_us: float
+    each_us: float
     left_out: int
     measured_us: float
 
@@ -60,59 +51,93 @@ class Model:
 
     def predict(self, workers: int) -> float:
         """Microseconds a step."""
-        return float(np.dot(self.features(workers), self.costs))
+        return self.constant_us + self.each_us * workers
 
 
-def merged(reports: Sequence[Report]) -> Report:
-    """One report with the rows of each number of workers from the first that has it."""
-    rows: list[Row] = []
-    for report in reports:
-        known = {row["workers"] for row in rows}
-        rows += [row for row in report.rows if row["workers"] not in known]
-    return Report(rows, reports[0].command, reports[0].hardware, reports[0].versions)
+@dataclass(frozen=True)
+class Tree:
+    """Phases of dagrl over hosts: what links and lists add to the line of one host."""
+
+    line: Line
+    way_us: float  # there and back over one level of links
+    collect_us: float  # for each part that a host lists
+    left_out: int
+    measured_us: float
+
+    @property
+    def error(self) -> float:
+        """Relative error on the size left out, of two hosts."""
+        return self.on_hosts(self.left_out, 2) / self.measured_us - 1
+
+    def predict(self, workers: int) -> float:
+        """Microseconds a step over hosts of `PER_HOST` workers, the driver on one of them."""
+        return self.on_hosts(workers, -(-workers // PER_HOST))
+
+    def on_hosts(self, workers: int, hosts: int) -> float:
+        """Microseconds a step over `hosts` hosts."""
+        if hosts == 1:
+            return self.line.predict(workers)
+        return self.line.predict(workers) + self.way_us * levels(hosts) + self.collect_us * (workers / hosts)
 
 
-def fit(report: Report, variant: str, features: Features, left_out: int) -> Model:
-    """The model of a variant from its rows with small inputs and results on one host, but for `left_out` workers."""
-    medians = {
-        int(row["workers"]): float(row["p50_us"])
-        for row in report.rows
-        if row["variant"] == variant and row.get("shape", "scatter-gather") == "scatter-gather" and row["hosts"] == 1
-        if row["payload_bytes"] == row["result_bytes"] == SMALL
-    }
+def levels(hosts: int) -> int:
+    """Depth of the tree in which a driver reaches the other hosts, each of which sends to `FAN_OUT` more."""
+    depth, reached, width = 0, 1, 1
+    while reached < hosts:
+        width *= FAN_OUT
+        reached += width
+        depth += 1
+    return depth
+
+
+def fit_line(report: Report, variant: str, left_out: int) -> Line:
+    """The line of a variant on one host, from all sizes but `left_out`."""
+    medians = _medians(report, variant)
     used = [workers for workers in sorted(medians) if workers != left_out]
-    costs = _positive_least_squares(
-        np.array([features(workers) for workers in used]), np.array([medians[workers] for workers in used])
-    )
-    return Model(variant, features, tuple(costs.tolist()), left_out, medians[left_out])
+    constant, each = _least_squares([(1.0, float(n)) for n in used], [medians[n] for n in used])
+    return Line(variant, constant, each, left_out, medians[left_out])
 
 
-def _positive_least_squares(features: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Costs of at least zero with the least relative error: a feature whose cost would be negative is left out."""
-    kept = list(range(features.shape[1]))
-    while True:
-        scaled = features[:, kept] / values[:, None]
-        solution = np.linalg.lstsq(scaled, np.ones(len(values)), rcond=None)[0]
-        if (solution >= 0).all():
-            break
-        del kept[int(np.argmin(solution))]
-    costs = np.zeros(features.shape[1])
-    costs[kept] = solution
-    return costs
+def fit_tree(line: Line, report: Report, left_out: int) -> Tree:
+    """What two hosts add to the line, from all sizes but `left_out`."""
+    medians = _medians(report, line.variant)
+    used = [workers for workers in sorted(medians) if workers != left_out]
+    added = [max(1.0, medians[n] - line.predict(n)) for n in used]
+    way, collect = _least_squares([(1.0, n / 2) for n in used], added)
+    return Tree(line, way, collect, left_out, medians[left_out])
 
 
-def table(models: Sequence[Model]) -> str:
+def _medians(report: Report, variant: str) -> dict[int, float]:
+    """Medians of steps with small inputs and results, by number of workers."""
+    rows = [row for row in report.rows if row["variant"] == variant and row.get("shape") == "scatter-gather"]
+    return {
+        int(row["workers"]): float(row["p50_us"]) for row in rows if row["payload_bytes"] == row["result_bytes"] == SMALL
+    }
+
+
+def _least_squares(features: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
+    """Two costs of at least zero with the least relative error."""
+    taken: npt.NDArray[np.float64] = np.array(features) / np.array(values)[:, None]
+    first, second = np.linalg.lstsq(taken, np.ones(len(values)), rcond=None)[0]
+    if min(first, second) >= 0:
+        return float(first), float(second)
+    kept = taken[:, int(np.argmax([first, second]))]
+    cost = float(kept.sum() / (kept**2).sum())
+    return (cost, 0.0) if first >= second else (0.0, cost)
+
+
+Model = Line | Tree
+
+
+def table(models: Sequence[tuple[str, Model]]) -> str:
     """A Markdown table of what the models say for more workers."""
-    lines = [
-        "| workers | " + " | ".join(model.variant for model in models) + " |",
-        "|---" * (len(models) + 1) + "|",
-    ]
+    lines = ["| workers | " + " | ".join(name for name, _ in models) + " |", "|---" * (len(models) + 1) + "|"]
     for workers in BEYOND:
-        lines.append(f"| {workers:,} | " + " | ".join(_time(model.predict(workers)) for model in models) + " |")
+        lines.append(f"| {workers:,} | " + " | ".join(_time(model.predict(workers)) for _, model in models) + " |")
     return "\n".join(lines)
 
 
-def plot(report: Report, models: Sequence[Model], path: Path) -> None:
+def plot(report: Report, models: Sequence[tuple[str, Model]], path: Path) -> None:
     """Measured medians as points, the models as lines up to 16,384 workers."""
     import matplotlib
 
@@ -121,14 +146,13 @@ def plot(report: Report, models: Sequence[Model], path: Path) -> None:
 
     figure, panel = pyplot.subplots(figsize=(7, 4.5))
     sizes = [2**power for power in range(15)]
-    for model in models:
-        rows = [row for row in report.rows if row["variant"] == model.variant and row.get("shape") == "scatter-gather"]
-        points = [(int(r["workers"]), float(r["p50_us"])) for r in rows if r["payload_bytes"] == r["result_bytes"] == SMALL]
-        (line,) = panel.plot(sizes, [model.predict(size) / 1e3 for size in sizes], label=f"{model.variant}, model")
-        panel.scatter(
-            [p[0] for p in points], [p[1] / 1e3 for p in points], color=line.get_color(), label="measured", zorder=3
-        )
-    panel.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms a step", title="Cost of a step that does nothing")
+    for name, model in models:
+        points = sorted(_medians(report, name).items())
+        (line,) = panel.plot(sizes, [model.predict(size) / 1e3 for size in sizes], label=f"{name}, model")
+        panel.scatter([n for n, _ in points], [us / 1e3 for _, us in points], color=line.get_color(), zorder=3)
+    panel.axvline(PER_HOST, color="gray", linewidth=0.6, linestyle=":")
+    panel.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms a step")
+    panel.set_title("Cost of a step that does nothing (points: measured)")
     panel.grid(alpha=0.3)
     panel.legend()
     figure.tight_layout()
@@ -144,21 +168,21 @@ def _time(microseconds: float) -> str:
 def main() -> int:
     """Fit, check, print; draw if asked to."""
     parser = argparse.ArgumentParser(prog="bench.scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "reports", type=Path, nargs="+", help="JSON of `dagrl bench overhead`; a size is taken from the first"
-    )
-    parser.add_argument("--left-out", type=int, default=32, help="workers of the rows that the fit is checked on")
+    parser.add_argument("report", type=Path, help="JSON of `dagrl bench overhead` on one host")
+    parser.add_argument("--hosts", type=Path, required=True, help="JSON of `dagrl bench overhead --hosts 2`")
+    parser.add_argument("--left-out", type=int, default=32, help="workers on one host that the fits are checked on")
+    parser.add_argument("--left-out-hosts", type=int, default=8, help="workers on two hosts that the fit is checked on")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    report = merged([Report.read(path) for path in options.reports])
-    models = [
-        fit(report, "ray_calls", flat_features, options.left_out),
-        fit(report, "ray_flat_graph", flat_features, options.left_out),
-        fit(report, "dagrl_compiled", tree_features, options.left_out),
-    ]
-    for model in models:
-        costs = ", ".join(f"{cost:.1f}" for cost in model.costs)
-        print(f"{model.variant}: costs {costs} us; {model.error:+.0%} at {model.left_out} workers, left out of the fit")
+    report = Report.read(options.report)
+    lines = [fit_line(report, name, options.left_out) for name in ("ray_calls", "ray_flat_graph", "dagrl_compiled")]
+    for line in lines:
+        fitted = f"{line.constant_us:.0f} + {line.each_us:.1f} N us"
+        print(f"{line.variant}: {fitted}; {line.error:+.0%} at {line.left_out} workers, left out of the fit")
+    tree = fit_tree(lines[-1], Report.read(options.hosts), options.left_out_hosts)
+    added = f"{tree.way_us:.0f} us a level of links and {tree.collect_us:.1f} us a part that a host lists"
+    print(f"dagrl_compiled over hosts: {added}; {tree.error:+.0%} at {tree.left_out} workers of two hosts, left out")
+    models: list[tuple[str, Model]] = [(line.variant, line) for line in lines[:-1]] + [(tree.line.variant, tree)]
     print(table(models))
     if options.plot:
         plot(report, models, options.plot)

@@ -7,6 +7,8 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.executors.memory import copied_bytes
+
 SMALL = 100
 """Bytes up to which a payload is a byte string, as in Ray's own microbenchmarks; larger ones are arrays, as batches are."""
 
@@ -39,6 +41,10 @@ class BenchWorker:
     def merge(self, parts: list[object]) -> object:
         """Join results into one."""
         return parts[0]
+
+    def copied(self) -> int:
+        """Bytes that this process has copied into edges and out of them."""
+        return copied_bytes()
 
     def pid(self) -> int:
         """The worker's process."""

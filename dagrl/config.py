@@ -77,6 +77,7 @@ class MegatronConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
+    peak_tflops: PositiveFloat | None = None  # what a GPU can do at most, for the MFU; None: by its name, in bfloat16
 
     @property
     def layout(self) -> ParallelLayout:
@@ -187,9 +188,10 @@ class PolicyConfig(Section):
     train_micro_batch_size: PositiveInt = 8
     logprob_batch_size: PositiveInt = 16  # sequences of one log-probability microbatch
     offload_optimizer_for_logprob: bool = False  # optimizer state lies in host memory while log-probabilities are computed
-    logprob_chunk_size: PositiveInt | None = None  # tokens whose logits exist at a time; None: 64 Mi logits
+    logprob_chunk_size: PositiveInt | None = None  # tokens whose logits exist at a time; None: 128 Mi logits
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    reference_weights: Literal["host", "device"] = "host"  # pinned memory, swapped in; or a second copy on the GPU
     max_total_sequence_length: PositiveInt = 512
     sequence_buckets: tuple[PositiveInt, ...] = ()  # token widths to warm up; empty: max_total_sequence_length alone
     megatron_cfg: MegatronConfig = MegatronConfig()
@@ -321,6 +323,7 @@ class PhasesConfig(Section):
     reference_logprobs: str = "graphs.logprobs:reference_logprobs"
     logprob_inference_prep: str = "graphs.prepare:logprob_inference_prep"
     training_prep: str = "graphs.prepare:training_prep"
+    calibrate_kv_scales: str = "graphs.calibrate:calibrate_kv_scales"
     generate: str = "graphs.generate:generate"
     refit: str = "graphs.refit:refit"
 

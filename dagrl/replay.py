@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -29,21 +30,25 @@ class Split:
 
     def shares(self, batch: Batch) -> list[Batch]:
         """Each shard's rows of `batch`, padded to the bucket: views of one array a field."""
-        counts = [len(rows) for rows in self.rows]
         order = np.concatenate(self.rows)
-        places = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
-        padded = {name: self._padded(array, order, places) for name, array in batch.fields.items()}
-        return [Batch({name: array[shard] for name, array in padded.items()}, batch.scalars) for shard in range(len(counts))]
+        padded = {name: self._padded(array, order) for name, array in batch.fields.items()}
+        return [
+            Batch({name: array[shard] for name, array in padded.items()}, batch.scalars) for shard in range(len(self.rows))
+        ]
 
-    def _padded(self, array: Array, order: npt.NDArray[np.intp], places: tuple[npt.NDArray[np.intp], ...]) -> Array:
+    def _padded(self, array: Array, order: npt.NDArray[np.intp]) -> Array:
         """One field, `[shards, sequences]` or `[shards, sequences, tokens]`."""
-        wide = array.ndim == 2
-        padded = np.zeros((len(self.rows), self.bucket.sequences, *([self.bucket.tokens] if wide else [])), array.dtype)
-        if wide:
-            kept = array[:, : self.bucket.tokens]
-            padded[(*places, slice(kept.shape[1]))] = kept[order]
-        else:
-            padded[places] = array[order]
+        wide = [self.bucket.tokens] if array.ndim == 2 else []
+        shape = (len(self.rows), self.bucket.sequences, *wide)
+        kept = array[:, : self.bucket.tokens] if wide else array
+        dealt = kept.take(order, axis=0)  # copies whole rows, many times as fast as indexing does
+        if dealt.size == math.prod(shape):
+            return dealt.reshape(shape)
+        padded, start = np.zeros(shape, array.dtype), 0
+        for shard, rows in enumerate(self.rows):
+            part = dealt[start : start + len(rows)]
+            padded[(shard, *map(slice, part.shape))] = part
+            start += len(rows)
         return padded
 
     def restore(self, shards: Sequence[Batch]) -> Batch:

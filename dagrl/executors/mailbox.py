@@ -59,6 +59,7 @@ class Mailbox:
 
     def __init__(self, address: MailboxAddress, memory: mmap.mmap, descriptor: int | None) -> None:
         self.address = address
+        self._first_cell, self._slots, self._writers = address.first_cell, address.slots, address.writers
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("I")
         self._written = self._words[_WRITTEN : _WRITTEN + address.writers]
@@ -91,7 +92,7 @@ class Mailbox:
         if size > CELL_BYTES:
             raise RunError(f"a message of {size} bytes does not fit a cell of {CELL_BYTES} bytes")
         self._wait_for_room(number, timeout_s)
-        start = self._offset(number % self.address.slots, writer)
+        start = self._offset(number % self._slots, writer)
         self._bytes[start : start + size] = message
         fence()
         self._words[_WRITTEN + writer] = number & _MASK
@@ -101,7 +102,7 @@ class Mailbox:
     def collect(self, number: int, timeout_s: float) -> list[object]:
         """Message `number` of every writer, unpickled, in their order; earlier ones that were not read are dropped."""
         self._watch.check_open()
-        cells, wanted = self._cells[number % self.address.slots], number & _MASK
+        cells, wanted = self._cells[number % self._slots], number & _MASK
         written = self._written.tolist()
         if written.count(wanted) == len(cells):
             fence()
@@ -119,11 +120,13 @@ class Mailbox:
 
     def _wait_for_room(self, number: int, timeout_s: float | None) -> None:
         """Return once the cell of message `number` may be written: at once, unless more is sent than may be in flight."""
-        pause = Pause(timeout_s, f"no room for message {number}: the reader has not read the ones before it")
+        words, slots = self._words, self._slots
         self._watch.check_open()
-        while (number - self._words[_READ]) & _MASK > self.address.slots:
-            pause.take()
-            self._watch.check_open()
+        if (number - words[_READ]) & _MASK > slots:
+            pause = Pause(timeout_s, f"no room for message {number}: the reader has not read the ones before it")
+            while (number - words[_READ]) & _MASK > slots:
+                pause.take()
+                self._watch.check_open()
 
     def _collect_as_they_come(self, cells: list[memoryview], wanted: int, timeout_s: float) -> list[object]:
         messages: list[object] = [None] * len(cells)
@@ -145,4 +148,4 @@ class Mailbox:
         return self._bytes[start : start + CELL_BYTES]
 
     def _offset(self, slot: int, writer: int) -> int:
-        return self.address.first_cell + (slot * self.address.writers + writer) * CELL_BYTES
+        return self._first_cell + (slot * self._writers + writer) * CELL_BYTES

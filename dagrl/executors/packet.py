@@ -56,6 +56,9 @@ class Packet(NamedTuple):
     @staticmethod
     def from_wire(content: Any) -> Packet:
         """The packet that `wire` gave."""
+        if len(content) == 4:
+            header, value, busy_s, failures = content
+            return Packet(Header(*header), value, busy_s, failures)
         return Packet(Header(*content[0]), *part_from_wire(content[1:]))
 
 

@@ -202,9 +202,11 @@ class Ring:
 
     def _wait_for_room(self, timeout_s: float | None) -> int:
         """A slot that every reader is done with; there is one at once, unless more is sent than may be in flight."""
-        pause = Pause(timeout_s, f"no room for message {self._written + 1}: a reader has not read the ones before it")
-        while (slot := self._free_slot()) is None:
-            pause.take()
+        slot = self._free_slot()
+        if slot is None:
+            pause = Pause(timeout_s, f"no room for message {self._written + 1}: a reader has not read the ones before it")
+            while (slot := self._free_slot()) is None:
+                pause.take()
         return slot
 
     def _free_slot(self) -> int | None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dagrl.advantages import group_advantages
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config
+from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.rollout import Sample, request_slots
 from dagrl.loops.session import PhasePlan, Session
@@ -33,6 +34,7 @@ def start_policy(session: Session, experience: Experience) -> None:
         session.hold("train", keep_generation_weights=True)
         session.train.call("snapshot_reference")
         session.train.call("reset_optimizer")
+    calibrate_on_prompts(session)
     refit(session, session.step)
     session.progress.step(session.step - first, total, {}, stage="grpo")
     if session.step == first and session.config.grpo.val_at_start:
@@ -50,7 +52,8 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> Metrics
         session, train_batch(samples, advantages(session.config, groups, step), drop_truncated=drop)
     )
     session.stop.check()  # the last point at which the weights are those of the last finished step
-    return metrics | optimize(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
+    metrics |= optimize(session, batch)
+    return metrics | calibrate(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
 
 
 def refit(session: Session, version: int) -> Metrics:
@@ -172,6 +175,8 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     ]
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
+    if has_fp8_cache(config):
+        plans.append(PhasePlan(PHASE, scored))
     if not config.loss_fn.reference_policy_kl_penalty:
         plans = [plan for plan in plans if plan.name != "reference_logprobs"]
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans

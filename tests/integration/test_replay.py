@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dagrl.errors import ConfigError, PhaseError, RunError
+from dagrl.executors.node import drain_runs
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, join, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
@@ -211,6 +212,46 @@ def test_replays_can_be_awaited(scheduler: Scheduler) -> None:
 def test_more_replays_than_fit_in_flight_wait_for_the_oldest(scheduler: Scheduler) -> None:
     replays = [scheduler.replay(chain, number) for number in range(10)]
     assert [replay.result()[0] for replay in replays] == [number + 2 for number in range(10)]
+
+
+def test_many_phases_live_on_the_same_workers(scheduler: Scheduler) -> None:
+    """Nine graphs on each train worker, started in another order each time and read in the opposite one."""
+    graphs = scheduler.graphs().values()
+    assert sum(any(node.worker.role == "train" for node in graph.nodes) for graph in graphs) >= 8
+    batch = ragged([3, 1, 2])
+    expected = {
+        ranks: ("x", ([0, 2], [1, 3])),
+        chain: (40, (42, 42)),
+        both: ("x", ([0, 2, 1, 3, 0, 1],)),
+        two_outputs: ("x", ((0, 1), ([0, 2], [1, 3]))),
+        count_tokens: (batch, (3 * 3, 3 * 3)),
+        slow: (0.0, ("done", "done")),
+        misbehave: ({"rank": -1, "kind": "raise"}, ([0, 2], [1, 3])),
+        double: (batch, None),
+    }
+    for turn in range(8):
+        items = list(expected)[turn:] + list(expected)[:turn]
+        started = [(item, scheduler.replay(item, expected[item][0])) for item in items]
+        for item, replay in reversed(started):
+            if item is double:
+                np.testing.assert_array_equal(replay.result()["doubled"], batch["tokens"] * 2)
+            else:
+                assert replay.result() == expected[item][1], item.name
+
+
+@pytest.mark.parametrize(("settling_s", "replays"), [(0.0, 1), (600.0, 5)])
+def test_a_warm_up_repeats_replays_within_its_time(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, settling_s: float, replays: int
+) -> None:
+    monkeypatch.setattr("dagrl.scheduler.SETTLING_S", settling_s)
+    monkeypatch.setattr("dagrl.scheduler.SETTLING_REPLAYS", 5)
+    train = scheduler.groups["train"]
+    train.call_function(drain_runs)
+    scheduler.warmup()
+    for runs in train.call_function(drain_runs):
+        assert all(run.warmup for run in runs)
+        of_phase = [run for run in runs if run.phase == "double" and run.label.endswith(".double")]
+        assert len(of_phase) == 2 * replays, "two buckets"
 
 
 def test_graphs_that_wait_take_no_processor_time(scheduler: Scheduler) -> None:
