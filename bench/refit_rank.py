@@ -170,10 +170,18 @@ class Rank:
             for method, verify, record in methods:
                 with self._together(case, method):
                     self._refit(case, side, channel, method, verify, record, facts)
-        rivals = thorough and self.settings.rivals and not case.fp8
-        for method, size in (("broadcast a parameter", 0), ("packed broadcast", PACKED_BYTES)) if rivals else ():
+        if not (thorough and self.settings.rivals) or case.fp8:
+            return
+        has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
+        ways = [("broadcast a parameter", 0, False), ("packed broadcast", PACKED_BYTES, False)]
+        if has_loader and "num_experts" not in case.config:  # with experts it is 18,867 calls of a loader: minutes
+            ways += [
+                ("broadcast a parameter, load_weights", 0, True),
+                ("packed broadcast, load_weights", PACKED_BYTES, True),
+            ]
+        for method, size, load in ways:
             with self._together(case, method):
-                self._broadcast(case, side, method, size, facts)
+                self._broadcast(case, side, method, size, load, facts)
 
     def _refit(
         self, case: Case, side: Side, channel: Channel, method: str, verify: Verify, record: bool, facts: Mapping[str, Any]
@@ -235,8 +243,8 @@ class Rank:
         torch.cuda.synchronize()
         return float(first.elapsed_time(last)) / 1e3  # type: ignore[no-untyped-call]
 
-    def _broadcast(self, case: Case, side: Side, method: str, size: int, facts: Mapping[str, Any]) -> None:
-        broadcast = Broadcast(case, side, self.control, self.device, size)
+    def _broadcast(self, case: Case, side: Side, method: str, size: int, load: bool, facts: Mapping[str, Any]) -> None:
+        broadcast = Broadcast(case, side, self.control, self.device, size, load)
         try:
             self._time(case, method, side, broadcast.run, {**facts, "staging_bytes": broadcast.buffer_bytes}, few=True)
         finally:

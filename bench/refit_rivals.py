@@ -1,8 +1,8 @@
 """What a refit is measured against, in the same run: the link itself, and broadcasts of whole parameters.
 
-The broadcasts are kinder than those in use: a parameter starts from the rank that holds most of it, so that only what tensor
-parallelism cut is gathered, and receivers copy slices instead of calling a loader. What they cannot help is that every
-receiver gets the whole model.
+A parameter is broadcast by the rank that holds most of it, so that only what tensor parallelism cut is gathered before; every
+receiver gets the whole model. Then either vLLM's `load_weights` puts it in its place, as its examples do, or, kinder than what
+is in use, prepared copies of slices. Calls from a driver for each parameter, which are usual too, are left out.
 """
 
 from __future__ import annotations
@@ -69,18 +69,25 @@ class _Bound:
     packs: tuple[list[torch.Tensor], list[torch.Tensor]]
     gathers: list[tuple[int, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]]  # peer, buffer, places, live
     unpacks: tuple[list[torch.Tensor], list[torch.Tensor]]
+    loads: list[tuple[str, torch.Tensor]]
 
 
 class Broadcast:
-    """A refit by broadcasts: one parameter at a time (`bundle_bytes` 0), or packed, two buffers in turn."""
+    """A refit by broadcasts: one parameter at a time (`bundle_bytes` 0), or packed, two buffers in turn.
 
-    def __init__(self, case: Case, side: Side, control: Control, device: torch.device, bundle_bytes: int = 0) -> None:
+    With `load` receivers give what came to their model's `load_weights`.
+    """
+
+    def __init__(
+        self, case: Case, side: Side, control: Control, device: torch.device, bundle_bytes: int = 0, load: bool = False
+    ) -> None:
         from cupy.cuda import nccl
 
         self._nccl, self._rank, self._control = nccl, control.rank, control
         unique = control.gather(nccl.get_unique_id() if control.rank == 0 else None)[0]
         self._communicator = nccl.NcclCommunicator(control.size, unique, control.rank)
         self._senders = case.train.world_size
+        self._load = side.model.load_weights if load and self._is_receiver else None
         bundles = _bundles(case, bundle_bytes)
         slots = 2 if bundle_bytes else 1
         largest = max(bundle.elements for bundle in bundles)
@@ -124,7 +131,8 @@ class Broadcast:
                 unpacks[0].append(_live(side, one))
                 unpacks[1].append(_box(wholes[name], one.box))
         bound = [(peer, *_staged(scratch, live)) for peer, (_, live) in gathers.items()]
-        return _Bound(bundle.root, buffer[: bundle.elements], packs, bound, unpacks)
+        loads = list(wholes.items()) if self._load is not None else []
+        return _Bound(bundle.root, buffer[: bundle.elements], packs, bound, ([], []) if loads else unpacks, loads)
 
     def run(self) -> None:
         """Carry the whole model; returns when it has arrived on this rank."""
@@ -151,6 +159,8 @@ class Broadcast:
                 communicator.send(buffer.data_ptr(), buffer.nbytes, nccl.NCCL_UINT8, peer, stream)
         communicator.bcast(bound.message.data_ptr(), bound.message.nbytes, nccl.NCCL_UINT8, bound.root, stream)
         _copy(*bound.unpacks)
+        if self._load is not None:
+            self._load(bound.loads)
 
     def close(self) -> None:
         """Give everything back."""

@@ -21,17 +21,19 @@ from dagrl.config import PolicyConfig
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import STACKED, WeightSlice, numbered
 from dagrl.worker import WorkerContext
+from workers.vllm.weights import local_name
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @dataclass
 class Side:
-    """What one rank holds: tensors by the names in `slices`, and whose they are."""
+    """What one rank holds: tensors by the names in `slices`, whose they are, and the model if it is vLLM's."""
 
     slices: Sequence[WeightSlice]
     tensors: Mapping[str, torch.Tensor]
     holder: str
+    model: Any = None
 
 
 def described_side(slices: Sequence[WeightSlice], device: torch.device, holder: str) -> Side:
@@ -66,22 +68,21 @@ def vllm_side(case: Case, rank: int, device: torch.device) -> Side:
     """This generation rank's vLLM modules, their parameters as vLLM's own loader fills them."""
     slices = case.destinations()[rank]
     try:
-        parameters = _vllm_parameters(case, rank, device)
-        return Side(slices, named_tensors(slices, parameters), "vLLM modules")
+        model = _vllm_model(case, rank, device)
+        parameters = {local_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+        return Side(slices, named_tensors(slices, parameters), "vLLM modules", model)
     except Exception:
         reason = traceback.format_exc().strip().splitlines()[-1]
         return described_side(slices, device, f"tensors of vLLM's shapes (its modules: {reason})")
 
 
-def _vllm_parameters(case: Case, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+def _vllm_model(case: Case, rank: int, device: torch.device) -> Any:
     """Each rank builds its own model: sizes and rank are set on vLLM's groups, which nothing uses while a model is built."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from workers.vllm.weights import local_name
 
     directory = Path(tempfile.mkdtemp())
     changes: dict[str, Any] = {"quantization_config": _FP8} if case.fp8 else {}
@@ -102,8 +103,7 @@ def _vllm_parameters(case: Case, rank: int, device: torch.device) -> dict[str, t
             group.world_size, group.rank_in_group, group.ranks = case.tp, rank, list(range(case.tp))
         config.parallel_config.tensor_parallel_size = case.tp
         with set_default_torch_dtype(torch.bfloat16), device:
-            model = initialize_model(config)
-    return {local_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+            return initialize_model(config)
 
 
 def named_tensors(slices: Sequence[WeightSlice], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
