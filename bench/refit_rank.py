@@ -175,10 +175,7 @@ class Rank:
         has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
         ways = [("broadcast a parameter", 0, False), ("packed broadcast", PACKED_BYTES, False)]
         if has_loader and "num_experts" not in case.config:  # with experts it is 18,867 calls of a loader: minutes
-            ways += [
-                ("broadcast a parameter, load_weights", 0, True),
-                ("packed broadcast, load_weights", PACKED_BYTES, True),
-            ]
+            ways += [(f"{method}, load_weights", size, True) for method, size, _ in ways]
         for method, size, load in ways:
             with self._together(case, method):
                 self._broadcast(case, side, method, size, load, facts)

@@ -1,8 +1,8 @@
 """What a refit is measured against, in the same run: the link itself, and broadcasts of whole parameters.
 
-A parameter is broadcast by the rank that holds most of it, so that only what tensor parallelism cut is gathered before; every
-receiver gets the whole model. Then either vLLM's `load_weights` puts it in its place, as its examples do, or, kinder than what
-is in use, prepared copies of slices. Calls from a driver for each parameter, which are usual too, are left out.
+A parameter is broadcast by the rank that holds most of it, so that only what tensor parallelism cut is gathered before;
+every receiver gets the whole model. Then either vLLM's `load_weights` puts it in its place, as its examples do, or, kinder
+than what is in use, prepared copies of slices. Calls from a driver for each parameter, usual too, are left out.
 """
 
 from __future__ import annotations
