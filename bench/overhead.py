@@ -13,7 +13,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Plan:
     variants: tuple[str, ...] = VARIANTS
     hosts: int = 1
     effort: Effort = FULL
+    large_at: tuple[int, ...] | None = None  # numbers of workers with large inputs and results; None: all
     first_steps: int = 10  # fresh schedulers whose first step is measured; none: not measured
 
 
@@ -56,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_numbers, help="numbers of workers, e.g. 1,8,64")
     parser.add_argument("--payloads", type=_numbers, help="bytes of an input, e.g. 100,1048576")
     parser.add_argument("--results", type=_numbers, help="bytes of a result beside the small one, e.g. 1048576; 0: none")
+    parser.add_argument(
+        "--large-at", type=_numbers, help="workers for inputs over 1 MiB and large results; default: all"
+    )
+    parser.add_argument("--seconds", type=float, help="how long a variant is measured in each of its turns")
     parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
     parser.add_argument("--shapes", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
@@ -71,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
         results=base.results if options.results is None else options.results,
         shapes=options.shapes or base.shapes,
         hosts=options.hosts,
-        effort=base.effort,
+        effort=replace(base.effort, seconds=options.seconds) if options.seconds else base.effort,
+        large_at=options.large_at,
         first_steps=base.first_steps if options.first_steps is None else options.first_steps,
     )
     keep = (lambda rows: Report(rows, command_line()).write(options.json)) if options.json else (lambda rows: None)
@@ -101,7 +107,7 @@ def measure(plan: Plan, so_far: Callable[[list[Row]], None] = lambda rows: None)
 def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors) -> list[Row]:
     """One shape on some workers, compiled once for each size of results."""
     rows: list[Row] = []
-    for result_bytes, payloads in _cases(plan, shape).items():
+    for result_bytes, payloads in _cases(plan, shape, workers).items():
         actors.set_result(result_bytes)
         with steps(shape, actors, plan.variants, max(payloads), result_bytes) as made:
             for payload_bytes in payloads:
@@ -137,13 +143,15 @@ def _first_steps(plan: Plan, workers: int, actors: Actors) -> Row:
     return as_row(found, variant="dagrl_compiled", shape=FIRST_STEP, workers=workers, hosts=plan.hosts, **sizes)
 
 
-def _cases(plan: Plan, shape: str) -> dict[int, tuple[int, ...]]:
+def _cases(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
     """For each size of results, the sizes of inputs."""
-    if shape == "scatter-gather":
-        return {SMALL: plan.payloads, **{size: (SMALL,) for size in plan.results if size}}
+    if shape == "chain":
+        return {SMALL: (SMALL,)}
     if shape == "multiple args":
         return {SMALL: tuple(size for size in plan.payloads if size in (SMALL, MIB))}
-    return {SMALL: (SMALL,)}
+    large = plan.large_at is None or workers in plan.large_at
+    cases = {SMALL: tuple(size for size in plan.payloads if large or size <= MIB)}
+    return cases | ({size: (SMALL,) for size in plan.results if size} if large else {})
 
 
 @contextmanager
