@@ -34,6 +34,10 @@ class BenchWorker:
         """The input itself."""
         return value
 
+    def size(self, value: Payload) -> int:
+        """Bytes of the input."""
+        return len(value)
+
     def set_result(self, size: int) -> None:
         """Answer with `size` bytes from now on."""
         self.result = payload(size)
