@@ -47,7 +47,8 @@ class Split:
         padded, start = np.zeros(shape, array.dtype), 0
         for shard, rows in enumerate(self.rows):
             part = dealt[start : start + len(rows)]
-            padded[(shard, *map(slice, part.shape))] = part
+            place: tuple[int | slice, ...] = (shard, *map(slice, part.shape))
+            padded[place] = part
             start += len(rows)
         return padded
 
