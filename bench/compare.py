@@ -4,6 +4,8 @@
 
 One session serves all ways (`bench.step`), so that workers, model, prompts, seeds and lengths are the same; they are
 measured in turn, and numbers are medians over the steps of all rounds. What is faster is told by trained tokens a second.
+Weights go on from way to way: lengths are forced, so that the work is the same whatever they are. The JSON file is written
+after each way, so that a stop loses nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -68,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for; also of the rounds before one that fails."""
+    """Measure, print the table, write what was asked for."""
     from dagrl.config_file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
@@ -77,39 +79,37 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
-        measured: dict[Way, list[Sequence[Metrics]]] = {way: [] for way in ways}
-        try:
-            measure(config, measured, Path(directory) / "first_weights", options.rounds)
-        finally:
-            tell(config, measured, options)
+        results: list[Result] = []
+        for results in measure(config, ways, options.rounds):
+            if options.json:
+                Report([asdict(result) for result in results], command_line()).write(options.json)
+    print_table(results)
+    if options.plot and results:
+        plot(results, options.plot)
 
 
-def measure(config: Config, measured: dict[Way, list[Sequence[Metrics]]], first_weights: Path, rounds: int) -> None:
-    """Add the steps of every way in every round, each time from the first weights."""
+def measure(config: Config, ways: Sequence[Way], rounds: int) -> Iterator[list[Result]]:
+    """Every way in every round, on one session; yields all results so far after each."""
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.session import open_session
     from dagrl.rewards import RewardRunner
 
     config = with_plain_workers(config)
+    measured: dict[Way, list[Sequence[Metrics]]] = {}
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
         session.train.call("snapshot_reference")
-        session.train.call("save_checkpoint", str(first_weights), {}, timeout_s=config.timeouts.checkpoint_s)
         for _ in range(rounds):
-            for way, parts in measured.items():
-                parts.append(run_way(config, session, reward, way, first_weights))
+            for way in ways:
+                measured.setdefault(way, []).append(run_way(config, session, reward, way, first_weights=None))
+                yield as_results(config, measured)
 
 
-def tell(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]]], options: argparse.Namespace) -> None:
-    """The table, and the files that were asked for."""
+def as_results(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]]]) -> list[Result]:
+    """A row for each way that has been measured."""
     results: list[Result] = []
-    for way, rounds in measured.items():
-        if rounds:
-            results.append(as_result(config, way, rounds, results[0] if results else None))
-    print_table(results)
-    if options.json:
-        Report([asdict(result) for result in results], command_line()).write(options.json)
-    if options.plot and results:
-        plot(results, options.plot)
+    for way, parts in measured.items():
+        results.append(as_result(config, way, parts, results[0] if results else None))
+    return results
 
 
 def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:

@@ -3,7 +3,7 @@
     dagrl bench packing [--model tiny | qwen3-0.6b | qwen3-4b] [--json F]       the first on any CPU, the others on a GPU
 
 One worker takes the same optimizer steps, and computes the same log-probabilities, in three ways in turn: rows padded to
-the longest that may come, `policy.dynamic_batching`, and `policy.sequence_packing`. All have the same budget of tokens for a
+the longest of the batch, `policy.dynamic_batching`, and `policy.sequence_packing`. All have the same budget of tokens for a
 microbatch, `--micro` rows of `--length`. Lengths are log-normal, cut at `--length`. The losses must agree.
 """
 
@@ -137,7 +137,7 @@ def long_tailed_batch(options: argparse.Namespace) -> Batch:
     lengths = (
         generator.lognormal(np.log(options.median), options.sigma, options.rows).clip(4, options.length).astype(np.int64)
     )
-    positions = np.arange(options.length)[None, :]
+    positions = np.arange(lengths.max())[None, :]  # the smallest bucket that holds the batch
     inside = positions < lengths[:, None]
     mask = (inside & (positions >= np.maximum(1, lengths // 4)[:, None])).astype(np.float32)
     fields = {

@@ -135,8 +135,10 @@ def as_results(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]
     return results
 
 
-def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, first_weights: Path) -> Sequence[Metrics]:
-    """The metrics of the steps of one way that count."""
+def run_way(
+    config: Config, session: Session, reward: RewardRunner, way: Way, first_weights: Path | None
+) -> Sequence[Metrics]:
+    """The metrics of the steps of one way that count; without `first_weights` it goes on from those that are there."""
     from bench.plain import train_plain
     from dagrl.loops.async_grpo import train_async
     from dagrl.loops.grpo import train_grpo
@@ -152,8 +154,8 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, fi
     return read_metrics(session.paths.metrics)[first : first + config.grpo.max_num_steps]
 
 
-def begin_again(session: Session, config: Config, way: Way, first_weights: Path, steps: int) -> None:
-    """Take up the first weights, for `steps` GRPO steps by `way`."""
+def begin_again(session: Session, config: Config, way: Way, first_weights: Path | None, steps: int) -> None:
+    """Take up the first weights (if any are given), for `steps` GRPO steps by `way`."""
     from dagrl.checkpoint import TrainState
     from dagrl.preflight import generation_config
 
@@ -165,7 +167,8 @@ def begin_again(session: Session, config: Config, way: Way, first_weights: Path,
     policy = session.config.policy.model_copy(update={"generation": generation})
     session.config = session.config.model_copy(update={"grpo": grpo, "policy": policy})
     session.hold("train")
-    session.train.call("load_checkpoint", str(first_weights))
+    if first_weights is not None:
+        session.train.call("load_checkpoint", str(first_weights))
     session.step, session.state = config.sft.max_num_steps, TrainState(config.sft.max_num_steps)
 
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dagrl.refit.run import RefitReport
 from dagrl.worker import in_warmup
 from workers.megatron.worker import MegatronWorker
 from workers.vllm.worker import VllmWorker
@@ -27,7 +26,7 @@ STEPS_INTO_A_QUANTUM = 3
 
 
 def ask_for_death(directory: Path, place: str, version: int) -> None:
-    """Have a worker die at `place`, when generation has `version` of the policy (a refit: when it is to get it)."""
+    """Have a worker die at `place`, once `version` steps were trained (a refit: when generation is to get that version)."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{place}.{version}").touch()
 
@@ -49,7 +48,7 @@ def die_if_asked(place: str, version: int) -> None:
 class DyingMegatronWorker(MegatronWorker):
     """The last train worker dies before its all-reduce."""
 
-    _version = -1
+    _steps = 0  # since this process began
 
     def setup(self, address: str) -> None:
         super().setup(address)
@@ -59,15 +58,11 @@ class DyingMegatronWorker(MegatronWorker):
 
             def die_or_reduce(*args: Any, **kwargs: Any) -> None:
                 if not in_warmup():
-                    die_if_asked("all_reduce", self._version)
+                    die_if_asked("all_reduce", self._steps)
+                    self._steps += 1
                 reduce_gradients(*args, **kwargs)
 
             settings.finalize_model_grads_func = die_or_reduce
-
-    def send_weights(self, version: int) -> RefitReport:
-        if not in_warmup():
-            self._version = version
-        return super().send_weights(version)
 
 
 class DyingVllmWorker(VllmWorker):

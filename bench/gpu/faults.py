@@ -1,10 +1,10 @@
-"""Workers killed with SIGKILL in a GRPO run: how long until the driver knows, until it trains again, and what of the losses.
+"""Workers killed with SIGKILL in a run: how long until the driver knows, until it trains again, and what of the losses.
 
-    python -m bench.gpu.faults --json F [--config YAML] [a.b=c ...]
+    python -m bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--config YAML] [a.b=c ...]
 
 One run is left alone. Another, of the same seed, loses a train worker in an all-reduce, a generation worker in a quantum and
-one in a refit, and goes on from its newest checkpoint each time (`on_failure: restart`). Where there are GPUs for both they
-run side by side. Losses after each restart are compared with those of the undisturbed run.
+one in a refit, and goes on from its newest checkpoint each time (`on_failure: restart`). They run side by side, on GPUs of
+their own where there are enough. Losses after each restart are compared with those of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Fault:
     resumed_from_step: int
     steps_compared: int
     loss_difference: float
-    reward_difference: float
 
 
 def main() -> None:
@@ -57,15 +56,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
     parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--places", default=",".join(PLACES), help="where a worker dies, in this order")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_intermixed_args()
-    faults = measure(options.config, options.overrides)
+    faults = measure(options.config, options.overrides, options.places.split(","))
     print_table(faults)
     if options.json:
         Report([asdict(fault) for fault in faults], command_line()).write(options.json)
 
 
-def measure(path: Path, overrides: Sequence[str]) -> list[Fault]:
+def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES) -> list[Fault]:
     """Both runs, and what became of the disturbed one at each death."""
     from dagrl.config_file import load_config
     from dagrl.preflight import layouts
@@ -73,10 +73,12 @@ def measure(path: Path, overrides: Sequence[str]) -> list[Fault]:
     with tempfile.TemporaryDirectory() as directory:
         config = load_config(path, [*overrides, f"output_dir={directory}"])
         workers = sum(layout.world_size for layout in layouts(config).values())
+        for place in places:
+            ask_for_death(Path(directory) / "deaths", place, DEATH_AT[place])
         undisturbed = config.model_copy(update={"name": "undisturbed"})
         disturbed = config.model_copy(update={"name": "disturbed", "on_failure": "restart"})
         _run_all([undisturbed, with_dying_workers(disturbed)], Path(directory), workers)
-        return [_fault(place, Path(directory)) for place in PLACES]
+        return [_fault(place, places, Path(directory)) for place in places]
 
 
 def with_dying_workers(config: Config) -> Config:
@@ -88,20 +90,17 @@ def with_dying_workers(config: Config) -> Config:
 
 
 def _run_all(configs: Sequence[Config], directory: Path, workers: int) -> None:
-    """Side by side on GPUs of their own where there are enough, else one after the other."""
+    """Side by side, on GPUs of their own where there are enough."""
     from dagrl.machine import gpu_count
 
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpu_count())))).split(",")
-    together = len(gpus) >= len(configs) * workers
+    apart = len(gpus) >= len(configs) * workers
     context = multiprocessing.get_context("spawn")
     running = []
     for place, config in enumerate(configs):
-        mine = gpus[place * workers : (place + 1) * workers] if together else gpus
-        process = context.Process(target=_run, args=(config, directory, ",".join(mine)))
-        process.start()
-        running.append(process)
-        if not together:
-            process.join()
+        mine = gpus[place * workers : (place + 1) * workers] if apart else gpus
+        running.append(context.Process(target=_run, args=(config, directory, ",".join(mine))))
+        running[-1].start()
     for process in running:
         process.join()
         if process.exitcode:
@@ -113,12 +112,10 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.environ[DEATHS] = str(directory / "deaths")
-    if config.on_failure == "restart":
-        for place, version in DEATH_AT.items():
-            ask_for_death(directory / "deaths", place, version)
     from dagrl.errors import PhaseError
     from dagrl.loops.grpo import run_grpo
     from dagrl.loops.restart import run_with_restarts
+    from dagrl.loops.sft import run_sft
     from dagrl.replay import Replay
 
     tell = Replay.fail
@@ -131,20 +128,17 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
         tell(self, error)
 
     Replay.fail = note  # type: ignore[method-assign]
-    run_with_restarts(run_grpo, config)
+    run_with_restarts(run_sft if config.algorithm == "sft" else run_grpo, config)
 
 
-def _fault(place: str, directory: Path) -> Fault:
+def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
     died = died_at(directory / "deaths", place)
     heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
     ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
-    later = PLACES[PLACES.index(place) + 1 :]
+    later = places[places.index(place) + 1 :]
     first = _first_step(place)
     compared = range(first, _first_step(later[0]) if later else max(ours) + 1)
-
-    def difference(name: str) -> float:
-        return max(abs(ours[step][name] - theirs[step][name]) / max(abs(theirs[step][name]), 1e-9) for step in compared)
-
+    losses = [(ours[step]["loss"], theirs[step]["loss"]) for step in compared]
     return Fault(
         place=place,
         role=heard["role"],
@@ -153,8 +147,7 @@ def _fault(place: str, directory: Path) -> Fault:
         training_again_s=round(ours[first]["time"] - died, 1),
         resumed_from_step=first - 1,
         steps_compared=len(compared),
-        loss_difference=difference("loss"),
-        reward_difference=difference("reward/mean"),
+        loss_difference=max(abs(one - other) / max(abs(other), 1e-9) for one, other in losses),
     )
 
 
@@ -186,14 +179,13 @@ def print_table(faults: Sequence[Fault]) -> None:
         "from step",
         "steps",
         "loss",
-        "reward",
     ):
         table.add_column(name, justify="right")
     for fault in faults:
         table.add_row(
             fault.place, fault.role, fault.phase, f"{fault.detected_s:.3f}", f"{fault.training_again_s:.1f}",
             str(fault.resumed_from_step), str(fault.steps_compared),
-            f"{fault.loss_difference:.1e}", f"{fault.reward_difference:.1e}",
+            f"{fault.loss_difference:.1e}",
         )  # fmt: skip
     Console(width=120).print(table)
 

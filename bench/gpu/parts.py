@@ -47,7 +47,7 @@ def pieces(gpus: int) -> list[Piece]:
         _bench("optimizer_offload", gpus=1, plot=False),
         *_comparisons(gpus),
         *_runs(),
-        Piece("faults", "faults", _python("bench.gpu.faults", "--json", "{out}/faults.json", *_faults(gpus)), gpus=2),
+        *_faults(gpus),
     ]
 
 
@@ -93,8 +93,16 @@ def _comparison(model: str, layout: Sequence[str], gpus: int) -> Piece:
     return replace(piece, before=_python("bench.gpu.models", model, MODELS))
 
 
-def _faults(gpus: int) -> tuple[str, ...]:
-    return (f"{TRAIN}.data_parallel_size=2",) if gpus >= 3 else ()
+def _faults(gpus: int) -> list[Piece]:
+    """Killed workers. On two GPUs an all-reduce takes both, so that there it is one of SFT."""
+
+    def piece(name: str, *words: str) -> Piece:
+        return Piece("faults", name, _python("bench.gpu.faults", "--json", f"{{out}}/{name}.json", *words), gpus=2)
+
+    if gpus >= 3:
+        return [piece("faults", _dp(2))]
+    sft = ("algorithm=sft", "sft.max_num_steps=8", _dp(2))
+    return [piece("faults-sft", "--places", "all_reduce", *sft), piece("faults", "--places", "quantum,refit")]
 
 
 ASYNC = (
