@@ -25,7 +25,18 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
-BENCHES = ("overhead", "refit", "step", "curves", "optimizer_offload", "packing", "step_overhead", "compare", "train")
+BENCHES = (
+    "overhead",
+    "refit",
+    "step",
+    "curves",
+    "optimizer_offload",
+    "packing",
+    "reference_weights",
+    "step_overhead",
+    "compare",
+    "train",
+)
 """Modules of the package `bench`, each with `add_arguments(parser)` and `run(options)`."""
 
 

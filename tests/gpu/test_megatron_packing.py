@@ -135,6 +135,25 @@ def test_float32_steps_are_those_of_plain_torch(way: str, model: Path, truth: re
     np.testing.assert_allclose(rows["entropy"], truth.entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_reference_weights_come_and_go(where: str, sharded: bool, model: Path) -> None:
+    optimizer = {"use_distributed_optimizer": sharded}
+    config = reference.make_config(model, precision="bfloat16", reference_weights=where, optimizer=optimizer)
+    batch = reference.make_batch()
+    with worker(config) as made:
+        first = made.logprobs(batch)
+        made.snapshot_reference()
+        made.train_step(batch, "sft")
+        learned = made.logprobs(batch)
+        addresses = [tensor.data_ptr() for tensor in made.weight_tensors().values()]
+        for _ in range(2):
+            np.testing.assert_array_equal(made.logprobs(batch, "reference")["logprobs"], first["logprobs"])
+            np.testing.assert_array_equal(made.logprobs(batch)["logprobs"], learned["logprobs"])
+        assert [tensor.data_ptr() for tensor in made.weight_tensors().values()] == addresses
+    assert np.abs(learned["logprobs"] - first["logprobs"]).max() > 1e-3
+
+
 @pytest.mark.parametrize("grad", [False, True], ids=["values", "gradients"])
 def test_memory_of_logprobs_is_that_of_a_chunk(grad: bool) -> None:
     """Qwen3's vocabulary: whole float32 logits would be 4.6 GiB, and their gradient as much again."""

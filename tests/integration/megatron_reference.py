@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "small_vocabulary": {"model_type": "qwen3", "vocab_size": 30},  # at tp 2 the second worker holds padding alone
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
+    "mixtral": {"model_type": "mixtral", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
 }
 
@@ -154,7 +155,7 @@ def train_reference(model_directory: Path, batch: Batch, config: Config, loss: C
         value.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_grad)))
         losses.append(value.item())
-        gradients = gradients or _checkpoint_names({name: p.grad.clone() for name, p in model.named_parameters()})
+        gradients = gradients or _checkpoint_names(model)
         optimizer.step()
     return Run(first[0].numpy(), first[1].numpy(), losses, norms, gradients)
 
@@ -163,18 +164,22 @@ def _temperature(config: Config) -> float:
     return config.policy.generation.temperature if config.policy.generation else 1.0
 
 
-def _checkpoint_names(values: dict[str, Tensor]) -> dict[str, Any]:
-    """Transformers keeps the experts of a layer in one tensor, but writes them apart."""
+def _checkpoint_names(model: Any) -> dict[str, Any]:
+    """Gradients. Transformers keeps a layer's experts in one tensor, but writes them apart; Mixtral's by other names."""
+    mixtral = model.config.model_type == "mixtral"
+    gate_name, up_name, down_name = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
-    for name, value in values.items():
+    for name, parameter in model.named_parameters():
+        value = parameter.grad.clone()
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         prefix, _, kind = name.rpartition(".experts.")
         if kind == "gate_up_proj":
             for expert, rows in enumerate(value):
                 gate, up = rows.chunk(2)
-                found[f"{prefix}.experts.{expert}.gate_proj.weight"] = gate.numpy()
-                found[f"{prefix}.experts.{expert}.up_proj.weight"] = up.numpy()
+                found[f"{prefix}.experts.{expert}.{gate_name}.weight"] = gate.numpy()
+                found[f"{prefix}.experts.{expert}.{up_name}.weight"] = up.numpy()
         elif kind == "down_proj":
-            found |= {f"{prefix}.experts.{expert}.down_proj.weight": rows.numpy() for expert, rows in enumerate(value)}
+            found |= {f"{prefix}.experts.{expert}.{down_name}.weight": rows.numpy() for expert, rows in enumerate(value)}
         else:
             found[name] = value.numpy()
     return found

@@ -34,42 +34,47 @@ class Case:
     layout: ParallelLayout
     megatron: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
 
 
-def case(model: str, name: str, sharded: bool = False, sequence_parallel: bool = False, **sizes: int) -> Case:
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}}
+
+
+def case(
+    model: str, name: str, sharded: bool = False, sequence_parallel: bool = False, packed: bool = False, **sizes: int
+) -> Case:
     megatron = {"sequence_parallel": True} if sequence_parallel else {}
     optimizer = {"use_distributed_optimizer": True} if sharded else {}
-    return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer)
+    return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer, PACKED if packed else {})
 
 
 CASES = [
     case("qwen3", "single"),
     case("qwen3", "dp2", dp=2),
-    case("qwen3", "dp4", dp=4),
     case("qwen3", "dp2-sharded", sharded=True, dp=2),
     case("qwen3", "tp2", tp=2),
     case("qwen3", "tp4", tp=4),  # two key-value heads: a worker holds a part of a query group
     case("qwen3", "tp2-sp", sequence_parallel=True, tp=2),
     case("qwen3", "pp2", pp=2),
     case("qwen3", "cp2", cp=2),
-    case("qwen3", "tp2cp2-sp", sequence_parallel=True, tp=2, cp=2),
+    case("qwen3", "tp2cp2-sp-packed", sequence_parallel=True, packed=True, tp=2, cp=2),
     case("qwen3", "tp2pp2", tp=2, pp=2),
     case("qwen3", "pp2vpp2", pp=2, vpp=2),
-    case("qwen3", "dp2cp2-sharded", sharded=True, dp=2, cp=2),
+    case("qwen3", "dp2cp2-sharded-packed", sharded=True, packed=True, dp=2, cp=2),
     case("qwen3_tied", "single"),
     case("qwen3_tied", "tp2pp2", tp=2, pp=2),
-    case("qwen3_tied", "dp2pp2vpp2", dp=2, pp=2, vpp=2),
-    case("qwen2", "single"),
+    case("qwen3_tied", "dp2pp2vpp2-packed", packed=True, dp=2, pp=2, vpp=2),
     case("qwen2", "tp2", tp=2),
-    case("llama", "single"),
     case("llama", "cp2", cp=2),
     case("small_vocabulary", "tp2", tp=2),
     case("qwen3_moe", "single"),
     case("qwen3_moe", "dp2ep2", dp=2, ep=2),
-    case("qwen3_moe", "tp2", tp=2),
+    case("qwen3_moe", "cp2ep2", cp=2, ep=2),
+    case("qwen3_moe", "tp2cp2ep2-packed", packed=True, tp=2, cp=2, ep=2),
     case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),
     case("qwen3_moe", "dp2ep2-sharded", sharded=True, dp=2, ep=2),
-    case("qwen3_moe_mixed", "single"),
+    case("mixtral", "single", packed=True),
+    case("mixtral", "dp2tp2ep2", dp=2, tp=2, ep=2),
     case("qwen3_moe_mixed", "dp2pp2ep2", dp=2, pp=2, ep=2),
 ]
 UNCLIPPED = {"clip_grad": 1e3}  # clipped gradients would not show that they are too large by a factor
@@ -116,7 +121,8 @@ def run_case(pool: MegatronPool, item: Case, model: Path) -> reference.Run:
 
 
 def configuration(item: Case, model: Path) -> Config:
-    return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer={**UNCLIPPED, **item.optimizer})
+    optimizer = {**UNCLIPPED, **item.optimizer}
+    return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer=optimizer, **item.policy)
 
 
 def vocabulary_of(model: str) -> int:

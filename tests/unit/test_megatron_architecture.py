@@ -72,6 +72,7 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
         ({"hidden_size": None}, "hidden_size = None"),
     ],
@@ -84,6 +85,12 @@ def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> 
 def test_layers_with_experts_are_those_of_transformers() -> None:
     model = read_architecture({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert model.moe_layers == (False, True, False, False)
+
+
+def test_mixtral_has_experts_of_the_intermediate_size_in_every_layer() -> None:
+    model = read_architecture({**QWEN3, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert (model.experts, model.experts_per_token, model.expert_ffn) == (8, 2, 128)
+    assert all(model.moe_layers) and model.normalize_expert_weights and model.norm_eps == 1e-5
 
 
 @pytest.mark.parametrize(("vocabulary", "tp", "rows"), [(200, 1, 256), (256, 1, 256), (200, 4, 512), (151936, 4, 152064)])

@@ -12,12 +12,12 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a Llama, Qwen2, Qwen3 or Qwen3-MoE decoder. `moe_layers[i]` says whether layer i has experts."""
+    """Sizes of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral decoder. `moe_layers[i]` says whether layer i has experts."""
 
     model_type: str
     layers: int
@@ -62,11 +62,11 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         ffn=_integer(hf_config, "intermediate_size"),
         vocabulary=_integer(hf_config, "vocab_size"),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
-        norm_eps=_number(hf_config, "rms_norm_eps", 1e-6),
+        norm_eps=_number(hf_config, "rms_norm_eps", 1e-5 if hf_config["model_type"] == "mixtral" else 1e-6),
         rope=_rope(hf_config),
         max_positions=_integer(hf_config, "max_position_embeddings", 32768),
     )
-    return _with_experts(dense, hf_config) if dense.model_type == "qwen3_moe" else dense
+    return EXPERTS.get(dense.model_type, _without_experts)(dense, hf_config)
 
 
 def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
@@ -124,8 +124,11 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
     if hf_config.get("mlp_bias"):
         raise ConfigError("mlp_bias is true; the Megatron worker supports linear layers without bias only")
-    if hf_config.get("use_sliding_window"):
-        raise ConfigError("use_sliding_window is true; the Megatron worker supports full attention only")
+    if hf_config.get("use_sliding_window") or (kind == "mixtral" and hf_config.get("sliding_window")):
+        found = (
+            f"use_sliding_window is {hf_config.get('use_sliding_window')}, sliding_window {hf_config.get('sliding_window')}"
+        )
+        raise ConfigError(f"{found}; the Megatron worker supports full attention only")
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act is {hf_config['hidden_act']!r}; the Megatron worker supports silu only")
 
@@ -143,7 +146,7 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     return found
 
 
-def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
+def _qwen3_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
     """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer has experts, save `mlp_only_layers`."""
     step = _integer(hf_config, "decoder_sparse_step", 1)
     without = hf_config.get("mlp_only_layers") or []
@@ -156,6 +159,26 @@ def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Archite
         normalize_expert_weights=bool(hf_config.get("norm_topk_prob", False)),
         moe_layers=tuple(layer not in without and (layer + 1) % step == 0 for layer in range(dense.layers)),
     )
+
+
+def _mixtral_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
+    """Experts in every layer, of the intermediate size (transformers' MixtralDecoderLayer)."""
+    return replace(
+        dense,
+        experts=_integer(hf_config, "num_local_experts"),
+        experts_per_token=_integer(hf_config, "num_experts_per_tok"),
+        expert_ffn=dense.ffn,
+        normalize_expert_weights=True,
+        moe_layers=(True,) * dense.layers,
+    )
+
+
+def _without_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
+    return dense
+
+
+EXPERTS = {"qwen3_moe": _qwen3_experts, "mixtral": _mixtral_experts}
+"""What each model with experts adds to a dense decoder."""
 
 
 def _number(hf_config: Mapping[str, Json], key: str, default: float | None = None) -> float:

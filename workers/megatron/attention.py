@@ -87,11 +87,10 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
             scale=scale,
         )[0]
         return out
-    lengths = (segments.query_lengths, segments.key_lengths, segments.key_lengths)
-    splits = [
-        tensor.transpose(0, 1)[None].split(sizes, 2) for tensor, sizes in zip((query, key, value), lengths, strict=True)
-    ]
-    return torch.cat([_attend(*parts, scale)[0].transpose(0, 1) for parts in zip(*splits, strict=True)])
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, tokens, d]
+    queries, keys = list(segments.query_lengths), list(segments.key_lengths)
+    parts = zip(torch.split(q, queries, 2), torch.split(k, keys, 2), torch.split(v, keys, 2), strict=True)
+    return torch.cat([_attend(part_q, part_k, part_v, scale)[0].transpose(0, 1) for part_q, part_k, part_v in parts])
 
 
 def _flash_takes(query: Tensor) -> bool:

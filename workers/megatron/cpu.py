@@ -1,12 +1,13 @@
 """Megatron-Core without a GPU, over Gloo. The one module that knows; it does nothing where CUDA is available.
 
-Megatron-Core (0.16.1) names CUDA in four ways that a CPU lacks, each mended here and nowhere else:
+Megatron-Core (0.16.1) asks for what a CPU lacks in five ways, each mended here and nowhere else:
 
 1. its modules call `torch.cuda.current_device()`, `synchronize()` and streams, and write `device="cuda"`: they are given a
    view of `torch` that reads "cuda" as "cpu" (`torch` itself is not touched);
 2. its random-number tracker forks the CUDA generator: one that forks the CPU generator takes its place;
 3. it calls `tensor.cuda()`, for tied embeddings over pipeline stages and optimizer state;
-4. its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor": true while `cuda_type_names()` is open.
+4. experts that are cut themselves gather parts of unequal size, which Gloo does not;
+5. its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor": true while `cuda_type_names()` is open.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def adapt() -> None:
             module.torch = view  # type: ignore[attr-defined]
     _replace_rng_tracker()
     _pass_split_sizes_as_numbers()
+    _gather_unequal_parts()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
@@ -177,3 +179,34 @@ def _pass_split_sizes_as_numbers() -> None:
 
     move.adapted = True  # type: ignore[attr-defined]
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _gather_unequal_parts() -> None:
+    """Experts that are cut themselves (etp) gather the tokens of all their parts, not equally many each: Gloo cannot."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    if getattr(gather, "adapted", False):
+        return
+
+    def gather_parts(tensor: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(tensor, group, None, use_global_buffer)
+        rows = [int(size) for size in sizes]
+        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in rows]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, rows, strict=True)])
+
+    def reduce_scatter_parts(tensor: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(tensor, group, None, use_global_buffer)
+        whole = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=group)
+        return whole.split([int(size) for size in sizes])[group.rank()].clone()
+
+    gather_parts.adapted = True  # type: ignore[attr-defined]
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, reduce_scatter_parts

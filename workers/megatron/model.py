@@ -145,7 +145,6 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         embedding_init_method=_leave,
         # A loss is a sum over the global batch; without this Megatron divides by microbatches and data-parallel workers.
         calculate_per_token_loss=True,
-        moe_token_dispatcher_type="alltoall",  # the default takes microbatches of one shape only, with or without experts
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -194,8 +193,10 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         # With two stages, an interleaved schedule has two transfers between the same two workers at once; batched, each
         # is taken for the other, silently (megatron/training/arguments.py asks for more than two stages then).
         "batch_p2p_comm": layout.vpp == 1,
-        # Microbatches of different shapes announce them to the next stage.
+        # Microbatches of different shapes announce them to the next stage. Megatron refuses that, experts or not, with its
+        # default dispatcher.
         "variable_seq_lengths": policy.dynamic_batching.enabled and layout.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": layout.vpp > 1,
     }
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """A model wrapped for training. `skipped_steps` counts steps left out because a gradient was not finite.
+    """A model wrapped for training. `skipped_steps` counts steps left out because gradients were zero or not finite.
 
     `offloader` moves parts of its state to the host and back.
     """
@@ -56,20 +56,20 @@ class Trainer:
     def step(self, lr: float | None, apply: bool) -> dict[str, float]:
         """Clip the accumulated gradients and step; `grad_norm` (before clipping) and `lr`.
 
-        With `apply` off everything but the update itself is done. A step whose gradient norm is not finite on any worker is
-        skipped on all, and counted.
+        With `apply` off everything but the update itself is done. A step whose gradient norm is zero, or not finite on any
+        worker, is skipped on all, and counted: moments and weight decay would move weights that nothing was learned about.
         """
         rate = lr if lr is not None else self.learning_rate
         self.offloader.require(("optimizer",), "an optimizer step")
         with cuda_type_names(), torch.no_grad():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            finite = _all_agree(math.isfinite(norm), self._device)
-            if finite:
+            usable = _all_agree(math.isfinite(norm) and norm > 0, self._device)
+            if usable:
                 self._clip(norm)
-            if finite and apply:
+            if usable and apply:
                 self._update(rate)
-        if not finite and apply:
+        if not usable and apply:
             self.skipped_steps += 1
             logger.warning("gradient norm is %s: step skipped, weights unchanged (%d so far)", norm, self.skipped_steps)
         return {"grad_norm": norm, "lr": rate, "skipped_steps": float(self.skipped_steps)}

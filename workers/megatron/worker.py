@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from workers.megatron.model import Model
     from workers.megatron.offload import Part
     from workers.megatron.optimizer import Trainer
+    from workers.megatron.reference import ReferencePolicy
     from workers.megatron.step import LossStep
 
 
@@ -48,7 +49,7 @@ class MegatronWorker:
         self.context = context
         self.config = config
         self._trainer: Trainer | None = None
-        self._reference: dict[str, Tensor] | None = None
+        self._reference: ReferencePolicy | None = None
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
         self._saving: Saving | None = None
@@ -228,8 +229,14 @@ class MegatronWorker:
         return found[0] if found else None
 
     def snapshot_reference(self) -> None:
-        """Keep a copy of the current weights, on the host, as the reference policy."""
-        self._reference = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weight_tensors().items()}
+        """Keep a copy of the current weights, where `policy.reference_weights` says, as the reference policy."""
+        self._keep_reference(self.weight_tensors())
+
+    def _keep_reference(self, weights: Mapping[str, Tensor]) -> None:
+        from workers.megatron.reference import ReferencePolicy
+
+        self._reference = None  # its memory goes before new memory is taken
+        self._reference = ReferencePolicy(weights, self.config.policy.reference_weights, self._device)
 
     def weight_slices(self) -> list[WeightSlice]:
         """Which boxes of the HF parameters lie where in `weight_tensors()`; with scales of generation's KV cache in FP8."""
@@ -281,7 +288,8 @@ class MegatronWorker:
         with self._running():
             self._finish_saving()
             identity = self._identity
-            self._saving = Saving(directory, trainer, self._reference, state, identity, background=background)
+            reference = None if self._reference is None else self._reference.tensors
+            self._saving = Saving(directory, trainer, reference, state, identity, background=background)
             if not background:
                 self._finish_saving()
 
@@ -305,7 +313,10 @@ class MegatronWorker:
         trainer = self._ready("weights", "optimizer")
         with self._running():
             self._finish_saving()
-            self._reference, state = load_checkpoint(directory, trainer, self._identity)
+            reference, state = load_checkpoint(directory, trainer, self._identity)
+            self._reference = None
+            if reference is not None:
+                self._keep_reference(reference)
         return state
 
     def _finish_saving(self) -> None:
@@ -436,18 +447,11 @@ class MegatronWorker:
 
     @contextmanager
     def _weights_of(self, model: Literal["policy", "reference"]) -> Iterator[None]:
-        """Let the parameters point at the reference's weights; the policy's own storage is not touched."""
+        """Let the model hold the reference's weights for a while."""
         if model == "policy":
             yield
             return
         if self._reference is None:
             raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")
-        parameters = self._ready().model.parameters()
-        kept = {name: parameter.data for name, parameter in parameters.items()}
-        try:
-            for name, parameter in parameters.items():
-                parameter.data = self._reference[name].to(parameter.device)
+        with self._reference.in_place_of(self._ready().model.parameters()):
             yield
-        finally:
-            for name, parameter in parameters.items():
-                parameter.data = kept[name]

@@ -1,0 +1,89 @@
+"""Schedules against closed forms, what weight decay touches, and steps without anything to learn."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dagrl.config import Config, LossConfig
+from dagrl.layout import ParallelLayout
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool
+from tests.integration.test_megatron_layouts import UNCLIPPED, train
+
+WARMUP, DECAY, START, PEAK, END = 4, 20, 1e-5, 1e-3, 1e-4
+
+
+def cosine(part: float) -> float:
+    return END + (PEAK - END) * (1 + math.cos(math.pi * part)) / 2
+
+
+def linear(part: float) -> float:
+    return END + (PEAK - END) * (1 - part)
+
+
+@pytest.mark.parametrize(("style", "after"), [("constant", lambda part: PEAK), ("linear", linear), ("cosine", cosine)])
+def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None:
+    from workers.megatron import cpu
+
+    cpu.adapt()
+    from workers.megatron.optimizer import _make_scheduler
+
+    scheduler = {"lr_decay_style": style, "lr_warmup_iters": WARMUP, "lr_warmup_init": START, "lr_decay_iters": DECAY}
+    megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": scheduler}
+    config = Config.model_validate({"name": "x", "algorithm": "sft", "data": {}, "policy": {"megatron_cfg": megatron}})
+    made = _make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)
+    for step in range(DECAY + 5):
+        if step <= WARMUP:
+            expected = START + (PEAK - START) * step / WARMUP
+        else:
+            expected = after(min(1.0, (step - WARMUP) / (DECAY - WARMUP)))
+        assert made.get_lr({}) == pytest.approx(expected, rel=1e-9), step
+        made.step(increment=1)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_weight_decay_touches_matrices_alone(
+    sharded: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """The first step of AdamW in closed form: the sign of the gradient times the rate, and the decay."""
+    rate, decay, eps = 1e-2, 0.5, 1e-8
+    optimizer = UNCLIPPED | {"lr": rate, "weight_decay": decay, "adam_eps": eps, "use_distributed_optimizer": sharded}
+    batch = reference.make_batch()
+    config = reference.make_config(tiny_models["qwen2"], optimizer=optimizer)  # with biases
+    gradients = reference.train_reference(tiny_models["qwen2"], batch, config, reference.sft_reference).gradients
+    with megatron_pool.group(ParallelLayout(dp=2), config) as group:
+        train(group, batch)
+        after = reference.assemble(group.call("weights"))
+    before = load_file(tiny_models["qwen2"] / "model.safetensors")
+    assert {values.ndim for values in gradients.values()} == {1, 2}
+    for name, gradient in gradients.items():
+        start = before[name].numpy()
+        expected = start - rate * gradient / (np.abs(gradient) + eps) - (rate * decay * start if gradient.ndim > 1 else 0)
+        clear = np.abs(gradient) > 1e-4  # the sign of what is nearly 0 is rounding
+        assert clear.any()
+        np.testing.assert_allclose(after[name][clear], expected[clear], atol=2e-5, rtol=0, err_msg=name)
+
+
+def test_a_step_with_nothing_to_learn_is_skipped_and_counted(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    batch = reference.make_batch(grpo=True)
+    config = reference.make_config(tiny_models["qwen3"], generation={"temperature": 0.7})
+    config = config.model_copy(update={"loss_fn": LossConfig(reference_policy_kl_penalty=0.0)})
+    equal = batch.with_fields(advantages=np.zeros_like(batch["advantages"]))
+    with megatron_pool.group(ParallelLayout(dp=2), config) as group:
+        train(group, batch, "grpo")  # so that there are moments, which would move the weights on
+        before = group.call("weights")
+        skipped = train(group, equal, "grpo")
+        assert (skipped["grad_norm"], skipped["skipped_steps"]) == (0.0, 1)
+        for mine, theirs in zip(group.call("weights"), before, strict=True):
+            for (name, _, values), (_, _, kept) in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(values, kept, err_msg=name)
+        assert train(group, batch, "grpo")["skipped_steps"] == 1

@@ -1,0 +1,159 @@
+"""Reading and writing Hugging Face checkpoints a piece at a time: what is in memory beside a rank's own share is counted."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+
+from dagrl.layout import ParallelLayout
+from dagrl.refit.slices import WeightSlice, expand
+from workers.megatron import hf
+from workers.megatron.weights import megatron_weight_slices
+
+LAYERS, FILES = 8, 6
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+}
+
+
+class CountingReader:
+    """Stands in for `safetensors.safe_open`; counts files open at once and bytes of read tensors alive at once."""
+
+    def __init__(self) -> None:
+        self.real = safetensors.safe_open
+        self.files = self.most_files = self.alive = self.most_alive = self.read = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _File(self, self.real(*args, **kwargs))
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.nbytes
+        self.alive += size
+        self.read += size
+        self.most_alive = max(self.most_alive, self.alive)
+        weakref.finalize(tensor.untyped_storage(), self._forget, size)
+        return tensor
+
+    def _forget(self, size: int) -> None:
+        self.alive -= size
+
+
+class _File:
+    def __init__(self, counter: CountingReader, file: Any) -> None:
+        self._counter, self._file = counter, file
+
+    def __enter__(self) -> _File:
+        self._file.__enter__()
+        self._counter.files += 1
+        self._counter.most_files = max(self._counter.most_files, self._counter.files)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._counter.files -= 1
+        self._file.__exit__(*exception)
+
+    def get_slice(self, name: str) -> Any:
+        return _Slice(self._counter, self._file.get_slice(name))
+
+
+class _Slice:
+    def __init__(self, counter: CountingReader, part: Any) -> None:
+        self._counter, self._part = counter, part
+
+    def get_shape(self) -> list[int]:
+        return list(self._part.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._counter.count(self._part[index])
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    """Random weights of the whole model by their Hugging Face names."""
+    shapes: dict[str, list[int]] = {}
+    for piece in expand(megatron_weight_slices(MODEL, ParallelLayout(), 0)):
+        known = shapes.setdefault(piece.name, [0] * len(piece.box))
+        shapes[piece.name] = [max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def local_tensors(slices: list[WeightSlice]) -> dict[str, torch.Tensor]:
+    """Empty tensors of the shapes that the slices ask for."""
+    shapes: dict[str, list[int]] = {}
+    for piece in expand(slices):
+        known = shapes.setdefault(piece.tensor, [0] * len(piece.local))
+        shapes[piece.tensor] = [max(size, stop) for size, (_, stop) in zip(known, piece.local, strict=True)]
+    return {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+    """A checkpoint in several files."""
+    weights = parameters()
+    names = sorted(weights)
+    files = {f"model-{n:05d}-of-{FILES:05d}.safetensors": names[n::FILES] for n in range(FILES)}  # layers over all files
+    for file, held in files.items():
+        save_file({name: weights[name] for name in held}, tmp_path / file)
+    index = {"weight_map": {name: file for file, held in files.items() for name in held}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    yield tmp_path, weights
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)], ids=["single", "tp2pp2ep4"]
+)
+def test_an_import_holds_no_more_than_a_piece_beyond_the_share(
+    layout: ParallelLayout, checkpoint: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, weights = checkpoint
+    counter = CountingReader()
+    monkeypatch.setattr(safetensors, "safe_open", counter)
+    slices = megatron_weight_slices(MODEL, layout, layout.world_size - 1)
+    tensors = local_tensors(slices)
+    hf.load_hf(directory, slices, tensors)
+    share = sum(tensor.nbytes for tensor in tensors.values())
+    layer = sum(weight.nbytes for name, weight in weights.items() if name.startswith("model.layers.0."))
+    assert counter.most_files == 1 and counter.alive == 0
+    assert counter.most_alive < layer / 2
+    assert counter.read == share  # nothing that belongs to other ranks is read
+    for piece in expand(slices):
+        expected = weights[piece.name][tuple(slice(*extent) for extent in piece.box)]
+        assert torch.equal(hf.local_view(tensors[piece.tensor], piece), expected), piece.name
+
+
+def test_an_export_holds_no_more_than_a_file(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, weights = checkpoint
+    limit = sum(weight.nbytes for weight in weights.values()) // 5
+    monkeypatch.setattr(hf, "FILE_BYTES", limit)
+    slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
+    tensors = local_tensors(slices)
+    hf.load_hf(directory, slices, tensors)
+    hf.export_hf(directory, tmp_path / "out", [slices], tensors, rank=0)
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        assert path.stat().st_size < limit + (1 << 16)  # and its header
+        found |= load_file(path)
+    assert set(found) == set(weights)
+    for name, weight in weights.items():
+        assert torch.equal(found[name], weight), name
