@@ -26,7 +26,7 @@ ROUND_TRIPS = [
     ("qwen3_tied", ParallelLayout(pp=2, vpp=2)),
     ("qwen2", ParallelLayout(dp=2, tp=2)),
     ("small_vocabulary", ParallelLayout(tp=2)),
-    ("qwen3_moe", ParallelLayout(dp=2, ep=2)),
+    ("mixtral", ParallelLayout(dp=2, tp=2, ep=2)),
     ("qwen3_moe_mixed", ParallelLayout(tp=2, ep=2, etp=1)),
 ]
 
