@@ -14,6 +14,8 @@ from dagrl.refit.slices import STACKED, Box, numbered
 if TYPE_CHECKING:
     import torch
 
+    from dagrl.refit.checksum_kernel import ChecksumTable
+
 Side = Literal["source", "target"]
 Tensors = Mapping[str, "torch.Tensor"]
 
@@ -66,6 +68,7 @@ class BucketMemory:
         self._copies: dict[Side, BatchedCopy] = {}  # from this side to the other, made when first needed
         self._quantizer = BlockQuantizer([])
         self.message = torch.empty(0, dtype=torch.uint8)
+        self.checksums: ChecksumTable | None = None  # made by `verify.checksums` when first needed
         self.alone = False  # nothing travels while it is packed or unpacked
         part, move = self.live[0][0], bucket.moves[0]
         alone = len(bucket.moves) == 1 and len(self.live[0]) == 1 and move.scales is None
@@ -84,7 +87,7 @@ class BucketMemory:
 
         if self.direct:
             return
-        self.message = staging[: self.bucket.nbytes]
+        self.message, self.checksums = staging[: self.bucket.nbytes], None
         self._pairs, self._owners, self._copies = ([], []), [], {}
         quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its place, its scales' place
         offsets = bucket_offsets(self.bucket.moves)

@@ -77,6 +77,19 @@ def test_a_cast_in_a_bucket_is_left_to_torch() -> None:
     assert torch.equal(cast, source.bfloat16()) and torch.equal(same, source)
 
 
+def test_checksums_on_the_gpu_are_those_of_the_cpu() -> None:
+    from dagrl.refit.checksum_kernel import ChecksumTable
+    from dagrl.refit.verify import _COLUMNS, _WEIGHT, checksum
+
+    sizes = (1, 3, 8, 64, 8 * 1024, 3 * 8 * 1024 + 7, 70_000, 12_288, 5 << 20)
+    parts = [random((size,), torch.uint8) for size in sizes]
+    table = ChecksumTable(parts, _COLUMNS, _WEIGHT)
+    for _ in range(2):
+        assert torch.equal(table.launch().cpu(), torch.stack([checksum(part.cpu()) for part in parts]))
+        for part in parts:
+            part[len(part) // 2] ^= 4
+
+
 def moved(place: Place) -> object:
     """Six versions over two GPUs: recorded from the second on, recorded again after one side's tensors moved."""
     from dagrl.refit import RefitReceiver, RefitSender
