@@ -263,7 +263,7 @@ class MegatronWorker:
         live: dict[str, Tensor] = dict(self._ready("weights").model.parameters())  # not their data: refits follow them
         if self._kv_scales is not None:
             live |= self._kv_scales.tensors
-        self._sender = RefitSender(plan, live, self._channel, self.config.refit.verify)
+        self._sender = RefitSender(plan, live, self._channel, self.config.refit.verify, self.config.refit.cuda_graph)
 
     def send_weights(self, version: int) -> RefitReport:
         """Send the current weights as policy version `version`."""

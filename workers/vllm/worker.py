@@ -162,7 +162,8 @@ class VllmWorker:
 
         self._close_channel()
         self._channel = open_channel(channel)
-        self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel, self.config.refit.verify)
+        refit = self.config.refit
+        self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel, refit.verify, refit.cuda_graph)
 
     def receive_weights(self, version: int) -> RefitReport:
         """Receive `version` of the weights. From the first byte to success generate() refuses: no token from torn weights.
