@@ -1,0 +1,116 @@
+"""Microbatches against the batch they were cut from: every token once, beside its own label, fields and position."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.layout import ParallelLayout
+from dagrl.shapes import Batch
+from workers.megatron.microbatches import CutRule, Microbatch, Place, cut_batch, warmup_batches
+
+WIDTH = 24
+RULES = {
+    "rows": CutRule("rows", 2, 48, "", 8),
+    "packed": CutRule("packed", 2, 48, "modified_first_fit_decreasing", 8),
+    "dynamic": CutRule("dynamic", 2, 48, "", 8),
+}
+
+
+def make_batch(lengths: list[int]) -> Batch:
+    """Every token differs from every other, and fields say which token they belong to."""
+    rows = np.arange(len(lengths))[:, None]
+    positions = np.arange(WIDTH)[None, :]
+    inside = positions < np.array(lengths)[:, None]
+    tokens = (1 + rows * WIDTH + positions) * inside
+    mask = (inside & (positions > 0) & ((tokens + rows) % 3 > 0)).astype(np.float32)
+    fields = {"tokens": tokens, "lengths": np.array(lengths), "loss_mask": mask, "advantages": tokens.astype(np.float32)}
+    return Batch(fields)
+
+
+def place(cp: int = 1, rank: int = 0, tp: int = 1, pp: int = 1, vpp: int = 1) -> Place:
+    layout = ParallelLayout(cp=cp, tp=tp, pp=pp, vpp=vpp)
+    return Place(layout, layout.coordinates(rank * tp), None, None, torch.device("cpu"))
+
+
+def attended(microbatch: Microbatch) -> list[set[int]]:
+    """Tokens that each token of a microbatch sees, from its segments (one worker alone)."""
+    flat = microbatch.tokens.flatten().tolist()
+    if microbatch.segments is None:
+        width = microbatch.tokens.shape[1]
+        return [set(flat[index // width * width : index + 1]) for index in range(len(flat))]
+    seen, start = [], 0
+    for length in microbatch.segments.query_lengths:
+        seen += [set(flat[start : start + offset + 1]) for offset in range(length)]
+        start += length
+    assert start == len(flat)
+    return seen
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, WIDTH), min_size=1, max_size=9),
+    st.sampled_from(sorted(RULES)),
+    st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 2), (4, 2, 1, 1)]),
+)
+def test_every_token_is_trained_once(lengths: list[int], kind: str, sizes: tuple[int, int, int, int]) -> None:
+    cp, tp, pp, vpp = sizes
+    batch = make_batch(lengths)
+    found: list[int] = []
+    for rank in range(cp):
+        cut = cut_batch(batch, RULES[kind], place(cp, rank, tp, pp, vpp))
+        assert len(cut.items) % (pp if vpp > 1 else 1) == 0
+        assert cut.processed == sum(item.tokens.numel() for item in cut.items)
+        for item in cut.items:
+            assert item.tokens.shape[1] % tp == 0
+            targets = item.targets.flatten()
+            real = targets < batch.rows * WIDTH
+            found += targets[real].tolist()
+            label = torch.from_numpy(batch["tokens"]).flatten()[targets[real]]
+            assert torch.equal(item.labels.flatten()[real], label)
+            assert torch.equal(item.tokens.flatten()[real], label - 1)  # the token before it
+            assert torch.equal(item.positions.flatten()[real], (label - 2) % WIDTH)
+            assert torch.equal(item.data["advantages"].flatten()[real], label.float())
+            assert torch.equal(
+                item.data["loss_mask"].flatten()[real], torch.from_numpy(batch["loss_mask"]).flatten()[targets[real]]
+            )
+            assert not item.data["loss_mask"].flatten()[~real].any()
+            counts = torch.from_numpy(batch["loss_mask"].sum(1))[targets[real] // WIDTH]
+            assert torch.equal(item.data["sequence_tokens"].flatten()[real], counts)
+            assert (item.labels.flatten()[~real] == 0).all()
+    expected = [row * WIDTH + at for row, length in enumerate(lengths) for at in range(1, length)]
+    assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_attention_stays_inside_a_sequence(kind: str) -> None:
+    batch = make_batch([3, 24, 1, 17, 9, 22, 5])
+    for item in cut_batch(batch, RULES[kind], place()).items:
+        for token, seen in zip(item.tokens.flatten().tolist(), attended(item), strict=True):
+            if token:
+                row = (token - 1) // WIDTH
+                assert seen == set(range(1 + row * WIDTH, token + 1))
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_results_come_back_to_their_tokens(kind: str) -> None:
+    batch = make_batch([3, 24, 0, 17, 9])
+    cut = cut_batch(batch, RULES[kind], place())
+    values = cut.assemble([item.labels.float() for item in cut.items])
+    expected = batch["tokens"].astype(np.float32)
+    expected[:, 0] = 0
+    np.testing.assert_array_equal(values.numpy(), expected)
+
+
+def test_packed_microbatches_have_few_widths_and_a_warm_up_sees_them_all() -> None:
+    full = make_batch([WIDTH] * 8)
+    seen = {cut_batch(batch, RULES["packed"], place()).shape[1] for batch in warmup_batches(full, RULES["packed"], place())}
+    assert seen == {6, 12, 18, 24, 30, 36, 42, 48}
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = generator.integers(0, WIDTH + 1, 8).tolist()
+        assert cut_batch(make_batch(lengths), RULES["packed"], place()).shape[1] in seen
+    assert list(warmup_batches(full, RULES["rows"], place())) == [full]
