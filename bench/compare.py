@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bench.plain import with_plain_workers
 from bench.report import Report, command_line
 from bench.step import CONFIG, PLAIN, WAYS, Way, run_way
-from dagrl.metrics import IDLE, TIMING
+from dagrl.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -38,7 +38,8 @@ class Result:
     """Medians over steps in seconds, by phase what the driver waited for it (in another thread, where the loop has one).
 
     `tokens_per_s_per_gpu` counts prompts and completions that were trained on, by the GPUs (or workers) of both roles; low
-    and high are the slowest and the fastest round's. `mfu` is of the train workers over the whole step, 0 where unknown.
+    and high are the slowest and the fastest round's. MFU is of the train GPUs, in their optimizer step and over the whole
+    step (with its one optimizer step's FLOPs); 0 where what the device can do is not known.
     """
 
     way: str
@@ -52,6 +53,7 @@ class Result:
     tokens_per_s_per_gpu: float
     tokens_per_s_per_gpu_low: float
     tokens_per_s_per_gpu_high: float
+    mfu_train_step: float
     mfu: float
     policy_age_mean: float
     gen_kl_error: float
@@ -136,11 +138,16 @@ def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], fir
         tokens_per_s_per_gpu=rate,
         tokens_per_s_per_gpu_low=rates[0],
         tokens_per_s_per_gpu_high=rates[-1],
-        mfu=middle("perf/mfu"),
+        mfu_train_step=middle(TRAIN_MFU),
+        mfu=median(_share_trained(step) * float(step.get(TRAIN_MFU) or 0.0) for step in steps),
         policy_age_mean=middle("staleness/policy_age_mean"),
         gen_kl_error=middle("gen_kl_error"),
         times_plain=rate / first.tokens_per_s_per_gpu if first else 1.0,
     )
+
+
+def _share_trained(step: Metrics) -> float:
+    return float(step.get(TRAIN_SECONDS) or 0.0) / float(step[TIMING + "total"])
 
 
 def _total(steps: Sequence[Metrics], name: str) -> float:
@@ -153,13 +160,13 @@ def print_table(results: Sequence[Result]) -> None:
     from rich.table import Table
 
     table = Table(title=f"seconds a step, by phase; x: of {results[0].way}" if results else "", title_justify="left")
-    for name in ("way", "step", *PHASES, "exposed", "idle train", "idle gen", "tok/s/GPU", "MFU", "KL", "x"):
+    for name in ("way", "step", *PHASES, "exposed", "idle train", "idle gen", "tok/s/GPU", "MFU train", "MFU", "KL", "x"):
         table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right", no_wrap=name == "way")
     for row in results:
         phases = [f"{row.phases_s[phase]:.3f}" for phase in PHASES]
         table.add_row(
             row.way, f"{row.step_s:.2f}", *phases, f"{row.exposed_generation_s:.2f}", f"{row.idle_train:.0%}",
-            f"{row.idle_generation:.0%}", f"{row.tokens_per_s_per_gpu:,.0f}", f"{row.mfu:.1%}" if row.mfu else "",
+            f"{row.idle_generation:.0%}", f"{row.tokens_per_s_per_gpu:,.0f}", *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
             f"{row.gen_kl_error:.1e}", f"{row.times_plain:.2f}",
         )  # fmt: skip
     Console(width=160).print(table)
