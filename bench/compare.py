@@ -166,7 +166,8 @@ def print_table(results: Sequence[Result]) -> None:
         phases = [f"{row.phases_s[phase]:.3f}" for phase in PHASES]
         table.add_row(
             row.way, f"{row.step_s:.2f}", *phases, f"{row.exposed_generation_s:.2f}", f"{row.idle_train:.0%}",
-            f"{row.idle_generation:.0%}", f"{row.tokens_per_s_per_gpu:,.0f}", *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
+            f"{row.idle_generation:.0%}", f"{row.tokens_per_s_per_gpu:,.0f}",
+            *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
             f"{row.gen_kl_error:.1e}", f"{row.times_plain:.2f}",
         )  # fmt: skip
     Console(width=160).print(table)
