@@ -76,6 +76,19 @@ def test_one_contiguous_part_goes_without_staging() -> None:
     assert not cast[0].direct and not strided[0].direct
 
 
+def test_large_whole_parts_go_first_and_last_without_staging() -> None:
+    """A table of 480 bytes in two buckets of whole rows, around four small matrices that have to be packed."""
+    table = WeightSlice("embed", ((0, 12), (0, 10)), "e", ((0, 12), (0, 10)))
+    others = [WeightSlice(f"p{i}", ((0, 6), (0, 5)), f"t{i}", ((0, 6), (0, 5))) for i in range(4)]
+    plan = plan_refit([[*others, table]], [[*others, table]], dtype="float32", bucket_bytes=300)
+    tensors = {one.tensor: torch.zeros([stop for _, stop in one.local]) for one in (*others, table)}
+    for rank, side in ((0, "source"), (1, "target")):
+        buckets = plan.for_rank(rank).sends or plan.for_rank(rank).receives
+        memories = bind_buckets(buckets, tensors, "source" if side == "source" else "target")
+        assert [memory.direct for memory in memories] == [True, False, False, True]
+        assert [memory.bucket.nbytes for memory in memories] == [240, 248, 248, 240]
+
+
 def test_staging_is_two_buckets() -> None:
     plan = plan_of(*columns(), bucket_bytes=64)
     memories = bind_buckets(plan.for_rank(0).sends, {"s": source()}, "source")
