@@ -238,8 +238,8 @@ class _Planner:
         Large parts that are whole rows come first and last: they need no staging, so nothing has to be packed before the
         first message and unpacked after the last.
         """
-        direct = [(block,) for block in blocks if self._is_direct(block)]
-        buckets: list[tuple[Block, ...]] = direct[:1]
+        direct: list[tuple[Block, ...]] = [(block,) for block in blocks if self._is_direct(block)]
+        buckets = direct[:1]
         some: list[Block] = []
         end = 0
         for block in blocks:
