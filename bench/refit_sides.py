@@ -85,7 +85,7 @@ def _vllm_model(case: Case, rank: int, device: torch.device) -> Any:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     directory = Path(tempfile.mkdtemp())
-    changes: dict[str, Any] = {"quantization_config": _FP8} if case.fp8 else {}
+    changes: dict[str, Any] = {"quantization_config": _fp8(case)} if case.fp8 else {}
     (directory / "config.json").write_text(json.dumps({**case.config, **changes, "dtype": "bfloat16"}))
     arguments = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024}
     config = EngineArgs(
@@ -104,6 +104,14 @@ def _vllm_model(case: Case, rank: int, device: torch.device) -> Any:
         config.parallel_config.tensor_parallel_size = case.tp
         with set_default_torch_dtype(torch.bfloat16), device:
             return initialize_model(config)
+
+
+def _fp8(case: Case) -> dict[str, Any]:
+    """What the `config.json` of a checkpoint in blockwise FP8 says; routers stay as they are."""
+    layers = case.config["num_hidden_layers"] if "num_experts" in case.config else 0
+    assert isinstance(layers, int)
+    kept = {"modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]} if layers else {}
+    return {**_FP8, **kept}
 
 
 def named_tensors(slices: Sequence[WeightSlice], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
