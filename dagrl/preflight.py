@@ -32,6 +32,7 @@ WORKERS_PER_CORE = 8
 
 SFT_PHASES = ("sft_step", "evaluate")
 GRPO_PHASES = ("train_step", "logprobs", "reference_logprobs", "generate", "refit")
+KV_PHASES = ("calibrate_kv_scales",)
 OFFLOAD_PHASES = ("logprob_inference_prep", "training_prep")
 
 
@@ -152,8 +153,9 @@ def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
 def _phase_keys(config: Config) -> Iterable[str]:
     if config.algorithm == "sft":
         return SFT_PHASES
-    offload = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
-    return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *offload)
+    more = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
+    more += KV_PHASES if generation_config(config).vllm_cfg.kv_cache_dtype == "fp8" else ()
+    return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *more)
 
 
 def _check_choices(config: Config) -> None:
