@@ -93,8 +93,7 @@ def run(options: argparse.Namespace) -> None:
     from dagrl.config_file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
-    names = [name.strip() for name in options.ways.split(";")] if options.ways else [way.name for way in WAYS]
-    ways = [way for way in (PLAIN, *WAYS, FIFO) if way.name in names]
+    ways = chosen(options.ways) if options.ways else list(WAYS)
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
@@ -105,6 +104,17 @@ def run(options: argparse.Namespace) -> None:
     print_table(results)
     if options.plot:
         plot(results, options.plot)
+
+
+def chosen(text: str) -> list[Way]:
+    """The ways of `--ways`, in its order. Raises ConfigError for a name that is none of theirs."""
+    from dagrl.errors import ConfigError
+
+    named = {way.name: way for way in (*ON_REQUEST, *WAYS)}
+    names = [name.strip() for name in text.split(";")]
+    if unknown := [name for name in names if name not in named]:
+        raise ConfigError(f"--ways: found {', '.join(unknown)}; choose from {'; '.join(named)}")
+    return [named[name] for name in names]
 
 
 def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: int) -> Iterator[list[Result]]:
