@@ -16,11 +16,12 @@ from dagrl.config import Config
 from dagrl.loops import grpo_step
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
+from dagrl.loops.restart import run_with_restarts
 from dagrl.loops.rollout import Sample
 from dagrl.loops.stop import StopRequestedError
 from dagrl.record import read_metrics
 from tests.integration.unigram_task import ASKED
-from tests.integration.unigram_workers import SIZE, TRUTH
+from tests.integration.unigram_workers import DIED, SIZE, TRUTH
 
 STEPS, PROMPTS, GENERATIONS = 5, 4, 3
 HF_CONFIG = {
@@ -212,6 +213,24 @@ def test_a_stopped_run_goes_on_with_what_was_under_way(
     for number, rows in kept.items():
         for tokens, episode in zip(rows, finals[number].episodes, strict=True):
             assert episode.tokens[: len(tokens)] == tokens, "saved tokens are kept, and gone on from"
+
+
+def test_a_generation_worker_killed_in_a_quantum_costs_a_restart(tmp_path: Path, trained: Trained) -> None:
+    """The run goes on from its newest checkpoint: every step is recorded once, every group is trained on."""
+    config = configuration(
+        tmp_path,
+        "killed",
+        executor="compiled",
+        grpo={"async_grpo": ASYNC, "max_num_steps": 6},
+        data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004, "die_at_version": 3}},
+        checkpointing={"save_period": 1},
+        on_failure="restart",
+        max_restarts=1,
+    )
+    run_with_restarts(run_grpo, config)
+    assert (Path(config.output_dir) / config.name / DIED).exists()
+    assert [line["step"] for line in steps_of(config)] == list(range(1, 7))
+    assert set(numbers_of(trained)) == set(range(6 * PROMPTS))
 
 
 def test_groups_that_teach_nothing_are_replaced_and_environments_continue_sequences(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dagrl.errors import DataError
+from dagrl.errors import ConfigError, DataError, MissingDependencyError
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
@@ -87,6 +87,20 @@ def test_a_warm_up_leaves_nothing(engine: Engine) -> None:
     after = engine.run(requests([1], PROMPTS[:1]))
     assert [row.request_id for row in after] == [1, 2]
     assert after[0] == before[0]
+
+
+def test_a_cpu_engine_stays_awake(engine: Engine) -> None:
+    assert engine.on_all(call, "sleep", 2) == [0] * engine.tp
+    engine.on_all(call, "wake_up", ["weights"])
+    engine.on_all(call, "wake_up")
+    assert len(engine.run(requests([1], PROMPTS[:1]))) == 1
+    with pytest.raises(ConfigError, match="unknown tags"):
+        engine.on_all(call, "wake_up", ["wheights"])
+
+
+def test_a_vllm_without_an_engine_argument_is_refused(engine: Engine) -> None:
+    with pytest.raises(MissingDependencyError, match="no_such_argument"):
+        engine.on_all(vllm_calls.lacking_argument)
 
 
 def test_sampling_follows_the_models_distribution(engine: Engine, checkpoint: Path) -> None:

@@ -7,6 +7,8 @@ and truths that a test can compute: the log-probability of any token under any p
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from dagrl.worker import WorkerContext, in_warmup
 
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
 TRUTH = "truth.jsonl"  # beside the run: the logits of each version, as generation received them
+DIED = "died"  # beside the run: a worker was killed
 EXCHANGES = "exchanges.jsonl"  # beside the run: what each role gave up and took back, in order
 
 
@@ -170,12 +173,21 @@ class UnigramGenerator(UnigramWorker):
         steps = 0
         while steps < int(batch.scalars["engine_steps"]) and self.running:
             steps += 1
+            self._die_if_told()
             time.sleep(float(self.config.data.task_args.get("engine_step_s", 0.0)))  # type: ignore[arg-type]
             for request in list(self.running)[: generation.vllm_cfg.max_num_seqs]:
                 if reason := self._step(self.running[request]):
                     finished.append(self._as_finished(request, reason))
                     del self.running[request]
         return pack_generated(finished, len(self.running), steps)
+
+    def _die_if_told(self) -> None:
+        """`die_at_version`: the last rank is killed inside a quantum of that version, once for each run's directory."""
+        version = self.config.data.task_args.get("die_at_version")
+        died = Path(self.config.output_dir) / self.config.name / DIED
+        if version is not None and self.version == version and self.context.rank == 1 and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _step(self, request: dict[str, Any]) -> str:
         import torch

@@ -91,3 +91,10 @@ def nothing(worker: Any) -> None:
 
 def memory_addresses(worker: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in worker.weight_tensors().items()}
+
+
+def lacking_argument(worker: Any) -> None:
+    """What a vLLM without one of our engine arguments would say."""
+    from workers.vllm import features
+
+    features.engine_config({"model": "unused", "no_such_argument": 1})

@@ -1,10 +1,11 @@
 """What the installed vLLM can do, looked up rather than derived from its version: the one place that knows differences.
 
-Everything else in this package uses what vLLM 0.26 to 0.33 have alike. Where they differ, seen in their sources:
+Everything else in this package uses what vLLM 0.26 to 0.33 have alike. By their sources, 0.26.0, 0.32.0 and 0.33.0 differ in:
 
 - `wake_up` tells whether all memory is back since 0.32, before it returned nothing: `wake_up` here asks `is_sleeping`;
 - expert tensors lie in `experts.routed_experts` since 0.25 (`workers.vllm.weights.local_name`);
 - weight versions of vLLM's own (`set_weight_version`) came with 0.32: ours are counted beside the engine instead;
+- an executor's `shutdown` leaves vLLM's own process groups since 0.33; ours end with the process;
 - the CPU build has every field of `EngineArgs`, but neither sleep mode nor CUDA graphs.
 """
 
