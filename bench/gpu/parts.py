@@ -114,29 +114,28 @@ ASYNC = (
 
 def _runs() -> list[Piece]:
     """`dagrl train` end to end: layouts of both roles, loops and executors."""
-    rows: list[tuple[str, int, Sequence[str]]] = [
-        ("sync", 2, ()),
-        ("async-in-flight", 2, ASYNC),
-        ("eager", 2, ("executor=eager",)),
-        ("colocated", 1, ("policy.generation.colocated.enabled=true",)),
-        ("tp2-to-tp2", 4, (_tp(2), f"{GENERATION}.tensor_parallel_size=2")),
-        ("pp2-to-dp2", 4, (_pp(2), f"{GENERATION}.data_parallel_size=2", *ASYNC)),
-        ("dp2-to-tp2", 4, (_dp(2), f"{GENERATION}.tensor_parallel_size=2")),
-        (
-            "tp2pp2-to-tp2dp2",
-            8,
-            (_tp(2), _pp(2), f"{GENERATION}.tensor_parallel_size=2", f"{GENERATION}.data_parallel_size=2"),
-        ),
-        ("tp2dp2-to-tp4", 8, (_tp(2), _dp(2), f"{GENERATION}.tensor_parallel_size=4", *ASYNC)),
+    dense, moe = "examples/grpo_gpu.yaml", "bench/gpu/moe.yaml"
+    rows: list[tuple[str, str, int, Sequence[str]]] = [
+        ("sync", dense, 2, ()),
+        ("async-in-flight", dense, 2, ASYNC),
+        ("eager", dense, 2, ("executor=eager",)),
+        ("colocated", dense, 1, ("policy.generation.colocated.enabled=true",)),
+        ("tp2-to-tp2", dense, 4, (_tp(2), _engine_tp(2))),
+        ("pp2-to-dp2", dense, 4, (_pp(2), _engine_dp(2), *ASYNC)),
+        ("dp2-to-tp2", dense, 4, (_dp(2), _engine_tp(2))),
+        ("ep2-to-tp2", moe, 4, (_dp(2), f"{TRAIN}.expert_model_parallel_size=2", _engine_tp(2))),
+        ("tp2pp2-to-tp2dp2", dense, 8, (_tp(2), _pp(2), _engine_tp(2), _engine_dp(2))),
+        ("tp2dp2-to-tp4", dense, 8, (_tp(2), _dp(2), _engine_tp(4), *ASYNC)),
+        ("ep4-to-tp4", moe, 8, (_dp(4), f"{TRAIN}.expert_model_parallel_size=4", _engine_tp(4))),
     ]
     return [
         Piece(
             "runs",
             f"run-{name}",
-            _python("dagrl.cli", "train", "examples/grpo_gpu.yaml", "output_dir={out}/runs", f"name={name}", *words),
+            _python("dagrl.cli", "train", config, "output_dir={out}/runs", f"name={name}", *words),
             gpus,
         )
-        for name, gpus, words in rows
+        for name, config, gpus, words in rows
     ]
 
 
@@ -150,3 +149,11 @@ def _pp(size: int) -> str:
 
 def _dp(size: int) -> str:
     return f"{TRAIN}.data_parallel_size={size}"
+
+
+def _engine_tp(size: int) -> str:
+    return f"{GENERATION}.tensor_parallel_size={size}"
+
+
+def _engine_dp(size: int) -> str:
+    return f"{GENERATION}.data_parallel_size={size}"
