@@ -41,7 +41,7 @@ class DeviceChannel(MemoryChannel):
 def refit_from(worker: Any, checkpoint: Path, version: int, flip: int | None = None) -> None:
     """A refit of a bfloat16 checkpoint, held whole on this GPU, into the engine; every part verified."""
     with worker.writing_weights(version):
-        sources = {name: tensor.to("cuda", torch.bfloat16) for name, tensor in state_of(checkpoint).items()}
+        sources = {name: tensor.cuda() for name, tensor in state_of(checkpoint).items()}
         plan = plan_refit([whole(sources)], [worker.weight_slices()], dtype="bfloat16", bucket_bytes=1 << 20)
         queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
         ends = [DeviceChannel(rank, 2, queues) for rank in range(2)]
@@ -57,7 +57,7 @@ def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:
         box = tuple((0, size) for size in tensor.shape)
         parts = name.split(".")
         if "experts" not in parts:
-            slices[name] = WeightSlice(name, box, name, box)
+            slices[name] = WeightSlice(name, box, name, box, "float32" if name.endswith("_scale") else "")
             continue
         place = parts.index("experts") + 1
         stack = ".".join([*parts[:place], "*", *parts[place + 1 :]])

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,10 @@ from torch import Tensor
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.refit.quantize import BlockQuantizer, quantize_blocks, scale_shape
+from dagrl.shapes import Batch
 from tests.gpu import refit_calls
+from tests.integration import vllm_calls
+from tests.integration.test_kv_scales import largest_in_cache
 from tests.integration.vllm_models import make_config
 from tests.integration.vllm_ranks import Engine, Ranks, requests
 
@@ -126,7 +130,7 @@ def export_fp8(checkpoint: Path, directory: Path) -> Path:
     routers = []
     with torch.compiler.set_stance("force_eager"):
         for name, tensor in whole.items():
-            if any(part in name for part in ("embed_tokens", "lm_head", "norm", "mlp.gate.weight")):
+            if any(part in name for part in ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "_scale")):
                 out[name] = tensor
                 routers += [name.removesuffix(".weight")] if "mlp.gate." in name else []
             else:
@@ -137,6 +141,19 @@ def export_fp8(checkpoint: Path, directory: Path) -> Path:
     content["quantization_config"] = {**form, "modules_to_not_convert": routers}
     (directory / "config.json").write_text(json.dumps(content))
     return directory
+
+
+def add_kv_scales(checkpoint: Path) -> None:
+    """Scales of the KV cache beside the weights, as calibration on the prompts would give them."""
+    tokens = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int64)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    state = load_file(checkpoint / "model.safetensors")
+    peaks = largest_in_cache(checkpoint, Batch({"tokens": tokens, "lengths": np.array(list(map(len, PROMPTS)))}))
+    for layer, scales in enumerate(peaks):
+        for kind, peak in zip("kv", scales, strict=True):
+            state[f"model.layers.{layer}.self_attn.{kind}_scale"] = torch.tensor([peak / 448])
+    save_file(state, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
 def fp8_config(model: Path, **vllm: Any) -> Config:
@@ -158,21 +175,27 @@ def greedy(engine: Engine) -> list[list[int]]:
     return [list(row.tokens) for row in rows]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
-def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(ranks: Ranks, tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "cache"), [("qwen3", "auto"), ("qwen3_moe", "fp8")])
+def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(
+    ranks: Ranks, tmp_path: Path, model_type: str, cache: str
+) -> None:
     first, second = (make_checkpoint(tmp_path / str(seed), model_type, seed) for seed in range(2))
-    with running(ranks, fp8_config(first)) as engine:
+    if cache == "fp8":
+        add_kv_scales(second)
+    with running(ranks, fp8_config(first, kv_cache_dtype=cache)) as engine:
         before = greedy(engine)
         with pytest.raises(RunError, match=r"parameter .* is not what rank 0 sent"):
             engine.on_all(refit_calls.refit_from, second, 1, 700_001)  # one byte changes on its way
         with pytest.raises(RunError, match="torn"):
             greedy(engine)
         engine.on_all(refit_calls.refit_from, second, 2)
-        (ours,), tokens = engine.on_all(refit_calls.held), greedy(engine)
-    with running(ranks, fp8_config(export_fp8(second, tmp_path / "fp8"), precision=None)) as engine:
-        (theirs,), expected = engine.on_all(refit_calls.held), greedy(engine)
+        (ours,), (scales,), tokens = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
+    truth = export_fp8(second, tmp_path / "fp8")
+    with running(ranks, fp8_config(truth, precision=None, kv_cache_dtype=cache)) as engine:
+        (theirs,), (right,), expected = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
     assert ours.keys() == theirs.keys()
     assert any(name.endswith("scale_inv") for name in ours)
     assert sum(tensor.dtype == torch.uint8 for tensor in ours.values()) >= 3 * 4
     assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert scales == right and (set(right.values()) != {(1.0,) * 6}) == (cache == "fp8")
     assert tokens == expected != before
