@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 26  # logits that exist at a time, unless `chunk_tokens` says how many tokens' logits do
+CHUNK_ELEMENTS = 1 << 27  # logits that exist at a time, unless `chunk_tokens` says how many tokens' logits do
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,10 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         held = slice(layer.part.size)
         for rows in layer.chunks(len(hidden)):
-            scale = grads[0][rows] / layer.temperature
-            grad = layer.logits(hidden[rows], weight).sub_(normaliser[rows, None]).exp_().mul_(-scale[:, None])
-            column, inside = layer.columns(labels[rows])
-            grad.scatter_add_(-1, column[:, None], (scale * inside)[:, None])
-            narrow = grad.to(hidden.dtype)
-            grad_hidden[rows] = narrow @ weight[held]
-            grad_weight[held] += _product(narrow.T, hidden[rows])
+            logits, scale = layer.logits(hidden[rows], weight), grads[0][rows] / layer.temperature
+            grad = _logit_gradients(logits, normaliser[rows], scale, layer.columns(labels[rows]), hidden.dtype)
+            grad_hidden[rows] = grad @ weight[held]
+            grad_weight[held] += _product(grad.T, hidden[rows])
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
@@ -110,11 +107,28 @@ def _chunk_sums(logits: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Ten
     Of the exponentials of the logits less the highest; of the products of both; and of the label's own logit.
     """
     column, inside = layer.columns(labels)
+    if logits.is_cuda:
+        from workers.megatron.logprob_kernels import chunk_sums
+
+        return chunk_sums(logits, column, inside)
     label_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     highest = logits.amax(-1)
     relative = logits.sub_(highest[:, None])
     exponentials = relative.exp()
     return highest, torch.stack((exponentials.sum(-1), torch.linalg.vecdot(exponentials, relative), label_logit))
+
+
+def _logit_gradients(
+    logits: Tensor, normaliser: Tensor, scale: Tensor, labels: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """`scale` [n] times the gradient of the labels' log-probabilities, [n, part.size] in `dtype`; overwrites `logits`."""
+    column, inside = labels
+    if logits.is_cuda:
+        from workers.megatron.logprob_kernels import logit_gradients
+
+        return logit_gradients(logits, normaliser, scale, column, inside, dtype)
+    grad = logits.sub_(normaliser[:, None]).exp_().mul_(-scale[:, None])
+    return grad.scatter_add_(-1, column[:, None], (scale * inside)[:, None]).to(dtype)
 
 
 def _over_vocabulary(highest: Tensor, sums: Tensor, part: VocabularyPart) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 Where = Literal["host", "device"]
 Parameters = Mapping[str, torch.nn.Parameter]
 
-IN_FLIGHT = 2  # tensors that may wait on the device for their place
+IN_FLIGHT = 2  # tensors on their way
 
 
 class ReferencePolicy:
@@ -67,18 +67,31 @@ def _exchange(policy: Parameters, reference: Mapping[str, Tensor]) -> None:
     """Swap contents. Copies to and from the device run on streams of their own; the current stream waits for them."""
     current = torch.cuda.current_stream()
     loading, storing = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    storing.wait_stream(current)
-    stored: list[torch.cuda.Event] = []
-    for name, parameter in policy.items():
-        host = reference[name]
-        if len(stored) >= IN_FLIGHT:
-            loading.wait_event(stored[-IN_FLIGHT])
+    buffers = [_Buffer(max(tensor.nbytes for tensor in reference.values()), current.device) for _ in range(IN_FLIGHT)]
+    for stream in (loading, storing):
+        stream.wait_stream(current)
+    for number, (name, parameter) in enumerate(policy.items()):
+        host, buffer = reference[name], buffers[number % IN_FLIGHT]
+        if buffer.emptied is not None:
+            loading.wait_event(buffer.emptied)
+        incoming = buffer.like(host)
         with torch.cuda.stream(loading):
-            incoming = host.to(parameter.device, non_blocking=True)
+            incoming.copy_(host, non_blocking=True)
         storing.wait_stream(loading)  # what is read has to be read before it is overwritten
         with torch.cuda.stream(storing):
             host.copy_(parameter.data, non_blocking=True)
             parameter.data.copy_(incoming)
-        incoming.record_stream(storing)
-        stored.append(storing.record_event())
+        buffer.emptied = storing.record_event()
     current.wait_stream(storing)
+
+
+class _Buffer:
+    """Device memory for one tensor on its way in; `emptied` is when the last one had left."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.emptied: torch.cuda.Event | None = None
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """The start of the buffer as a tensor of that shape."""
+        return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
