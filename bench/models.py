@@ -122,6 +122,8 @@ def write_model(shape: Shape, directory: Path, device: str = "cpu", dtype: str =
     weights = {
         name: _draw(size, getattr(torch, dtype), generator).cpu() for name, size in parameter_shapes(shape.config).items()
     }
+    if device != "cpu":
+        torch.cuda.empty_cache()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps({**shape.config, "dtype": dtype}, indent=2))
     return target

@@ -18,6 +18,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -28,7 +30,7 @@ import numpy as np
 from bench.models import SHAPES, Shape, write_model
 from bench.report import Report, command_line
 from bench.train_inputs import train_batch
-from bench.train_rivals import Contender, DagrlSteps, PlainSteps
+from bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
 from dagrl.config import Config
 from dagrl.errors import ConfigError
 from dagrl.layout import ParallelLayout
@@ -92,13 +94,16 @@ def run(options: argparse.Namespace) -> None:
     cases = [parse_case(text, options.tiny) for text in options.cases]
     started, rows, problems = time.monotonic(), [], []
     workers = max(case.layout.world_size for case in cases)
-    with tempfile.TemporaryDirectory() as directory, DagrlSteps(workers) as ours, PlainSteps(workers) as plain:
+    with ExitStack() as stack:
+        models = writing(cases, options, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
+        ours, plain = stack.enter_context(DagrlSteps(workers)), stack.enter_context(PlainSteps(workers))
+        wait(models.values())
         for case in cases:
             if time.monotonic() - started > options.seconds:
                 problems.append(f"{case.name}: left out, {options.seconds:.0f} s are over")
                 continue
             try:
-                rows += measure(case, options, Path(directory), ours, plain)
+                rows += measure(case, options, models[case.shape.name].result(), ours, plain)
             except Exception:  # the next case may well run
                 problems.append(f"{case.name}:\n{traceback.format_exc()}")
             rows = compared(rows)
@@ -122,11 +127,20 @@ def parse_case(text: str, tiny: bool) -> Case:
     return Case(text.rstrip("!"), shape, layout, bool(match["sharded"]), bool(match["alone"]))
 
 
-def measure(case: Case, options: argparse.Namespace, directory: Path, ours: DagrlSteps, plain: PlainSteps) -> list[Row]:
+def writing(
+    cases: Sequence[Case], options: argparse.Namespace, directory: Path, stack: ExitStack
+) -> dict[str, Future[Path]]:
+    """The checkpoints of all models by name, being written by a thread while workers start."""
+    import torch
+
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", "float32" if options.tiny else "bfloat16"
+    pool = stack.enter_context(ThreadPoolExecutor(1))
+    shapes = {case.shape.name: case.shape for case in cases}
+    return {name: pool.submit(write_model, shape, directory, device, dtype) for name, shape in shapes.items()}
+
+
+def measure(case: Case, options: argparse.Namespace, model: Path, ours: DagrlSteps, plain: PlainSteps) -> list[Row]:
     """Rows of dagrl and, unless the case is alone, of the plain loop; both build the case before the first turn."""
-    model = directory / case.shape.name
-    if not model.exists():
-        write_model(case.shape, directory, ours.device, "float32" if options.tiny else "bfloat16")
     config = case_config(case, model, options)
     batch = train_batch(options.rows, options.length, vocabulary=int(str(case.shape.config["vocab_size"])))
     contenders: list[Contender] = [ours] if case.alone else [ours, plain]
@@ -137,8 +151,8 @@ def measure(case: Case, options: argparse.Namespace, directory: Path, ours: Dagr
     try:
         for contender in contenders:
             contender.take(1)  # kernels are chosen, memory is found
-        taken = {contender.name: [contender.take(options.steps) for _ in range(1)] for contender in contenders}
-        for _ in range(options.turns - 1):
+        taken: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
+        for _ in range(options.turns):
             for contender in contenders:
                 taken[contender.name].append(contender.take(options.steps))
         return [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]

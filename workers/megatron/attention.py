@@ -29,6 +29,15 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, states: Tensor) -> Tensor:
+        """`states` [..., hidden size], normalised; on a GPU by our own kernel, as torch's is slow for many short rows."""
+        if not states.is_cuda:
+            return super().forward(states)
+        from workers.megatron.layer_kernels import rms_norm
+
+        assert self.eps is not None
+        return rms_norm(states, self.weight, self.eps)
+
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
     """Causal grouped-query attention; under context parallelism keys and values are gathered, queries stay cut."""

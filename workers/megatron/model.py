@@ -128,9 +128,12 @@ def build_model(architecture: Architecture, policy: PolicyConfig, layout: Parall
 
 
 def transformer_config(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout) -> TransformerConfig:
-    """Megatron's configuration of the model: every fusion that needs a compiled extension off, gradients summed."""
+    """Megatron's configuration of the model: every fusion that needs a compiled extension off, gradients summed.
+
+    On a GPU the rotary embedding is a kernel of our own.
+    """
     dtype = getattr(torch, policy.precision)
-    return TransformerConfig(
+    config = TransformerConfig(
         **_sizes(architecture),
         **_parallelism(architecture, policy, layout),
         **(_experts(architecture) if architecture.experts else {}),
@@ -152,6 +155,11 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+    if torch.cuda.is_available():
+        from workers.megatron.layer_kernels import use_layer_kernels
+
+        use_layer_kernels(config)
+    return config
 
 
 def _leave(weight: Tensor) -> Tensor:

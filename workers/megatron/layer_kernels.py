@@ -1,0 +1,185 @@
+"""Triton kernels for what surrounds the matrix products of a layer: rotary embedding and RMSNorm, forward and backward.
+
+Written out in torch each is a dozen passes over memory, with Transformer Engine one; it is one here. Both compute in
+float32 and round once. `use_layer_kernels` gives Megatron the rotary embedding through the hook that it has for Transformer
+Engine's. Imported only where Triton is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+from torch import Tensor
+
+BLOCK_ELEMENTS = 4096  # of a tile: rows times padded row length
+NORM_PROGRAMS = 1024  # each sums the gradient of the weight over its rows
+
+
+def use_layer_kernels(config: Any) -> None:
+    """Let a model built with this Megatron configuration rotate by our kernel."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rope_utils.fused_apply_rotary_pos_emb = rotate
+    config.apply_rope_fusion = True
+
+
+def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
+    """`states` [s, b, heads, d] rotated by `angles` [s, 1, 1, d] float32, the two halves of d as pairs."""
+    assert not interleaved, "rotary_interleaved is never set"
+    rotated: Tensor = _Rotate.apply(states, angles)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`states` [..., d] divided by the root of their mean square, times `weight` [d]."""
+    normed: Tensor = _RmsNorm.apply(states, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(angles)
+        return _rotated(states, angles, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _rotated(grads[0], ctx.saved_tensors[0], -1.0), None
+
+
+def _rotated(states: Tensor, angles: Tensor, direction: float) -> Tensor:
+    states = states if states.stride(3) == 1 else states.contiguous()
+    length, batch, heads, width = states.shape
+    rotated = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    strides = states.stride(0), states.stride(1), states.stride(2)
+    half = triton.next_power_of_2(width // 2)
+    size = heads, triton.next_power_of_2(heads), width // 2, half
+    _rotate_kernel[(length * batch,)](states, angles, rotated, batch, *strides, angles.stride(0), direction, *size)
+    return rotated
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _rotate_kernel(  # type: ignore[no-untyped-def]
+    states,
+    angles,
+    rotated,
+    batch,
+    stride_s,
+    stride_b,
+    stride_h,
+    stride_angle,
+    direction,
+    heads: tl.constexpr,
+    heads_block: tl.constexpr,
+    half: tl.constexpr,
+    half_block: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = token // batch
+    head = tl.arange(0, heads_block)[:, None]
+    column = tl.arange(0, half_block)[None, :]
+    inside = (head < heads) & (column < half)
+    angle = tl.load(angles + position * stride_angle + column, mask=column < half, other=0.0)
+    cos, sin = tl.cos(angle), tl.sin(angle) * direction
+    source = states + position * stride_s + (token % batch) * stride_b + head * stride_h + column
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    target = rotated + (token * heads + head) * (2 * half) + column
+    tl.store(target, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
+    tl.store(target + half, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
+        flat = states.reshape(-1, states.shape[-1])
+        rows, width = flat.shape
+        normed = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        scale = torch.empty(rows, dtype=torch.float32, device=flat.device)
+        block = triton.next_power_of_2(width)
+        tile = max(1, BLOCK_ELEMENTS // block)
+        _norm_kernel[(triton.cdiv(rows, tile),)](flat, weight, normed, scale, rows, flat.stride(0), eps, width, block, tile)
+        ctx.save_for_backward(flat, weight, scale)
+        return normed.view(states.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        flat, weight, scale = ctx.saved_tensors
+        rows, width = flat.shape
+        grad = grads[0].reshape(rows, width)
+        block = triton.next_power_of_2(width)
+        tile = max(1, BLOCK_ELEMENTS // 2 // block)
+        programs = min(NORM_PROGRAMS, triton.cdiv(rows, tile))
+        grad_flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
+        parts = torch.empty(programs, width, dtype=torch.float32, device=flat.device)
+        turns = triton.cdiv(rows, tile * programs)
+        strides = flat.stride(0), grad.stride(0)
+        _norm_backward_kernel[(programs,)](
+            flat,
+            weight,
+            scale,
+            grad,
+            grad_flat,
+            parts,
+            rows,
+            *strides,
+            width,
+            block,
+            tile,
+            turns,
+        )
+        return grad_flat.view(grads[0].shape), parts.sum(0).to(weight.dtype), None
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    states, weight, normed, scale, rows, stride, eps, width: tl.constexpr, block: tl.constexpr, tile: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    column = tl.arange(0, block)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = tl.load(states + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / width + eps)
+    tl.store(scale + row, factor, mask=row < rows)
+    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    result = value * factor[:, None] * gain[None, :]
+    tl.store(normed + row[:, None] * width + column[None, :], result.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _norm_backward_kernel(  # type: ignore[no-untyped-def]
+    states,
+    weight,
+    scale,
+    grad,
+    grad_states,
+    parts,
+    rows,
+    stride,
+    grad_stride,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    tile: tl.constexpr,
+    turns,
+):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, block)
+    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    total = tl.zeros((block,), dtype=tl.float32)
+    for turn in range(turns):
+        row = (program * turns + turn) * tile + tl.arange(0, tile)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        value = tl.load(states + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        upper = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(scale + row, mask=row < rows, other=0.0)
+        unit = value * factor[:, None]
+        total += tl.sum(upper * unit, axis=0)
+        scaled = upper * gain[None, :]
+        mean = tl.sum(scaled * unit, axis=1) / width
+        result = (scaled - unit * mean[:, None]) * factor[:, None]
+        target = grad_states + row[:, None] * width + column[None, :]
+        tl.store(target, result.to(grad_states.dtype.element_ty), mask=inside)
+    tl.store(parts + program * width + column, total, mask=column < width)
