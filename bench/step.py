@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
     parser.add_argument("--steps", type=int, help="steps of each way that count")
+    parser.add_argument("--keep-weights", action="store_true", help="a way begins where the one before ended: no checkpoint")
     parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
     names = "; ".join(way.name for way in (*ON_REQUEST, *WAYS))
     parser.add_argument("--ways", help=f"some of: {names} (separated by semicolons; else all but the first two)")
@@ -98,7 +99,8 @@ def run(options: argparse.Namespace) -> None:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
         results: list[Result] = []
-        for results in measure(config, ways, Path(directory) / "first_weights", options.rounds):
+        first_weights = None if options.keep_weights else Path(directory) / "first_weights"
+        for results in measure(config, ways, first_weights, options.rounds):
             if options.json:
                 Report([asdict(result) for result in results], command_line()).write(options.json)
     print_table(results)
@@ -117,8 +119,12 @@ def chosen(text: str) -> list[Way]:
     return [named[name] for name in names]
 
 
-def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: int) -> Iterator[list[Result]]:
-    """Every way in every round on one session, each time from the first weights; yields all results so far after each."""
+def measure(config: Config, ways: Sequence[Way], first_weights: Path | None, rounds: int) -> Iterator[list[Result]]:
+    """Every way in every round on one session; yields all results so far after each.
+
+    Each time from the first weights, kept in `first_weights`; None: from those that are there. Lengths are forced, so that
+    the work is nearly the same.
+    """
     from bench.plain import with_plain_workers
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.session import open_session
@@ -129,7 +135,8 @@ def measure(config: Config, ways: Sequence[Way], first_weights: Path, rounds: in
     measured: dict[Way, list[Sequence[Metrics]]] = {way: [] for way in ways}
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
         session.train.call("snapshot_reference")
-        session.train.call("save_checkpoint", str(first_weights), {})
+        if first_weights is not None:
+            session.train.call("save_checkpoint", str(first_weights), {}, timeout_s=config.timeouts.checkpoint_s)
         for _ in range(rounds):
             for way in ways:
                 measured[way].append(run_way(config, session, reward, way, first_weights))

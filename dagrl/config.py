@@ -153,6 +153,7 @@ class GenerationConfig(Section):
     forced_lengths: ForcedLengths | None = None
     colocated: ColocatedConfig = ColocatedConfig()
     vllm_cfg: VllmConfig = VllmConfig()
+    vllm_kwargs: dict[str, Json] = {}  # more of vLLM's EngineArgs, by name
 
 
 class SequencePackingConfig(Section):

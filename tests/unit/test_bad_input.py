@@ -179,6 +179,16 @@ TABLE = [
         ("recompute_kv_cache_after_weight_updates", "in_flight_weight_updates=true"),
         ("grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true}",),
     ),
+    Row(
+        "colocated and asynchronous",
+        ("policy.generation.colocated.enabled", "take turns"),
+        ("policy.generation.colocated.enabled=true", "grpo.async_grpo.enabled=true"),
+    ),
+    Row(
+        "an engine argument of the worker's own",
+        ("vllm_kwargs sets async_scheduling", "vllm_cfg"),
+        ("policy.generation.vllm_kwargs={async_scheduling: true}",),
+    ),
     Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
     Row("characters", ("tokenizer_characters", "'1' more than once"), ('policy.random_init.tokenizer_characters="121"',)),

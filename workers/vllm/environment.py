@@ -11,6 +11,36 @@ from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+OWN_ARGUMENTS = frozenset(
+    {
+        "async_scheduling",
+        "cpu_distributed_timeout_seconds",
+        "disable_custom_all_reduce",
+        "disable_log_stats",
+        "distributed_executor_backend",
+        "distributed_timeout_seconds",
+        "dtype",
+        "enable_expert_parallel",
+        "enable_prefix_caching",
+        "enable_sleep_mode",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "hf_overrides",
+        "kv_cache_dtype",
+        "kv_cache_memory_bytes",
+        "load_format",
+        "logprobs_mode",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "model",
+        "seed",
+        "skip_tokenizer_init",
+        "tensor_parallel_size",
+        "tokenizer",
+    }
+)
+"""What of vLLM's EngineArgs `workers.vllm.launch` decides."""
 
 
 def vllm_environment(config: Config) -> dict[str, str]:
@@ -34,9 +64,14 @@ def vllm_environment(config: Config) -> dict[str, str]:
 
 
 def require_generation(config: Config) -> GenerationConfig:
-    """The generation section; ConfigError when the configuration has none."""
+    """The generation section; ConfigError when the configuration has none, or takes from the worker what it sets itself."""
     if config.policy.generation is None:
         raise ConfigError("policy.generation is missing; a generation worker needs it")
+    if taken := sorted(OWN_ARGUMENTS & config.policy.generation.vllm_kwargs.keys()):
+        raise ConfigError(
+            f"policy.generation.vllm_kwargs sets {', '.join(taken)}, which the worker sets itself; use the keys of "
+            "policy.generation.vllm_cfg where there are such, or leave them out"
+        )
     return config.policy.generation
 
 

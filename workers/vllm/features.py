@@ -1,6 +1,6 @@
 """What the installed vLLM can do, looked up rather than derived from its version: the one place that knows differences.
 
-Everything else in this package uses what vLLM 0.26 to 0.33 have alike. By their sources, 0.26.0, 0.32.0 and 0.33.0 differ in:
+Everything else in this package uses what vLLM 0.26 to 0.33 have alike. By their sources 0.26.0, 0.32.0 and 0.33.0 differ in:
 
 - `wake_up` tells whether all memory is back since 0.32, before it returned nothing: `wake_up` here asks `is_sleeping`;
 - expert tensors lie in `experts.routed_experts` since 0.25 (`workers.vllm.weights.local_name`);
@@ -32,7 +32,8 @@ def engine_config(arguments: Mapping[str, Any]) -> VllmConfig:
     lacking = sorted(arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)})
     if lacking:
         raise MissingDependencyError(
-            f"vLLM {__version__} lacks the engine arguments {', '.join(lacking)}; install vLLM 0.26 to 0.33 (dagrl[vllm])"
+            f"vLLM {__version__} lacks the engine arguments {', '.join(lacking)}; install vLLM 0.26 to 0.33 "
+            "(dagrl[vllm]), or correct policy.generation.vllm_kwargs"
         )
     return EngineArgs(**arguments).create_engine_config()
 

@@ -23,7 +23,7 @@ from dagrl.config import Config
 from dagrl.errors import MissingDependencyError
 from dagrl.worker import WorkerContext
 from workers.vllm import features
-from workers.vllm.environment import VISIBLE, device_index, model_path, require_generation
+from workers.vllm.environment import OWN_ARGUMENTS, VISIBLE, device_index, model_path, require_generation
 from workers.vllm.quantization import quantization_arguments, quantized_names, quantizes
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     }
     if vllm.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
-    return arguments
+    assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
+    return {**arguments, **require_generation(config).vllm_kwargs}
 
 
 def _import_model(architectures: Sequence[str]) -> None:
