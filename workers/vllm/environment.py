@@ -13,6 +13,7 @@ from dagrl.machine import gpu_count
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_ARGUMENTS = frozenset(
     {
+        "additional_config",
         "async_scheduling",
         "cpu_distributed_timeout_seconds",
         "disable_custom_all_reduce",
