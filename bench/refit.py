@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=20, help="measured refits of each way")
     parser.add_argument("--bucket-bytes", type=int, help="of a message; by default what a run would choose")
+    parser.add_argument("--tune", action="store_true", help="first try ways of overlapping, and go on with the best")
     parser.add_argument("--described", action="store_true", help="tensors of the described shapes instead of real modules")
     parser.add_argument("--no-rivals", action="store_true", help="without broadcasts")
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds after which ranks are stopped")
@@ -98,6 +99,7 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, dead
         ports,
         options.bucket_bytes,
         rivals=not (options.no_rivals or options.trial),
+        tune=options.tune,
     )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

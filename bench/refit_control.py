@@ -44,6 +44,13 @@ class Control:
         self._store.set(f"{key}/{self.rank}", pickle.dumps(value).hex())
         return [pickle.loads(bytes.fromhex(self._store.get(f"{key}/{rank}").decode())) for rank in range(self.size)]  # noqa: S301
 
+    def leave(self) -> None:
+        """Return when this rank may end: the one that serves the store goes last."""
+        left, deadline = self._store.add("left", 1), time.monotonic() + self._timeout_s
+        while self.rank == 0 and left < self.size and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            left = self._store.add("left", 0)
+
     def start_together(self) -> None:
         """Return at the same instant on all ranks, without sleeping towards the end."""
         self.barrier()

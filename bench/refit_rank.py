@@ -20,9 +20,10 @@ import torch
 from bench.refit_cases import Case
 from bench.refit_control import Control
 from bench.refit_rivals import PACKED_BYTES, RAW_BYTES, Broadcast, raw_bytes_per_second
-from bench.refit_sides import Side, described_side, megatron_side, vllm_side
+from bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
 from bench.refit_truth import clear, fill, wrong
-from dagrl.channels import Channel, ChannelSpec, open_channel
+from bench.refit_tune import LANES_OF_A_CHANNEL, best_way
+from dagrl.channels import Channel, ChannelSpec, nccl, open_channel
 from dagrl.refit import RefitReceiver, RefitReport, RefitSender, plan_refit
 from dagrl.refit.moves import message_bytes
 from dagrl.refit.slices import WeightSlice
@@ -48,6 +49,7 @@ class Settings:
     bucket_bytes: int | None = None
     timeout_s: float = 20.0
     rivals: bool = True
+    tune: bool = False
 
 
 class Rank:
@@ -64,6 +66,7 @@ class Rank:
         self._group_address = self._channel_address = ""
         self._say = say if rank == 0 else lambda row: None
         self._built: tuple[Any, Side] | None = None
+        self._tuned = False
 
     def run(self) -> None:
         """All cases; one that fails is told and left."""
@@ -72,6 +75,7 @@ class Rank:
             self._group_address, self._channel_address = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
             with self._together(case, "prepare"):
                 self._run_case(case)
+        self.control.leave()
 
     @contextmanager
     def _together(self, case: Case, method: str) -> Iterator[None]:
@@ -105,6 +109,7 @@ class Rank:
         from bench.refit_resharding import Resharding
 
         self._let_go()
+        leave_vllm()
         resharding = Resharding(case, self.rank, self._group_address, self.device)
         try:
             if self.rank < case.train.world_size:
@@ -143,6 +148,8 @@ class Rank:
 
     @contextmanager
     def _channel(self, case: Case) -> Iterator[Channel]:
+        if self.settings.tune and not self._tuned:
+            nccl.LANES = LANES_OF_A_CHANNEL
         spec = ChannelSpec(self.settings.kind, self._channel_address, self.rank, case.gpus, self.settings.timeout_s)
         channel = open_channel(spec)
         try:
@@ -152,6 +159,7 @@ class Rank:
 
     def _measure(self, case: Case, side: Side, thorough: bool) -> None:
         """Ways of one case: recorded and not, verified, and by broadcasts."""
+        self.control.barrier()  # a side may have been built in a moment, the other not
         with self._channel(case) as channel:
             half = case.train.world_size
             pairs = {rank: half + rank % case.tp for rank in range(half)}
@@ -162,6 +170,9 @@ class Rank:
                 "raw_by_message_bytes": {str(size): rate / 1e9 for size, rate in raw.items()},
                 "holders": sorted({one for one in self.control.gather(side.holder)}),
             }
+            if self.settings.tune and thorough and not self._tuned:
+                self._tuned = True
+                best_way(lambda way: self._refit(case, side, channel, way.name, "off", True, facts))
             methods: list[tuple[str, Verify, bool]] = [("dagrl", "off", True)]
             if self.device.type == "cuda":
                 methods.append(("dagrl stream", "off", False))
@@ -174,7 +185,9 @@ class Rank:
             return
         has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
         ways = [("broadcast a parameter", 0, False), ("packed broadcast", PACKED_BYTES, False)]
-        if has_loader and "num_experts" not in case.config:  # with experts it is 18,867 calls of a loader: minutes
+        if "num_experts" in case.config:
+            ways = ways[:1]  # 18,867 parameters: calls of a loader would take minutes, packing some seconds to prepare
+        elif has_loader:
             ways += [(f"{method}, load_weights", size, True) for method, size, _ in ways]
         for method, size, load in ways:
             with self._together(case, method):
@@ -182,7 +195,7 @@ class Rank:
 
     def _refit(
         self, case: Case, side: Side, channel: Channel, method: str, verify: Verify, record: bool, facts: Mapping[str, Any]
-    ) -> None:
+    ) -> float:
         start = time.perf_counter()
         plan = plan_refit(
             case.sources(),
@@ -212,7 +225,7 @@ class Rank:
         }
         if verify == "off":
             more |= self._stages(end, channel)
-        self._time(case, method, side, carry, {**facts, **more}, None if verify == "off" else reports)
+        return self._time(case, method, side, carry, {**facts, **more}, None if verify == "off" else reports)
 
     def _stages(self, end: RefitSender | RefitReceiver, channel: Channel) -> dict[str, float]:
         """Seconds of packing, messages and unpacking, each alone; the slowest rank's."""
@@ -256,8 +269,8 @@ class Rank:
         facts: Mapping[str, Any],
         verified: Sequence[RefitReport] | None = None,
         few: bool = False,
-    ) -> None:
-        """Measure `carry`, compare what arrived, and tell the row."""
+    ) -> float:
+        """Measure `carry`, compare what arrived, and tell the row; the median."""
         is_receiver = self.rank >= case.train.world_size
         if is_receiver:
             clear(side.tensors)
@@ -286,6 +299,7 @@ class Rank:
         if verified is not None:
             row["verify_s"] = max(self.control.gather(verified[-1].verify_seconds))
         self._say(row)
+        return median
 
 
 def _bytes(slices: Sequence[WeightSlice]) -> int:

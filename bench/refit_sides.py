@@ -106,6 +106,15 @@ def _vllm_model(case: Case, rank: int, device: torch.device) -> Any:
             return initialize_model(config)
 
 
+def leave_vllm() -> None:
+    """Leave the process group that vLLM's modules were built in, if there is one."""
+    if torch.distributed.is_initialized():
+        from vllm.distributed import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
 def _fp8(case: Case) -> dict[str, Any]:
     """What the `config.json` of a checkpoint in blockwise FP8 says; routers stay as they are."""
     layers = case.config["num_hidden_layers"] if "num_experts" in case.config else 0

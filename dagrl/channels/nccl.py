@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-LANES = 2
+LANES = 1
 """Communicators, each on a stream of its own: what one leaves of the link at a message's begin and end, the other fills."""
 _SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
 _POLL_S = 50e-6

@@ -1,0 +1,52 @@
+"""Ways of overlapping copies and messages, tried against each other: where the constants of the GPU path come from.
+
+    dagrl bench refit --tune
+
+Each way is measured like any method; the best is kept for the rest of the run. What it sets are constants of
+`dagrl/channels/nccl.py` (lanes) and `dagrl/refit/copy_kernel.py` (programs that copy beside messages, warps and tiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LANES_OF_A_CHANNEL = 2
+"""Opened where ways are tried."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Lanes of the channel; programs that copy beside messages, the warps of each and the units of 16 bytes of a tile."""
+
+    lanes: int
+    programs: int
+    warps: int = 8
+    tile: int = 2048
+
+    @property
+    def name(self) -> str:
+        """As a method of the report."""
+        return f"dagrl {self.lanes} lanes, {self.programs} programs of {self.warps} warps"
+
+    def use(self) -> None:
+        """From now on, in this process; what is bound before must be bound again."""
+        from dagrl.channels import nccl
+        from dagrl.refit import copy_kernel
+
+        nccl.LANES = self.lanes
+        copy_kernel.PROGRAMS, copy_kernel._WARPS, copy_kernel._TILE = self.programs, self.warps, self.tile
+
+
+WAYS = (Way(1, 24), Way(1, 32), Way(1, 48), Way(1, 64), Way(1, 16, 16, 4096), Way(2, 32), Way(2, 64))
+
+
+def best_way(seconds: Callable[[Way], float]) -> Way:
+    """Try all; `seconds` measures one, the same on all ranks."""
+    taken = {}
+    for way in WAYS:
+        way.use()
+        taken[way] = seconds(way)
+    best = min(taken, key=lambda way: taken[way])
+    best.use()
+    return best
