@@ -90,7 +90,7 @@ class PlainDriver:
             sent = self._start(self._train, "broadcast_weights", [()] * len(self._train.actors))
             arguments = [(version, self._described)] * len(self._generation.actors)
             received = self._start(self._generation, "receive_broadcast", arguments)
-            self._wait([(self._train, sent), (self._generation, received)])
+            self._wait("refit", [sent, received])
 
     def _join_broadcast(self) -> Described:
         address = self._train.call_function(free_address)[0]
@@ -195,19 +195,15 @@ class PlainDriver:
         """What every worker returned, for its shard's share from the object store."""
         stored = [ray.put(share) for share in shares]
         own = [(stored[group.layout.coordinates(rank).dp], *args) for rank in range(len(group.actors))]
-        return self._wait([(group, self._start(group, method, own))])[0]
+        return self._wait(phase, [self._start(group, method, own)])[0]
 
     def _start(self, group: WorkerGroup, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
         return [actor.timed.remote(method, *mine) for actor, mine in zip(group.actors, args, strict=True)]
 
-    def _wait(self, calls: Sequence[tuple[WorkerGroup, list[Any]]]) -> list[list[Any]]:
-        """Results by group; their times count as those of replays do, for idle shares and overhead."""
+    def _wait(self, phase: str, calls: Sequence[list[Any]]) -> list[list[Any]]:
+        """Results by call; their times count as those of a replay of the phase do, for idle shares and overhead."""
         started = time.perf_counter()
-        flat = ray.get([ref for _, refs in calls for ref in refs], timeout=self._session.config.timeouts.replay_s)
-        finished, results, taken = time.perf_counter(), [], iter(flat)
-        for group, refs in calls:
-            mine = [next(taken) for _ in refs]
-            busy = max(seconds for seconds, _ in mine)
-            self._session.timings.append(((group.role.name,), ReplayTiming(started, finished, busy, None)))
-            results.append([result for _, result in mine])
-        return results
+        taken = [ray.get(refs, timeout=self._session.config.timeouts.replay_s) for refs in calls]
+        busy = max(seconds for found in taken for seconds, _ in found)
+        self._session.timings.append((phase, ReplayTiming(started, time.perf_counter(), busy, None)))
+        return [[result for _, result in found] for found in taken]

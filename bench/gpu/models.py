@@ -1,10 +1,11 @@
 """Models of real shapes for the measurements, made on the spot: random weights on a GPU, and a tokenizer.
 
-python -m bench.gpu.models qwen3-4b DIR          writes DIR/qwen3-4b, unless it is there
+python -m bench.gpu.models qwen3-4b DIR          writes DIR/qwen3-4b, unless it is there; the weights last
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,12 +17,14 @@ CHARACTERS = "0123456789+="
 
 def main(name: str, directory: str) -> None:
     """Write a model with its tokenizer."""
-    import torch
-
     target = Path(directory) / name
-    if not (target / "tokenizer.json").exists():
-        write_model(SHAPES[name], Path(directory), device="cuda" if torch.cuda.is_available() else "cpu")
+    if not (target / "model.safetensors").exists():
+        target.mkdir(parents=True, exist_ok=True)
         character_tokenizer(CHARACTERS).save_pretrained(target)
+        (target / "config.json").write_text(json.dumps(dict(SHAPES[name].config)))
+        import torch
+
+        write_model(SHAPES[name], Path(directory), device="cuda" if torch.cuda.is_available() else "cpu")
     print(target)
 
 
