@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -38,20 +41,31 @@ class Report:
 
 
 def hardware() -> str:
-    """Cores and processor of this machine."""
+    """Cores, processor and GPUs of this machine."""
     model = ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     except OSError:
         model = platform.processor()
-    return f"{len(os.sched_getaffinity(0))}-core host, {model or platform.machine()}"
+    return ", ".join([f"{len(os.sched_getaffinity(0))}-core host, {model or platform.machine()}", *_gpus()])
+
+
+def _gpus() -> list[str]:
+    """`4 x NVIDIA H200`, as far as CUDA_VISIBLE_DEVICES lets them be seen."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.strip().splitlines()  # noqa: S603
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = names if visible is None else names[: len([number for number in visible.split(",") if number])]
+    return [f"{count} x {name}" for name, count in Counter(seen).items()]
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that matter to what was measured."""
     found = {"python": platform.python_version()}
-    for name in ("ray", "numpy", "torch"):
+    for name in ("ray", "numpy", "torch", "vllm", "megatron-core", "transformers", "cupy-cuda13x"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
