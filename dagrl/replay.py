@@ -29,19 +29,28 @@ class Split:
     tokens: int
 
     def shares(self, batch: Batch) -> list[Batch]:
-        """Each shard's rows of `batch`, padded to the bucket: views of one array a field."""
-        order = np.concatenate(self.rows)
-        padded = {name: self._padded(array, order) for name, array in batch.fields.items()}
-        return [
-            Batch({name: array[shard] for name, array in padded.items()}, batch.scalars) for shard in range(len(self.rows))
-        ]
+        """Each shard's rows of `batch`, padded to the bucket: views of the batch, or of one array a field."""
+        runs = self._runs()
+        fields = {name: self._field(array, runs) for name, array in batch.fields.items()}
+        return [Batch({name: fields[name][shard] for name in fields}, batch.scalars) for shard in range(len(self.rows))]
 
-    def _padded(self, array: Array, order: npt.NDArray[np.intp]) -> Array:
-        """One field, `[shards, sequences]` or `[shards, sequences, tokens]`."""
+    def _runs(self) -> list[slice] | None:
+        """Each shard's rows as a slice of the batch, if all are and fill the bucket."""
+        runs = []
+        for rows in self.rows:
+            if len(rows) != self.bucket.sequences or (len(rows) > 1 and not (np.diff(rows) == 1).all()):
+                return None
+            runs.append(slice(int(rows[0]), int(rows[0]) + len(rows)))
+        return runs
+
+    def _field(self, array: Array, runs: list[slice] | None) -> Sequence[Array]:
+        """One field of each shard, `[sequences]` or `[sequences, tokens]`."""
         wide = [self.bucket.tokens] if array.ndim == 2 else []
-        shape = (len(self.rows), self.bucket.sequences, *wide)
         kept = array[:, : self.bucket.tokens] if wide else array
-        dealt = kept.take(order, axis=0)  # copies whole rows, many times as fast as indexing does
+        if runs is not None and list(kept.shape[1:]) == wide:
+            return [kept[run] for run in runs]
+        shape = (len(self.rows), self.bucket.sequences, *wide)
+        dealt = kept.take(np.concatenate(self.rows), axis=0)  # copies whole rows, many times as fast as indexing does
         if dealt.size == math.prod(shape):
             return dealt.reshape(shape)
         padded, start = np.zeros(shape, array.dtype), 0

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 IDLE_S = 5.0
 """How long a worker's loop sleeps at most before it looks up."""
 
+LOOPS = "_ray_system"
+"""Ray's name for the threads of an actor that run graphs; one, unless the actor was made with more."""
+
 DEATH_S = 10.0
 """How long to wait for Ray to say which worker died, after edges were closed."""
 
@@ -53,8 +56,7 @@ class CompiledGraph:
         self._limits = limits
         self._actors = _distinct(actors)
         settings = (limits.result_bytes, bool(accelerated(graph)))
-        prepared = [actor.__ray_call__.remote(_prepare_worker, *settings) for actor in self._actors]
-        hosts = _hosts(actors, dict(zip(self._actors, ray.get(prepared, timeout=limits.compile_s), strict=True)))
+        hosts = _hosts(actors, dict(zip(self._actors, self._prepare(settings), strict=True)))
         self._gathering = Gathering.of(graph, limits.result_bytes, hosts)
         graph = with_relays(self._gathering.graph, hosts, accelerated(self._gathering.graph))
         near = _only_driver_reads(graph, hosts)
@@ -67,6 +69,21 @@ class CompiledGraph:
         (self._input,) = self._dag.dag_input_channels
         self._outputs = Outputs(self._dag.dag_output_channels, mailbox)
         self._submitted = 0
+
+    def _prepare(self, settings: tuple[int, bool]) -> list[str]:
+        """The workers' Ray nodes, from the threads that will run this graph: each live graph holds one on every worker."""
+        prepared = [
+            actor.__ray_call__.options(concurrency_group=LOOPS).remote(_prepare_worker, *settings) for actor in self._actors
+        ]
+        try:
+            nodes: list[str] = ray.get(prepared, timeout=self._limits.compile_s)
+        except GetTimeoutError as late:
+            raise TimeoutError(
+                f"a worker had no free thread for its loop within {self._limits.compile_s:.0f} s. An "
+                f"actor runs as many graphs at once as it has threads for them; make it with concurrency_groups="
+                f'{{"{LOOPS}": n}} for n phases (WorkerGroup.create does)'
+            ) from late
+        return nodes
 
     def submit(self, packet: Packet) -> Submitted:
         """Write the input; the scheduler has checked size and replays in flight.

@@ -75,13 +75,17 @@ class TicketGate:
     def __init__(self) -> None:
         self._turn = threading.Condition()
         self._next = 0
+        self._waiting = 0
 
     def enter(self, ticket: int, deadline_s: float) -> None:
         """Wait until `ticket` is next. Raises DeadlineError, or RunError for a ticket that has passed."""
+        if self._next == ticket:  # nobody else moves it on
+            return
         with self._turn:
-            if self._next == ticket:
-                return
-            if not self._turn.wait_for(lambda: self._next >= ticket, timeout=deadline_s):
+            self._waiting += 1
+            came = self._turn.wait_for(lambda: self._next >= ticket, timeout=deadline_s)
+            self._waiting -= 1
+            if not came:
                 raise DeadlineError(f"waited {deadline_s:.0f} s for ticket {ticket}, while ticket {self._next} is running")
             if self._next != ticket:
                 raise RunError(f"ticket {ticket} arrived after ticket {self._next}; recompile the graphs of this group")
@@ -90,7 +94,8 @@ class TicketGate:
         """Let the ticket after `ticket` in."""
         with self._turn:
             self._next = max(self._next, ticket + 1)
-            self._turn.notify_all()
+            if self._waiting:
+                self._turn.notify_all()
 
     def reset(self, ticket: int) -> None:
         """Make `ticket` the next one, after a failure."""
@@ -99,13 +104,8 @@ class TicketGate:
             self._turn.notify_all()
 
 
-class Activity(NamedTuple):
-    """The node a worker is running."""
-
-    replay: int
-    label: str
-    thread_id: int
-    since: float
+Run = tuple[str, int, bool, str, int, int]
+"""What a `NodeRun` is made of; named tuples take ten times as long to make as plain ones, and few are looked at."""
 
 
 @dataclass
@@ -116,8 +116,8 @@ class NodeState:
     rank: int
     coordinates: str
     gate: TicketGate = field(default_factory=TicketGate)
-    runs: deque[NodeRun] = field(default_factory=lambda: deque(maxlen=TRACE_CAPACITY))
-    activity: Activity | None = None
+    runs: deque[Run] = field(default_factory=lambda: deque(maxlen=TRACE_CAPACITY))
+    activity: tuple[int, str, int, float] | None = None  # replay, label, thread and start of the node that is running
 
 
 _STATE = "_dagrl_node_state"
@@ -149,7 +149,8 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     failures: tuple[WorkerFailure, ...] = ()
     busy_s = 0.0
     for packet in packets:
-        busy_s = max(busy_s, packet.busy_s)
+        if packet.busy_s > busy_s:
+            busy_s = packet.busy_s
         if packet.failures:
             failures += tuple(failure for failure in packet.failures if failure not in failures)
     value: object = None
@@ -176,13 +177,13 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
 def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     header = packets[0].header
     start_ns = time.time_ns()
-    state.activity = Activity(header.replay, call.label, threading.get_ident(), time.monotonic())
+    state.activity = (header.replay, call.label, threading.get_ident(), time.monotonic())
     try:
-        with replay_context(ReplayContext(header.phase, header.replay, header.warmup)):
+        with replay_context(ReplayContext(*header[:3])):
             value = _annotated(worker, call, packets) if ranges_enabled() else _evaluate(worker, call, packets)
     finally:
         state.activity = None
-    state.runs.append(NodeRun(header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
+    state.runs.append((header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
     return value
 
 
@@ -254,7 +255,7 @@ def _abort(worker: HasState) -> None:
 def drain_runs(worker: HasState) -> list[NodeRun]:
     """Node runs since the last call, oldest first."""
     runs = state_of(worker).runs
-    return [runs.popleft() for _ in range(len(runs))]
+    return [NodeRun(*runs.popleft()) for _ in range(len(runs))]
 
 
 def reset_tickets(worker: HasState, ticket: int) -> None:
@@ -272,7 +273,8 @@ def report_hang(worker: HasState) -> tuple[str, str]:
     activity = state_of(worker).activity
     if activity is None:
         return "", ""
-    frame = sys._current_frames().get(activity.thread_id)
+    replay, label, thread, since = activity
+    frame = sys._current_frames().get(thread)
     stack = "".join(traceback.format_stack(frame)) if frame else ""
-    what = f"{activity.label} for {time.monotonic() - activity.since:.1f} s (replay {activity.replay})"
+    what = f"{label} for {time.monotonic() - since:.1f} s (replay {replay})"
     return what, stack[-FAILURE_CHARACTERS:]

@@ -1,0 +1,15 @@
+"""Phases over two hosts give the same results under both executors, and name what fails there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.integration.main_job import ROOT
+
+
+def test_phases_over_two_hosts() -> None:
+    command = [sys.executable, "-m", "tests.integration.two_hosts"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["died [(5, 'died')]", "164 results are equal"]

@@ -1,0 +1,114 @@
+"""Phases over two raylets, which Ray takes for two hosts; run by test_two_hosts.py in a process of its own.
+
+A process is in one cluster at a time, and the other tests share one of a single raylet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+
+from dagrl.errors import PhaseError
+from dagrl.layout import ParallelLayout
+from dagrl.phase import Shard, join, phase
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.worker_group import WorkerGroup
+
+HOSTS, PER_HOST = 2, 3
+LARGE = 100_000
+
+
+class Worker:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def add(self, value):
+        return value + self.number
+
+    def both(self, value, other):
+        return value + 2 * other
+
+    def total(self, parts):
+        return sum(parts)
+
+    def fail(self, number):
+        if number == self.number:
+            raise ValueError("told to fail")
+        return number
+
+
+@phase
+def every_worker(train: Shard, value):
+    return train.map("add", value)
+
+
+@phase
+def exchange(train: Shard, value):
+    """One worker's result is read on both hosts, and the total of what they make of it goes round once more."""
+    first = train[4].map("add", value)
+    total = train.reduce("total", train.map("both", value, first))
+    return join(train.map("both", total, first)), total
+
+
+@phase
+def chain(train: Shard, value):
+    for place in (0, 3, 1, 4, 2, 5):
+        value = train[place].map("add", value)
+    return value
+
+
+@phase
+def fail(train: Shard, number):
+    return train.map("fail", number)
+
+
+PHASES = (every_worker, exchange, chain)
+
+
+def replayed(group: WorkerGroup, executor: str, values: list[object]) -> list[object]:
+    group.reset_tickets([0] * group.layout.world_size)
+    found: list[object] = []
+    with Scheduler([group], SchedulerOptions(executor=executor, fallback="error", result_bytes=8 << 20)) as scheduler:  # type: ignore[arg-type]
+        for item in PHASES:
+            scheduler.add(item, warmup_value=0, input_bytes=2 << 20)
+        scheduler.add(fail, warmup_value=-1)
+        scheduler.compile()
+        scheduler.warmup()
+        for value in values:
+            started = [scheduler.replay(item, value) for item in PHASES]
+            found += [replay.result() for replay in started]
+        for number in (1, 4):  # on either host
+            try:
+                scheduler.replay(fail, number).result()
+            except PhaseError as error:
+                found.append([(failure.rank, failure.message) for failure in error.failures])
+        if executor == "compiled":
+            ray.kill(group.actors[5])
+            try:
+                scheduler.replay(every_worker, 0).result()
+            except PhaseError as error:
+                print("died", [(failure.rank, failure.kind) for failure in error.failures])
+    return found
+
+
+def main() -> None:
+    cluster = Cluster()
+    for host in range(HOSTS):
+        cluster.add_node(num_cpus=2, resources={f"host{host}": 1}, object_store_memory=200 << 20)
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    actor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"_ray_system": 5})(Worker)
+    places = [f"host{number // PER_HOST}" for number in range(HOSTS * PER_HOST)]
+    handles = [actor.options(resources={place: 0.001}).remote(number) for number, place in enumerate(places)]
+    group = WorkerGroup.from_actors(handles, ParallelLayout(tp=len(handles)))
+    values = [1, 2.5, np.arange(5), np.arange(float(LARGE)), *range(50)]
+    expected, found = replayed(group, "eager", values), replayed(group, "compiled", values)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_equal(one, other)
+    print(f"{len(found)} results are equal")
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
