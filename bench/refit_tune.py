@@ -38,7 +38,7 @@ class Way:
         copy_kernel.PROGRAMS, copy_kernel._WARPS, copy_kernel._TILE = self.programs, self.warps, self.tile
 
 
-WAYS = (Way(1, 24), Way(1, 32), Way(1, 48), Way(1, 64), Way(1, 16, 16, 4096), Way(2, 32), Way(2, 64))
+WAYS = (Way(1, 24), Way(1, 32), Way(1, 64), Way(1, 16, 16, 4096), Way(2, 32), Way(2, 64))
 
 
 def best_way(seconds: Callable[[Way], float]) -> Way:
