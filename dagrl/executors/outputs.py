@@ -26,26 +26,28 @@ class Outputs:
         self._mailbox = mailbox
         self._posted = {edge.place.writer: edge for edge in edges if edge.place is not None}
         self._others = dict.fromkeys(edge for edge in edges if edge.place is None)
-        self._kept_of, self._kept = 0, dict[Edge, Part]()
         self._as_posted = len(self._posted) == len(edges)  # no other edges, and none that is two outputs
+        self._number = 0
+        self._come: dict[Edge | None, Any] = {}  # of replay `_number`: what came before a deadline; None: the mailbox
 
     def read(self, replay: Submitted, timeout_s: float) -> list[Part]:
-        """What each output is in a replay. Raises Ray's errors of channels, and errors of Ray's that a node sent."""
-        deadline = time.perf_counter() + timeout_s
-        posted = self._read_mailbox(self._mailbox, replay.number, deadline) if self._mailbox else []
-        if self._as_posted:
-            return posted
-        others = self._read_others(replay, deadline)
-        return [others[edge] if edge.place is None else posted[edge.place.writer] for edge in self._edges]
+        """What each output is in a replay. Raises Ray's errors of channels, and errors of Ray's that a node sent.
 
-    def _read_others(self, replay: Submitted, deadline: float) -> dict[Edge, Part]:
-        """What came before a deadline passed is kept for the next attempt at the same replay."""
-        if self._kept_of != replay.number:
-            self._kept_of, self._kept = replay.number, {}
+        A read that timed out can be tried again.
+        """
+        deadline = time.perf_counter() + timeout_s
+        if self._as_posted and self._mailbox is not None:
+            return self._read_mailbox(self._mailbox, replay.number, deadline)
+        if self._number != replay.number:
+            self._number, self._come = replay.number, {}
+        come = self._come
+        if self._mailbox is not None and None not in come:
+            come[None] = self._read_mailbox(self._mailbox, replay.number, deadline)
         for edge in self._others:
-            if edge not in self._kept:
-                self._kept[edge] = self._read_edge(edge, replay.header, deadline)
-        return self._kept
+            if edge not in come:
+                come[edge] = self._read_edge(edge, replay.header, deadline)
+        self._come = {}
+        return [come[edge] if edge.place is None else come[None][edge.place.writer] for edge in self._edges]
 
     def _read_mailbox(self, mailbox: Mailbox, number: int, deadline: float) -> list[Part]:
         with rays_errors:

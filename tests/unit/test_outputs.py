@@ -1,0 +1,74 @@
+"""The driver's side of a graph's outputs: in order, from the mailbox and from edges, and again after a deadline."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from typing import Any
+
+import pytest
+from ray.exceptions import RayChannelTimeoutError
+
+from dagrl.executors.edge import Place
+from dagrl.executors.mailbox import Mailbox
+from dagrl.executors.outputs import Outputs, Submitted
+from dagrl.executors.packet import Header, Packet
+
+HEADER = Header("phase", 7, False, {"train": 0})
+
+
+class Posted:
+    """An edge whose messages are announced in a mailbox; large ones are taken from it one after the other."""
+
+    def __init__(self, mailbox: Mailbox, writer: int) -> None:
+        self.place = Place(mailbox.address, writer)
+        self.large: deque[object] = deque()
+
+    def read_message(self, number: int, timeout_s: float) -> object:
+        return self.large.popleft()
+
+
+class Other:
+    """An edge that is read by itself, and has nothing to read the first time."""
+
+    place = None
+
+    def __init__(self) -> None:
+        self.late = 1
+
+    def read(self, timeout: float) -> Packet:
+        if self.late:
+            self.late -= 1
+            raise RayChannelTimeoutError("no message in time")
+        return Packet(HEADER, "other", 0.5)
+
+
+def test_a_read_that_timed_out_finds_everything_the_next_time() -> None:
+    mailbox = Mailbox.create(2, 4)
+    small, large, other = Posted(mailbox, 0), Posted(mailbox, 1), Other()
+    edges: list[Any] = [large, other, small, other]
+    outputs = Outputs(edges, mailbox)
+    mailbox.post(0, 1, pickle.dumps(("small", 0.1, ())), 1.0)
+    mailbox.post(1, 1, pickle.dumps(1), 1.0)
+    large.large.append(("large", 0.2, ()))
+    with pytest.raises(RayChannelTimeoutError):
+        outputs.read(Submitted(1, HEADER), 1.0)
+    found = outputs.read(Submitted(1, HEADER), 1.0)
+    assert [value for value, *_ in found] == ["large", "other", "small", "other"]
+
+
+def test_an_output_twice_is_read_once() -> None:
+    mailbox = Mailbox.create(1, 4)
+    edge: Any = Posted(mailbox, 0)
+    mailbox.post(0, 1, pickle.dumps(("value", 0.1, ())), 1.0)
+    assert Outputs([edge, edge], mailbox).read(Submitted(1, HEADER), 1.0) == [("value", 0.1, ())] * 2
+
+
+def test_a_mailbox_that_stays_empty_is_a_timeout() -> None:
+    mailbox = Mailbox.create(1, 4)
+    edge: Any = Posted(mailbox, 0)
+    outputs = Outputs([edge], mailbox)
+    with pytest.raises(RayChannelTimeoutError):
+        outputs.read(Submitted(1, HEADER), 0.05)
+    mailbox.post(0, 1, pickle.dumps(("late", 0.1, ())), 1.0)
+    assert outputs.read(Submitted(1, HEADER), 1.0) == [("late", 0.1, ())]
