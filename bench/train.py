@@ -2,12 +2,14 @@
 
     dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--json F] [--plot F]
 
-A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `0.6b:dp2d` (d: distributed optimizer), `30b@6:dp4ep4` (a model cut
-to 6 layers). The workers of dagrl, under Ray, and the processes of the plain loop (`bench.train_plain`, under torchrun)
-live side by side, build the case from the same checkpoint, and take turns of a few steps. Weights are random, of the real
-shape, in bfloat16 with float32 master weights. dagrl's time is that of a whole replay, batch sent and metrics read; the
-plain loop's that of a step with its batch on the device. Losses are compared by relative norm with those of the first case
-of the model that has one GPU. Without GPUs it runs as well (`--tiny`), for a look at what it does.
+A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `0.6b:dp2d` (d: distributed optimizer), `0.6b:dp1m` (m: the plain
+loop has Megatron's cross-entropy, else the same loss as dagrl's worker), `4b:dp1!` (!: without the plain loop),
+`30b@6:dp4ep4` (a model cut to 6 layers). The workers of dagrl, under Ray, and the processes of the plain loop
+(`bench.train_plain`, under torchrun) live side by side, build the case from the same checkpoint, and take turns of a few
+steps. Weights are random, of the real shape, in bfloat16 with float32 master weights. dagrl's time is that of a whole
+replay, batch sent and metrics read; the plain loop's that of a step with its batch on the device. Losses are compared by
+relative norm with those of the first case of the model that has one GPU. Without GPUs it runs as well (`--tiny`), for a
+look at what it does.
 """
 
 from __future__ import annotations
@@ -37,24 +39,28 @@ from dagrl.layout import ParallelLayout
 from dagrl.shapes import Batch
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "30b": "qwen3-30b-a3b"}
-_CASE = re.compile(r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<sharded>d?)(?P<alone>!?)")
+_CASE = re.compile(r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?!?)")
 _SIZE = re.compile(r"(dp|tp|pp|cp|ep)(\d+)")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a layout; `alone`: without the plain loop beside it, for want of memory."""
+    """A model in a layout. `own_loss`: the plain loop has Megatron's; `alone`: it is left out, for want of memory."""
 
     name: str
     shape: Shape
     layout: ParallelLayout
     sharded: bool
+    own_loss: bool
     alone: bool
 
 
 @dataclass(frozen=True)
 class Row:
-    """One case and who ran it. Medians of steps in milliseconds, spread (difference of the quartiles), peaks in GiB."""
+    """One case and who ran it. Medians of steps in milliseconds, spread (difference of the quartiles), peaks in GiB.
+
+    `overhead_ms` is the part of dagrl's step in which none of its workers ran.
+    """
 
     case: str
     who: str
@@ -63,6 +69,7 @@ class Row:
     steps: int
     step_ms: float
     spread_ms: float
+    overhead_ms: float | None
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float
@@ -96,7 +103,9 @@ def run(options: argparse.Namespace) -> None:
     workers = max(case.layout.world_size for case in cases)
     with ExitStack() as stack:
         models = writing(cases, options, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
-        ours, plain = stack.enter_context(DagrlSteps(workers)), stack.enter_context(PlainSteps(workers))
+        plain = stack.enter_context(PlainSteps(workers))
+        ours = stack.enter_context(DagrlSteps(workers))
+        plain.connect()
         wait(models.values())
         for case in cases:
             if time.monotonic() - started > options.seconds:
@@ -124,7 +133,7 @@ def parse_case(text: str, tiny: bool) -> Case:
     shape = shape.with_layers(int(match["layers"])) if match["layers"] else shape
     sizes = {name: int(size) for name, size in _SIZE.findall(match["layout"])}
     layout = ParallelLayout(**sizes, etp=1) if "ep" in sizes else ParallelLayout(**sizes)
-    return Case(text.rstrip("!"), shape, layout, bool(match["sharded"]), bool(match["alone"]))
+    return Case(text.rstrip("!"), shape, layout, "d" in match["end"], "m" in match["end"], "!" in match["end"])
 
 
 def writing(
@@ -143,6 +152,7 @@ def measure(case: Case, options: argparse.Namespace, model: Path, ours: DagrlSte
     """Rows of dagrl and, unless the case is alone, of the plain loop; both build the case before the first turn."""
     config = case_config(case, model, options)
     batch = train_batch(options.rows, options.length, vocabulary=int(str(case.shape.config["vocab_size"])))
+    plain.chunked = not case.own_loss
     contenders: list[Contender] = [ours] if case.alone else [ours, plain]
     for contender in contenders:
         contender.begin(case.layout, config, batch)
@@ -195,6 +205,7 @@ def as_row(case: Case, contender: Contender, turns: Sequence[Any], batch: Batch,
         steps=len(seconds),
         step_ms=round(median(seconds) * 1e3, 2),
         spread_ms=round(float(high - low) * 1e3, 2),
+        overhead_ms=round(median(contender.overheads) * 1e3, 2) if contender.overheads else None,
         tokens_per_s=round(float(batch["lengths"].sum() / middle), 1),
         tokens_per_s_per_gpu=round(float(batch["lengths"].sum() / middle / gpus), 1),
         model_tflops_per_gpu=round(float(tflops), 2),
@@ -226,24 +237,20 @@ def print_table(rows: Sequence[Row], hardware: str, problems: Sequence[str]) -> 
     from rich.console import Console
     from rich.table import Table
 
-    columns = (
-        "case",
-        "who",
-        "step ms",
-        "spread",
-        "of plain",
-        "tokens/s/GPU",
-        "TFLOP/s/GPU",
-        "MFU",
-        "peak GiB",
-        "loss error",
-    )
-    table = Table(*columns, title=hardware)
+    names = "case, who, step ms, spread, overhead ms, of plain, tokens/s/GPU, TFLOP/s/GPU, MFU, peak GiB, loss error"
+    table = Table(*names.split(", "), title=hardware)
     for row in rows:
         mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
-        numbers = (row.step_ms, row.spread_ms, row.of_plain, row.tokens_per_s_per_gpu, row.model_tflops_per_gpu)
+        numbers = (
+            row.step_ms,
+            row.spread_ms,
+            row.overhead_ms,
+            row.of_plain,
+            row.tokens_per_s_per_gpu,
+            row.model_tflops_per_gpu,
+        )
         table.add_row(row.case, row.who, *map(str, numbers), mfu, str(row.peak_gib), str(row.loss_error))
-    console = Console(width=130)
+    console = Console(width=140)
     console.print(table)
     for problem in problems:
         console.print(problem, markup=False)

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node N -m bench.train_plain ADDRESS KEY
 
 Every process connects to the benchmark at ADDRESS and obeys it: `build` a case, take `steps`, `end` it. The loop is what a
-Megatron user writes: GPTModel with `labels` (Megatron's own cross-entropy), DistributedDataParallel, Megatron's optimizer
-and pipeline schedule, and one number read a step. The layers, the weights, the batch and the microbatches are those that
-dagrl's worker has, and so is torch's fused Adam; the batch lies on the device before the first step.
+Megatron user writes: a GPTModel, DistributedDataParallel, Megatron's optimizer and pipeline schedule, and one number read a
+step. The layers, the weights, the batch and the microbatches are those that dagrl's worker has, and so is torch's fused
+Adam; the batch lies on the device before the first step. The loss is either the worker's, whose output layer works in
+chunks, so that both take the same step, or Megatron's own cross-entropy over whole logits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from dagrl.config import Config
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext
+from workers.families.megatron import padded_vocabulary
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Loop:
     optimizer: Any
     scheduler: Any
     microbatches: Any
+    forward: Callable[..., Any]
 
     def step(self) -> float:
         """One optimizer step; the mean loss, on the last pipeline stage."""
@@ -49,7 +52,7 @@ class Loop:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = get_forward_backward_func()(
-            forward_step_func=_forward,
+            forward_step_func=self.forward,
             data_iterator=iter(self.microbatches.items),
             model=self.model,
             num_microbatches=len(self.microbatches.items),
@@ -73,16 +76,30 @@ def _forward(microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[
     return output, partial(_loss, batch.data["loss_mask"])
 
 
+def _forward_chunked(layer: Any, microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    from workers.megatron.logprobs import token_logprobs
+
+    batch = next(microbatches)
+    hidden = model(batch.tokens, batch.positions, batch.segments)
+
+    def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return _loss(batch.data["loss_mask"], -token_logprobs(hidden, batch.labels, layer)[0])
+
+    return hidden, loss
+
+
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     total, count = (losses.float() * mask).sum(), mask.sum()
     return total, count.int(), {"loss": torch.stack((total.detach(), count))}
 
 
-def build(context: WorkerContext, config: Config, address: str, batch: Batch) -> Loop:
-    """Groups, model with the checkpoint's weights, optimizer and batch of one rank; `batch` is its shard's."""
+def build(context: WorkerContext, config: Config, address: str, batch: Batch, chunked: bool) -> Loop:
+    """Groups, model with the checkpoint's weights, optimizer and batch of one rank; `batch` is its shard's.
+
+    `chunked`: the loss is the worker's.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.transformer.moe import moe_utils
 
@@ -91,7 +108,7 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch) ->
     from workers.megatron.groups import start_groups
     from workers.megatron.hf import load_hf, read_hf_config
     from workers.megatron.microbatches import CutRule, Place, cut_batch
-    from workers.megatron.model import _inverse_frequencies, _layer_specs, transformer_config
+    from workers.megatron.model import build_model, transformer_config
     from workers.megatron.optimizer import _create_state, _make_scheduler, _optimizer_config
     from workers.megatron.weights import megatron_weight_slices
 
@@ -102,19 +119,9 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch) ->
     start_groups(context, address, config.seed)
     hf_config = read_hf_config(str(config.policy.model_name))
     architecture = read_architecture(hf_config)
-    settings = transformer_config(architecture, config.policy, layout)
-    model = GPTModel(
-        config=settings,
-        transformer_layer_spec=_layer_specs(settings, None),
-        vocab_size=-(-architecture.vocabulary // (128 * layout.tp)) * 128 * layout.tp,
-        max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope["rope_theta"],
-    ).to(device)
-    model.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture).to(device)
+    built = build_model(architecture, config.policy, layout, device) if chunked else None
+    settings = built.config if built else transformer_config(architecture, config.policy, layout)
+    model = built.chunks[0] if built else _whole_model(architecture, settings, layout, device)
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     load_hf(str(config.policy.model_name), megatron_weight_slices(hf_config, layout, context.rank), tensors)
     sharded = config.policy.megatron_cfg.optimizer.use_distributed_optimizer
@@ -128,7 +135,30 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch) ->
     rule = CutRule.of(config.policy, "train")
     groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
     cut = cut_batch(batch, rule, Place(layout, context.coordinates, *groups, device))
-    return Loop(wrapped, optimizer, _make_scheduler(optimizer, config), cut)
+    forward = partial(_forward_chunked, built.output_layer(1.0, None)) if built else _forward
+    return Loop(wrapped, optimizer, _make_scheduler(optimizer, config), cut, forward)
+
+
+def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.device) -> Any:
+    """Megatron's GPTModel with its output layer."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from workers.megatron.model import _inverse_frequencies, _layer_specs
+
+    model = GPTModel(
+        config=settings,
+        transformer_layer_spec=_layer_specs(settings, None),
+        vocab_size=padded_vocabulary(architecture.vocabulary, layout.tp),
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=architecture.tied,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope["rope_theta"],
+    ).to(device)
+    model.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture).to(device)
+    return model
 
 
 def take_steps(loop: Loop, count: int) -> dict[str, Any]:

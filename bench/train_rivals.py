@@ -34,6 +34,7 @@ class Contender(Protocol):
 
     name: str
     losses: list[float]
+    overheads: list[float]
 
     def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None: ...
 
@@ -57,6 +58,7 @@ class DagrlSteps:
         self._workers = workers
         self._stack = ExitStack()
         self.losses: list[float] = []
+        self.overheads: list[float] = []  # seconds of each replay in which no worker ran
         cuda = torch.cuda.is_available()
         self.device = "cuda" if cuda else "cpu"
         self.device_name = torch.cuda.get_device_name() if cuda else ""
@@ -86,7 +88,7 @@ class DagrlSteps:
         from dagrl.worker_group import WorkerGroup
 
         self._case, self._batch, self._config = ExitStack(), batch, config
-        self.losses = []
+        self.losses, self.overheads = [], []
         self.group = WorkerGroup.from_actors(self._actors[: layout.world_size], layout, call_timeout_s=DEADLINE_S)
         self.group.reset_tickets([0] * layout.world_size)
         address = f"127.0.0.1:{free_port()}"
@@ -115,8 +117,11 @@ class DagrlSteps:
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
-            parts = self._scheduler.replay(sft_step, self._batch).result()
+            replay = self._scheduler.replay(sft_step, self._batch)
+            parts = replay.result()
             seconds.append(time.perf_counter() - start)
+            assert replay.timing is not None
+            self.overheads.append(seconds[-1] - replay.timing.busy_s)
             self.losses.append(merge_step_metrics(parts).flat()["loss"])
         return Turn(seconds)
 
@@ -129,30 +134,36 @@ class DagrlSteps:
 
 
 class PlainSteps:
-    """The processes of `bench.train_plain`."""
+    """The processes of `bench.train_plain`; `chunked` says which loss they have."""
 
     name = "plain"
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self.losses: list[float] = []
+        self.overheads: list[float] = []
+        self.chunked = True
         self._peak = 0
+        self._connections: list[Connection] = []
 
     def __enter__(self) -> PlainSteps:
         key = secrets.token_hex(16)
-        listener = Listener(("127.0.0.1", 0), authkey=key.encode())
-        host, port = listener.address
+        self._listener = Listener(("127.0.0.1", 0), authkey=key.encode())
+        host, port = self._listener.address
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self._workers)]
         command += ["--master-port", str(free_port()), "-m", "bench.train_plain", f"{host}:{port}", key]
         self._torchrun = subprocess.Popen(command, env=environment)  # noqa: S603  # our own module
+        return self
+
+    def connect(self) -> None:
+        """Wait until all processes are there."""
         connections: dict[int, Connection] = {}
         while len(connections) < self._workers:
-            connection = listener.accept()
+            connection = self._listener.accept()
             connections[connection.recv()] = connection
-        listener.close()
+        self._listener.close()
         self._connections = [connections[rank] for rank in range(self._workers)]
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for connection in self._connections:
@@ -169,7 +180,7 @@ class PlainSteps:
         shards = [batch.select(rows) for rows in split_rows(batch["lengths"], layout.dp)]
         for rank, connection in enumerate(self._used):
             context = WorkerContext("train", rank, layout, config.seed, 60.0)
-            connection.send(("build", context, config, address, shards[context.coordinates.dp]))
+            connection.send(("build", context, config, address, shards[context.coordinates.dp], self.chunked))
 
     def ready(self) -> None:
         self._answers()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.models import SHAPES, write_model
+from bench.models import SHAPES, Shape, write_model
 from bench.optimizer_offload import GIB, runs_within
 from bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
@@ -25,8 +25,9 @@ SLACK = 256 << 20  # bytes that workspaces and rounding may take
 
 @pytest.fixture(scope="module", params=[False, True], ids=["replicated", "sharded"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronWorker]:
-    """Real widths and vocabulary, four layers: about 220 million weights, 2.6 GiB of optimizer state."""
-    model = write_model(SHAPES["qwen3-0.6b"].with_layers(4), tmp_path_factory.mktemp("model"), "cuda")
+    """Real widths, four layers and a smaller vocabulary: about 80 million weights, 0.9 GiB of optimizer state."""
+    shape = Shape("small", {**SHAPES["qwen3-0.6b"].with_layers(4).config, "vocab_size": VOCABULARY})
+    model = write_model(shape, tmp_path_factory.mktemp("model"), "cuda")
     policy = {
         "model_name": str(model),
         "precision": "bfloat16",
@@ -46,7 +47,8 @@ def all_here(worker: MegatronWorker) -> Iterator[None]:
     worker.reload(PARTS)
 
 
-BATCH = train_batch(4, 512, 150_000)
+VOCABULARY = 16384
+BATCH = train_batch(4, 512, VOCABULARY)
 
 
 def held(worker: MegatronWorker) -> list[torch.Tensor]:

@@ -46,7 +46,10 @@ def start_groups(context: WorkerContext, address: str, seed: int) -> None:
 
 
 def abort_groups() -> None:
-    """Break every group of this process, from any thread: what waits in a collective here or at a peer raises."""
+    """Break every group of this process, from any thread: what waits in a collective here or at a peer raises.
+
+    Over NCCL, do so as well where a peer died; the process can then say what happened, but is not fit to join new groups.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -72,10 +75,10 @@ def _break_gloo_group(group: ProcessGroup) -> None:
 
 
 def end_groups() -> None:
-    """Destroy Megatron's groups and the default one, if they stand."""
+    """Destroy Megatron's groups and the default one; what an abort left of them as well."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    parallel_state.destroy_model_parallel()  # after an abort over NCCL the default group is gone, and Megatron's are not
     if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
