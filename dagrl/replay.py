@@ -52,14 +52,14 @@ class Split:
         shape = (len(self.rows), self.bucket.sequences, *wide)
         dealt = kept.take(np.concatenate(self.rows), axis=0)  # copies whole rows, many times as fast as indexing does
         if dealt.size == math.prod(shape):
-            return dealt.reshape(shape)
+            return list(dealt.reshape(shape))
         padded, start = np.zeros(shape, array.dtype), 0
         for shard, rows in enumerate(self.rows):
             part = dealt[start : start + len(rows)]
             place: tuple[int | slice, ...] = (shard, *map(slice, part.shape))
             padded[place] = part
             start += len(rows)
-        return padded
+        return list(padded)
 
     def restore(self, shards: Sequence[Batch]) -> Batch:
         """One batch from each shard's, in the order of the input's rows, padding removed."""
