@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy.typing as npt
 import ray
 
 from bench.overhead import bench_cluster
-from bench.report import command_line, hardware, versions
+from bench.report import hardware, versions
 from bench.worker import BenchWorker
 from dagrl.executors.node import drain_runs
 from dagrl.layout import ParallelLayout
@@ -161,7 +162,8 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: dict[str, object] = {"hardware": hardware(), "versions": dict(versions()), "command": command_line()}
+    command = " ".join(["python -m bench.endurance", *sys.argv[1:]])
+    found: dict[str, object] = {"hardware": hardware(), "versions": dict(versions()), "command": command}
     with bench_cluster():
         group = two_workers()
         for name, measure, count in (("replays", replays, options.replays), ("cycles", cycles, options.cycles)):
