@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError, RayChannelError, RayError
 
 from dagrl.errors import PhaseError, WorkerFailure
+from dagrl.executors.base import Executable
 from dagrl.executors.packet import Packet
 from dagrl.worker_group import WorkerGroup
 
@@ -18,31 +20,38 @@ if TYPE_CHECKING:
 GRACE_S = 3.0
 """After the first failure, how long to wait for what the other shards say of theirs."""
 
+TURN_S = 0.1
+"""How long to wait for one graph of several before looking at the next."""
+
 REPORT_S = 2.0
 """How long workers may take to report what they are running, after a hang."""
 
 
 def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[list[Packet]]:
     """The packets of every graph of a replay. Raises PhaseError, the cause first."""
-    packets: list[list[Packet]] = []
+    found: dict[int, list[Packet]] = {}
     failures: list[WorkerFailure] = []
     late = False
     broken: RayError | None = None
     deadline = replay.deadline
-    for executable, submitted in replay.submitted:
+    waiting = deque(range(len(replay.submitted)))
+    while waiting:
+        graph = waiting.popleft()
         try:
-            if isinstance(submitted, RayError):  # it could not even be sent
-                raise submitted
-            outputs = executable.fetch(submitted, max(0.0, deadline - time.monotonic()))
+            found[graph] = _fetch(*replay.submitted[graph], _turn(deadline, len(waiting)))
         except TimeoutError:
-            late = True
+            if time.monotonic() < deadline:
+                waiting.append(graph)
+            else:
+                late = True
             continue
         except (RayActorError, RayChannelError) as error:
             broken = error
-            failures += _deaths(replay, groups, error)
+            died = _deaths(replay, groups, error)
+            failures += died
+            _release(groups, died)
         else:
-            packets.append(outputs)
-            failures += [failure for packet in outputs for failure in packet.failures]
+            failures += [failure for packet in found[graph] for failure in packet.failures]
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
@@ -52,7 +61,26 @@ def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[l
     if broken is not None:
         text = f"phase {replay.phase!r}, replay {replay.number}: its graph broke, though every worker answers: {broken}"
         raise PhaseError((), text, breaks=f"the graph of phase {replay.phase!r} broke")
-    return packets
+    return [found[graph] for graph in sorted(found)]
+
+
+def _turn(deadline: float, others: int) -> float:
+    """How long to wait for one graph. While others are waited for too, a worker may have died in one of them for whom this
+    one waits in a collective, without end."""
+    left = max(0.0, deadline - time.monotonic())
+    return min(left, TURN_S) if others else left
+
+
+def _fetch(executable: Executable, submitted: object, timeout_s: float) -> list[Packet]:
+    if isinstance(submitted, RayError):  # it could not even be sent
+        raise submitted
+    return executable.fetch(submitted, timeout_s)
+
+
+def _release(groups: Mapping[str, WorkerGroup], died: Sequence[WorkerFailure]) -> None:
+    """Free the peers of dead workers from their collectives: over NCCL they would wait for them."""
+    for role in {failure.role for failure in died}:
+        groups[role].abort({failure.rank for failure in died if failure.role == role})
 
 
 def _deaths(replay: Replay, groups: Mapping[str, WorkerGroup], error: RayError) -> list[WorkerFailure]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,6 +222,12 @@ class WorkerGroup:
         """The rank of an actor by its id in hex, or None when it is not of this group."""
         return next((rank for rank, actor in enumerate(self.actors) if actor._actor_id.hex() == actor_id), None)
 
+    def abort(self, lost: Collection[int]) -> None:
+        """Have every worker but the `lost` ones break its collectives; they answer nothing, and are waited for by nobody."""
+        for rank, actor in enumerate(self.actors):
+            if rank not in lost:
+                self._health(actor, _abort)
+
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill workers that do not end by themselves."""
         for rank in ranks:
@@ -294,6 +300,13 @@ def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
         raise RunError(f"{group.role.name} worker {rank} failed in {doing!r}:\n{failed}") from failed
     except ray.exceptions.RayActorError as died:
         raise RunError(f"{group.role.name} worker {rank} died in {doing!r}:\n{died}") from died
+
+
+def _abort(worker: object) -> None:
+    """Runs in the worker."""
+    abort = getattr(worker, "abort", None)
+    if abort is not None:
+        abort()
 
 
 def free_address(worker: object) -> str:
