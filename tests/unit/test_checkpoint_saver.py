@@ -1,0 +1,86 @@
+"""When a checkpoint that workers write in the background gets its name, and what becomes of one that they cannot write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dagrl.checkpoint import CheckpointStore, TrainState
+from dagrl.config import Config
+from dagrl.errors import CheckpointError
+from dagrl.loops.saving import CheckpointSaver
+from dagrl.worker_group import WorkerGroup
+
+
+class Writers:
+    """Two train workers, of which one takes its time."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.written = True
+        self.error: Exception | None = None
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        self.calls.append(method)
+        if method == "save_checkpoint":
+            Path(args[0]).mkdir()
+            (Path(args[0]) / "part").write_text("weights")
+        if method == "finish_checkpoint" and self.error is not None:
+            raise self.error
+        return [True, self.written]
+
+
+def make(tmp_path: Path, background: bool) -> tuple[CheckpointSaver, Writers]:
+    config = Config.model_validate(
+        {"name": "t", "algorithm": "sft", "data": {}, "policy": {}, "checkpointing": {"async_save": background}}
+    )
+    writers, store = Writers(), CheckpointStore(tmp_path / "checkpoints", keep_top_k=1)
+    return CheckpointSaver(config, store, cast(WorkerGroup, writers)), writers
+
+
+def steps(saver: CheckpointSaver) -> list[int]:
+    return [checkpoint.state.step for checkpoint in saver.store.all()]
+
+
+def test_a_save_at_once_is_complete_when_it_returns(tmp_path: Path) -> None:
+    saver, writers = make(tmp_path, background=False)
+    saver.save(TrainState(1), [lambda directory: (directory / "driver").touch()])
+    latest = saver.store.latest()
+    assert latest is not None and (latest.directory / "driver").exists() and (latest.directory / "train" / "part").exists()
+    assert writers.calls == ["save_checkpoint"]
+
+
+def test_a_save_in_the_background_gets_its_name_when_all_have_written(tmp_path: Path) -> None:
+    saver, writers = make(tmp_path, background=True)
+    writers.written = False
+    saver.save(TrainState(1), [])
+    saver.poll()
+    assert steps(saver) == []
+    writers.written = True
+    saver.poll()
+    saver.poll()
+    assert steps(saver) == [1] and writers.calls.count("finish_checkpoint") == 1
+
+
+def test_a_later_save_and_the_end_wait_for_the_one_before(tmp_path: Path) -> None:
+    saver, writers = make(tmp_path, background=True)
+    writers.written = False
+    saver.save(TrainState(1), [])
+    saver.save(TrainState(2), [])
+    assert steps(saver) == [1]
+    saver.finish()
+    assert steps(saver) == [2]  # and keep_top_k holds
+
+
+def test_one_that_cannot_be_written_is_an_error_and_leaves_the_one_before(tmp_path: Path) -> None:
+    saver, writers = make(tmp_path, background=True)
+    saver.save(TrainState(1), [])
+    saver.finish()
+    saver.save(TrainState(2), [])
+    writers.error = CheckpointError("the disk is full")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        saver.finish()
+    assert steps(saver) == [1] and not list(saver.store.root.glob("*.tmp"))
+    saver.finish()  # nothing is pending any more
