@@ -50,6 +50,8 @@ class Ranks:
         assert not self._busy, "an engine is running; let its fixture end first (a test module of its own does that)"
         self._busy = True
         layout = ParallelLayout(tp=tp)
+        if config.policy.generation is not None and config.policy.generation.vllm_cfg.expert_parallel_size > 1:
+            layout = config.policy.generation.vllm_cfg.layout
         pipes = self._pipes[:tp]
         try:
             _all(pipes, [(_start, (WorkerContext("generation", rank, layout), config, address)) for rank in range(tp)])
@@ -148,7 +150,8 @@ def _start(_: Any, context: WorkerContext, config: Config, address: str) -> None
 
 
 def _shutdown(worker: Any) -> None:
-    worker.shutdown()
+    if worker is not None:  # it never came to a start
+        worker.shutdown()
 
 
 def _serve(pipe: Connection, environment: dict[str, str]) -> None:
