@@ -81,6 +81,9 @@ class _Slice:
     def get_shape(self) -> list[int]:
         return list(self._part.get_shape())
 
+    def get_dtype(self) -> str:
+        return str(self._part.get_dtype())
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         return self._counter.count(self._part[index])
 

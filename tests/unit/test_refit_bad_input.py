@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from dagrl.errors import ConfigError, RefitPlanError
+from dagrl.config import Config
+from dagrl.errors import CheckpointError, ConfigError, RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitReceiver, plan_refit
 from dagrl.refit.connect import check_configs
@@ -20,7 +24,11 @@ from tests.unit.test_refit_plan import held
 from tests.unit.weight_reference import model_config
 from workers.families.keys import deciding_keys
 from workers.families.vllm import VllmRank
+from workers.megatron.hf import load_hf
 from workers.megatron.weights import megatron_weight_slices
+from workers.vllm import VllmWorker
+from workers.vllm.experts import held_experts
+from workers.vllm.quantization import check_form, in_fp8
 from workers.vllm.weights import vllm_weight_slices
 
 BOX = ((0, 128), (0, 128))
@@ -140,3 +148,70 @@ def test_a_parameter_that_one_side_lacks_is_named_with_its_stack() -> None:
     fewer = vllm_weight_slices({**config, "n_routed_experts": 3}, VllmRank())
     with pytest.raises(RefitPlanError, match=r"mlp\.gate\.weight' is \(\(0, 4\), .* in the sources but \(\(0, 3\)"):
         plan_refit(sources, [fewer], dtype="bfloat16")
+
+
+def engine_config(trained_in: str = "bfloat16", **vllm: str) -> Config:
+    policy = {"model_name": "m", "precision": trained_in, "generation": {"vllm_cfg": vllm}}
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [
+        ({**BLOCKS, "weight_block_size": None}, r"'weight_block_size': None"),
+        ({**BLOCKS, "activation_scheme": "static"}, "'activation_scheme': 'static'"),
+        ({"quant_method": "awq", "bits": 4}, "'quant_method': 'awq'"),
+    ],
+)
+def test_a_checkpoint_that_is_quantized_in_another_way(form: dict[str, object], found: str) -> None:
+    hf_config = {**FAMILIES["qwen3"], "quantization_config": form}
+    with pytest.raises(
+        ConfigError, match=rf"quantization_config has .*{found}.*; a refit writes models without one, or with"
+    ):
+        VllmWorker.check(engine_config(), hf_config)
+    assert in_fp8(engine_config(), {**FAMILIES["qwen3"], "quantization_config": {**BLOCKS, "modules_to_not_convert": []}})
+
+
+def test_a_loaded_model_in_a_form_that_cannot_be_written() -> None:
+    class Fp8Config:
+        weight_block_size, activation_scheme, is_checkpoint_fp8_serialized = None, "dynamic", True
+
+    with pytest.raises(ConfigError, match=r"holds the generation model as Fp8Config with \{'weight_block_size': None"):
+        check_form(Fp8Config())
+
+
+def test_a_kv_cache_in_fp8_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8, but the engine computes in float32; set .*precision to"):
+        VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8"), FAMILIES["qwen3"])
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype is fp8, but mla models keep other things .* set kv_cache_dtype to"
+    ):
+        VllmWorker.check(engine_config(kv_cache_dtype="fp8"), FAMILIES["deepseek_v3"])
+    VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8", precision="bfloat16"), FAMILIES["qwen3"])
+
+
+def test_experts_that_move_or_lie_differently() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, mapping: list[int]) -> None:
+            super().__init__()
+            self.register_buffer("_expert_map", torch.tensor(mapping))
+
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
+    same = torch.nn.ModuleList([Layer([-1, 1, -1, 0]), Layer([-1, 1, -1, 0])])
+    assert held_experts(same, config) == (3, 1)
+    with pytest.raises(
+        ConfigError, match=r"'1' holds the experts \(0, 1\), but '0' \(3, 1\); a refit expects one placement"
+    ):
+        held_experts(torch.nn.ModuleList([Layer([-1, 1, -1, 0]), Layer([0, 1, -1, -1])]), config)
+    with pytest.raises(ConfigError, match="EPLB moves experts while it runs"):
+        held_experts(same, SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True)))
+
+
+def test_training_does_not_start_from_quantized_weights(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4, 4, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    box = ((0, 4), (0, 4))
+    with pytest.raises(CheckpointError, match=r"parameter 'w' is stored as F8_E4M3; training starts from F64, F32"):
+        load_hf(tmp_path, [WeightSlice("w", box, "t", box)], {"t": torch.ones(4, 4)})

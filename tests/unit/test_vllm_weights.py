@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.refit.slices import WeightSlice, expand
-from tests.unit.weight_reference import equal, filled, hf_weights, model_configs, vllm_sizes, vllm_tensors
+from tests.unit.weight_reference import equal, filled, hf_weights, model_config, model_configs, vllm_sizes, vllm_tensors
 from workers.families.vllm import VllmRank
 from workers.vllm.weights import local_name, vllm_weight_slices
 
@@ -142,3 +142,16 @@ def test_sizes_that_do_not_divide(change: dict[str, Any], tp: int, message: str)
 def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="'gpt2'"):
         vllm_weight_slices({"model_type": "gpt2"}, VllmRank(1, 0))
+
+
+@pytest.mark.parametrize("placement", [(0, 2), (3, 0, 1), (1,), ()])
+def test_experts_where_an_engine_put_them(placement: tuple[int, ...]) -> None:
+    """Any placement: round-robin, out of order, one, none; each local tensor is the stack of the named experts."""
+    config = model_config("qwen3_moe")
+    weights = hf_weights(config)
+    slices = vllm_weight_slices(config, VllmRank(2, 1, expert_parallel=True, placement=placement))
+    held = [one for one in expand(slices) if "w2_weight" in one.tensor and "layers.1." in one.name]
+    assert [(int(one.name.split("experts.")[1].split(".")[0]), one.local[0][0]) for one in held] == [
+        (expert, place) for place, expert in enumerate(placement)
+    ]
+    assert all(one.box == tuple((0, size) for size in weights[one.name].shape) for one in held)

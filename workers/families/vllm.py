@@ -5,7 +5,8 @@ ranks where there are fewer of them than ranks; `MergedColumnParallelLinear` hol
 `RowParallelLinear` a range of columns (layers/linear.py); `VocabParallelEmbedding` pads the vocabulary to 64, then divides
 it (layers/vocab_parallel_embedding.py); fused experts are `w13_weight [E, 2I, H]`, gate first, and `w2_weight [E, H, I]`
 (layers/fused_moe). Without expert parallelism every expert is cut over tp x dp of the engine; with it that product is the
-number of expert-parallel ranks, which hold whole experts, consecutive ones (`determine_expert_map`, linear placement).
+number of expert-parallel ranks, which hold whole experts: consecutive ones (`determine_expert_map`, linear placement), or
+those that a live engine names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from workers.families.model import Model
 class VllmRank:
     """One rank of an engine of `tp` tensor-parallel ranks times `dp` that share the experts, and the slices it holds.
 
-    With `fp8` every linear layer is in blocks of 128x128 with float32 scales, save routers, embedding and head.
+    With `fp8` every linear layer is in blocks of 128x128 with float32 scales, save routers, embedding and head. `placement`
+    are the experts held with `expert_parallel`, in the order of the local tensors; None: linear placement.
     """
 
     tp: int = 1
@@ -32,19 +34,23 @@ class VllmRank:
     dp_rank: int = 0
     expert_parallel: bool = False
     fp8: bool = False
+    placement: tuple[int, ...] | None = None
 
     def part(self, size: int, what: str) -> tuple[int, int]:
         """This rank's range of `size` things."""
         return _divide(size, self.tp, self.tp_rank, what)
 
-    def held_experts(self, count: int) -> tuple[int, int]:
-        """The experts that this rank holds."""
+    def held_experts(self, count: int) -> list[tuple[int, int]]:
+        """The experts that this rank holds, as ranges, in the order of the local tensors."""
         if not self.expert_parallel:
-            return 0, count
+            return [(0, count)]
+        if self.placement is not None:
+            return list(_runs(self.placement))
         ranks, rank = self.tp * self.dp, self._flat_rank
         base, more = divmod(count, ranks)
         first = rank * base + min(rank, more)
-        return first, first + base + (rank < more)
+        stop = first + base + (rank < more)
+        return [(first, stop)] if first < stop else []
 
     def expert_part(self, width: int, what: str) -> tuple[int, int]:
         """This rank's range of each expert's intermediate columns."""
@@ -128,21 +134,30 @@ class VllmRank:
 
     def experts(self, hf: tuple[str, ...], local: str, count: int, hidden: int, width: int) -> Iterator[WeightSlice]:
         """Fused experts; `hf` names the stacks of gate, up and down, or without a gate of up and down."""
-        first, stop = many = self.held_experts(count)
         start, end = part = self.expert_part(width, "the experts' intermediate size")
-        own, columns, size = (0, stop - first), (0, hidden), end - start
-        if first == stop:
-            return
-        for index, name in enumerate(hf[:-1]):
-            at = (index * size, (index + 1) * size)
-            yield self.matrix(name, (many, part, columns), f"{local}w13_weight", (own, at, columns))
-        yield self.matrix(hf[-1], (many, columns, part), f"{local}w2_weight", (own, columns, (0, size)))
+        columns, size, place = (0, hidden), end - start, 0
+        for many in self.held_experts(count):
+            own = (place, place + many[1] - many[0])
+            place = own[1]
+            for index, name in enumerate(hf[:-1]):
+                at = (index * size, (index + 1) * size)
+                yield self.matrix(name, (many, part, columns), f"{local}w13_weight", (own, at, columns))
+            yield self.matrix(hf[-1], (many, columns, part), f"{local}w2_weight", (own, columns, (0, size)))
 
 
 def whole(name: str, *shape: int, tensor: str = "", dtype: str = "") -> WeightSlice:
     """A parameter that every rank holds whole, under its own name if no other is given."""
     box: Box = tuple((0, size) for size in shape)
     return WeightSlice(name, box, tensor or name, box, dtype)
+
+
+def _runs(numbers: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Ranges that the numbers are made of, in their order. Example: `_runs((0, 1, 4, 2, 3))` is (0, 2), (4, 5), (2, 4)."""
+    start = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[start], numbers[index - 1] + 1
+            start = index
 
 
 def _divide(size: int, parts: int, index: int, what: str) -> tuple[int, int]:

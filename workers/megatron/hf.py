@@ -25,6 +25,7 @@ FILE_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
@@ -126,6 +127,7 @@ def _load_file(path: Path, pieces: Sequence[WeightSlice], tensors: Mapping[str, 
             for piece in pieces:
                 part = file.get_slice(piece.name)
                 _check_inside(path, piece, part.get_shape())
+                _check_plain(path, piece, part.get_dtype())
                 local_view(tensors[piece.tensor], piece).copy_(part[tuple(slice(start, stop) for start, stop in piece.box)])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
@@ -136,6 +138,14 @@ def _check_inside(path: Path, piece: WeightSlice, shape: Sequence[int]) -> None:
         raise CheckpointError(
             f"{path}: parameter {piece.name!r} has shape {list(shape)}, which does not hold {piece.box}; "
             "config.json and the weights are of different models"
+        )
+
+
+def _check_plain(path: Path, piece: WeightSlice, dtype: str) -> None:
+    if dtype not in _PLAIN_DTYPES:
+        raise CheckpointError(
+            f"{path}: parameter {piece.name!r} is stored as {dtype}; training starts from {', '.join(_PLAIN_DTYPES)}: "
+            "dequantize the checkpoint first (generation can be in FP8 all the same: vllm_cfg.precision)"
         )
 
 

@@ -21,6 +21,7 @@ from workers.families.vllm import VllmRank
 from workers.vllm import features
 from workers.vllm.engine import QuantumEngine, Request
 from workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
+from workers.vllm.experts import held_experts
 from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
 from workers.vllm.loader import take_loaded_parameters
 from workers.vllm.quantization import compute_dtype, in_fp8
@@ -63,10 +64,18 @@ class VllmWorker:
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
 
     @staticmethod
-    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        """What `rank` of `layout` will hold, without a worker."""
-        fp8 = in_fp8(config, hf_config)
-        place = VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1, fp8=fp8)
+    def describe(
+        config: Config,
+        hf_config: Mapping[str, Json],
+        layout: ParallelLayout,
+        rank: int,
+        placement: tuple[int, ...] | None = None,
+    ) -> list[WeightSlice]:
+        """What `rank` of `layout` will hold, without a worker; `placement`: its experts, where an engine has named them."""
+        fp8, spread = in_fp8(config, hf_config), layout.ep > 1
+        place = VllmRank(
+            layout.tp, layout.coordinates(rank).tp, expert_parallel=spread, fp8=fp8, placement=placement if spread else None
+        )
         weights = vllm_weight_slices(hf_config, place)
         return [*weights, *(vllm_kv_scales(hf_config) if carries_kv_scales(config) else ())]
 
@@ -79,8 +88,10 @@ class VllmWorker:
         """Start the engine together with the other ranks of the shard; `address` is the group's rendezvous."""
         self._hf_config = read_hf_config(self.config)
         self._llm = start_engine(self.config, self.context, meet(self.context, address))
-        self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
-        self._destinations = self._find_destinations()
+        model, self._device = self._llm.collective_rpc(_worker_model)[0]
+        placement = held_experts(model, self._llm.vllm_config)
+        self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank, placement)
+        self._destinations = self._find_destinations(model)
         self._engine = QuantumEngine(self._llm, self.generation, _eos_token_ids(self._hf_config))
 
     def shutdown(self) -> None:
@@ -230,8 +241,7 @@ class VllmWorker:
         ]
         return engine.rehearse(requests, steps)
 
-    def _find_destinations(self) -> Destinations:
-        model, self._device = self._llm.collective_rpc(_worker_model)[0]
+    def _find_destinations(self, model: torch.nn.Module) -> Destinations:
         rules = derived_tensors(self._hf_config)
         rules += derived_kv_scales(self._hf_config) if carries_kv_scales(self.config) else []
         return find_destinations(model, take_loaded_parameters(model), self._slices, self._llm.vllm_config, rules)
