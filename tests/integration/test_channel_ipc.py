@@ -10,4 +10,4 @@ from tests.channel_suite import ChannelSuite
 
 class TestIpc(ChannelSuite):
     kind: ClassVar[Kind] = "ipc"
-    ranks: ClassVar[int] = 4
+    ranks: ClassVar[int] = 2
