@@ -144,7 +144,10 @@ def export_fp8(checkpoint: Path, directory: Path) -> Path:
 
 
 def add_kv_scales(checkpoint: Path) -> None:
-    """Scales of the KV cache beside the weights, as calibration on the prompts would give them."""
+    """Scales of the KV cache beside the weights, as calibration on the prompts would give them.
+
+    Rounded to bfloat16, as vLLM's loader does it by way of its default dtype; a refit keeps them in float32.
+    """
     tokens = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int64)
     for row, prompt in enumerate(PROMPTS):
         tokens[row, : len(prompt)] = prompt
@@ -152,7 +155,7 @@ def add_kv_scales(checkpoint: Path) -> None:
     peaks = largest_in_cache(checkpoint, Batch({"tokens": tokens, "lengths": np.array(list(map(len, PROMPTS)))}))
     for layer, scales in enumerate(peaks):
         for kind, peak in zip("kv", scales, strict=True):
-            state[f"model.layers.{layer}.self_attn.{kind}_scale"] = torch.tensor([peak / 448])
+            state[f"model.layers.{layer}.self_attn.{kind}_scale"] = torch.tensor([peak / 448]).bfloat16().float()
     save_file(state, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
