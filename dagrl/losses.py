@@ -209,16 +209,16 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: Literal["k1"
 def _add_kl(
     policy_loss: Tensor, logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, weights: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole loss, and the KL as a metric; without reference log-probabilities the penalty must be 0."""
+    """The whole loss, and the KL as a metric; without a penalty neither looks at the reference, whose values need not be."""
     penalty = config.reference_policy_kl_penalty
-    if penalty == 0 and "reference_logprobs" not in data:
+    if penalty == 0:
         return policy_loss, {}
     inside = weights > 0
     estimate = kl_estimate(
         _inside(logprobs, inside), _inside(data["reference_logprobs"], inside), config.reference_policy_kl_type
     )
     kl = _masked_sum(estimate, weights)
-    return (policy_loss + penalty * kl if penalty else policy_loss), {KL: kl.detach()}
+    return policy_loss + penalty * kl, {KL: kl.detach()}
 
 
 def _token_weights(mask: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> Tensor:

@@ -41,7 +41,9 @@ def make_batch(seed: int = 0) -> tuple[Tensor, Data, Denominators]:
 
 def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: Denominators) -> dict[str, float]:
     """The GRPO loss and its metrics, token by token, from the papers; no tensors."""
-    out = dict.fromkeys(("policy_loss", "policy/kl", "policy/clip_ratio", "probs_ratio", "token_mult_prob_error", "gen_kl_error"), 0.0)
+    out = dict.fromkeys(
+        ("policy_loss", "policy/kl", "policy/clip_ratio", "probs_ratio", "token_mult_prob_error", "gen_kl_error"), 0.0
+    )
     largest = 0.0
     for row in range(len(logprobs)):
         length = int(data["loss_mask"][row].sum())
@@ -277,10 +279,12 @@ def test_agreeing_engines_have_a_multiplicative_error_of_one() -> None:
 
 def test_no_penalty_needs_no_reference() -> None:
     logprobs, data, denominators = make_batch()
-    del data["reference_logprobs"]
-    output = LOSSES["grpo"](logprobs, data, LossConfig(reference_policy_kl_penalty=0), denominators)
-    assert "policy/kl" not in output.sums
-    assert torch.isfinite(output.loss)
+    for reference in (None, torch.full_like(data["reference_logprobs"], torch.nan)):
+        data.pop("reference_logprobs", None)
+        given = {} if reference is None else {"reference_logprobs": reference}
+        output = LOSSES["grpo"](logprobs, data | given, LossConfig(reference_policy_kl_penalty=0), denominators)
+        assert "policy/kl" not in output.sums
+        assert torch.isfinite(output.loss)
 
 
 def test_a_batch_without_tokens_is_refused() -> None:

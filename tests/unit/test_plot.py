@@ -33,7 +33,13 @@ def grpo_lines(first: int, count: int) -> list[Line]:
     lines: list[Line] = []
     for step in range(first, first + count):
         progress = (step - first) / count
-        line: Line = {"step": step, "stage": "grpo", "time": 0.0, "loss": 0.01 * random.normal(), "policy/kl": 0.2 * progress}
+        line: Line = {
+            "step": step,
+            "stage": "grpo",
+            "time": 0.0,
+            "loss": 0.01 * random.normal(),
+            "policy/kl": 0.2 * progress,
+        }
         line |= {
             "reward/mean": 0.3 + 0.6 * progress + 0.04 * random.normal(),
             "token_mult_prob_error": 1 + 1e-6 * random.random(),
