@@ -57,12 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=_numbers, help="numbers of workers, e.g. 1,8,64")
     parser.add_argument("--payloads", type=_numbers, help="bytes of an input, e.g. 100,1048576")
     parser.add_argument("--results", type=_numbers, help="bytes of a result beside the small one, e.g. 1048576; 0: none")
-    parser.add_argument(
-        "--large-at", type=_numbers, help="workers for inputs over 1 MiB and large results; default: all"
-    )
+    parser.add_argument("--large-at", type=_numbers, help="workers for inputs over 1 MiB and large results; default: all")
     parser.add_argument("--seconds", type=float, help="how long a variant is measured in each of its turns")
     parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
-    parser.add_argument("--shapes", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", type=_names, help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--variants", type=_names, help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
 
@@ -75,6 +74,7 @@ def run(options: argparse.Namespace) -> None:
         payloads=options.payloads or base.payloads,
         results=base.results if options.results is None else options.results,
         shapes=options.shapes or base.shapes,
+        variants=options.variants or base.variants,
         hosts=options.hosts,
         effort=replace(base.effort, seconds=options.seconds) if options.seconds else base.effort,
         large_at=options.large_at,
@@ -182,6 +182,10 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
 
 def _nearest(numbers: Sequence[int], wanted: int) -> int:
     return min(numbers, key=lambda number: abs(number - wanted))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

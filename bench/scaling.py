@@ -1,17 +1,17 @@
 """What a step would cost on more workers than were measured: a cost model, fitted to a benchmark's rows.
 
-    python -m bench.scaling bench/results/overhead-64-cores.json --hosts bench/results/overhead-two-hosts-64-cores.json \\
-        --plot docs/images/scaling.png
+    python -m bench.scaling bench/results/overhead-64-cores-quiet.json bench/results/overhead-64-cores-earlier.json \\
+        --hosts bench/results/overhead-two-hosts-64-cores.json --plot docs/images/scaling.png
 
 The model has one constant for each thing that happens one after the other in a step with a small input (`docs/scaling.md`):
 
-    plain calls       a + call * N                     the driver sends N calls and reads N results
-    flat graph        a + read * N                     the driver reads one channel for each worker
-    phases of dagrl   a + part * N                     on one host: the driver unpickles one message for each worker
-                      + way * levels + collect * W     on several: links there and back, and each host's W parts listed
+    plain calls       a + call * N              the driver sends N calls and reads N results
+    flat graph        a + read * N              the driver reads one channel for each worker
+    phases of dagrl   a + part * N              on one host: the driver unpickles one message for each worker
+                      + way * levels            on several: what a level of links there and back adds
 
-Each is fitted by least squares of the relative errors of the medians without one size, on which it is checked. `levels` is
-the depth of the tree of hosts. The two constants of several hosts come from a run over two raylets of one machine.
+Lines are fitted by least squares of the relative errors of the medians without one size, on which they are checked. `levels`
+is the depth of the tree of hosts, `way` the mean of what steps over two raylets of one machine cost more than the line says.
 """
 
 from __future__ import annotations
@@ -56,28 +56,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Tree:
-    """Phases of dagrl over hosts: what links and lists add to the line of one host."""
+    """Phases of dagrl over hosts: what links add to the line of one host."""
 
     line: Line
     way_us: float  # there and back over one level of links
-    collect_us: float  # for each part that a host lists
-    left_out: int
-    measured_us: float
-
-    @property
-    def error(self) -> float:
-        """Relative error on the size left out, of two hosts."""
-        return self.on_hosts(self.left_out, 2) / self.measured_us - 1
+    rows: int  # that it is the mean of
 
     def predict(self, workers: int) -> float:
         """Microseconds a step over hosts of `PER_HOST` workers, the driver on one of them."""
-        return self.on_hosts(workers, -(-workers // PER_HOST))
-
-    def on_hosts(self, workers: int, hosts: int) -> float:
-        """Microseconds a step over `hosts` hosts."""
-        if hosts == 1:
-            return self.line.predict(workers)
-        return self.line.predict(workers) + self.way_us * levels(hosts) + self.collect_us * (workers / hosts)
+        return self.line.predict(workers) + self.way_us * levels(-(-workers // PER_HOST))
 
 
 def levels(hosts: int) -> int:
@@ -90,29 +77,29 @@ def levels(hosts: int) -> int:
     return depth
 
 
-def fit_line(report: Report, variant: str, left_out: int) -> Line:
+def fit_line(reports: Sequence[Report], variant: str, left_out: int) -> Line:
     """The line of a variant on one host, from all sizes but `left_out`."""
-    medians = _medians(report, variant)
+    medians = _medians(reports, variant)
     used = [workers for workers in sorted(medians) if workers != left_out]
     constant, each = _least_squares([(1.0, float(n)) for n in used], [medians[n] for n in used])
     return Line(variant, constant, each, left_out, medians[left_out])
 
 
-def fit_tree(line: Line, report: Report, left_out: int) -> Tree:
-    """What two hosts add to the line, from all sizes but `left_out`."""
-    medians = _medians(report, line.variant)
-    used = [workers for workers in sorted(medians) if workers != left_out]
-    added = [max(1.0, medians[n] - line.predict(n)) for n in used]
-    way, collect = _least_squares([(1.0, n / 2) for n in used], added)
-    return Tree(line, way, collect, left_out, medians[left_out])
+def fit_tree(line: Line, hosts: Report) -> Tree:
+    """What two hosts add to the line."""
+    added = [us - line.predict(workers) for workers, us in _medians([hosts], line.variant).items()]
+    return Tree(line, float(np.mean(added)), len(added))
 
 
-def _medians(report: Report, variant: str) -> dict[int, float]:
-    """Medians of steps with small inputs and results, by number of workers."""
-    rows = [row for row in report.rows if row["variant"] == variant and row.get("shape") == "scatter-gather"]
-    return {
-        int(row["workers"]): float(row["p50_us"]) for row in rows if row["payload_bytes"] == row["result_bytes"] == SMALL
-    }
+def _medians(reports: Sequence[Report], variant: str) -> dict[int, float]:
+    """Medians of steps with small inputs and results, by number of workers, each from the first report that has it."""
+    found: dict[int, float] = {}
+    for report in reports:
+        rows = [row for row in report.rows if row["variant"] == variant and row.get("shape") == "scatter-gather"]
+        for row in rows:
+            if row["payload_bytes"] == row["result_bytes"] == SMALL:
+                found.setdefault(int(row["workers"]), float(row["p50_us"]))
+    return found
 
 
 def _least_squares(features: Sequence[tuple[float, float]], values: Sequence[float]) -> tuple[float, float]:
@@ -137,7 +124,7 @@ def table(models: Sequence[tuple[str, Model]]) -> str:
     return "\n".join(lines)
 
 
-def plot(report: Report, models: Sequence[tuple[str, Model]], path: Path) -> None:
+def plot(reports: Sequence[Report], models: Sequence[tuple[str, Model]], path: Path) -> None:
     """Measured medians as points, the models as lines up to 16,384 workers."""
     import matplotlib
 
@@ -147,7 +134,7 @@ def plot(report: Report, models: Sequence[tuple[str, Model]], path: Path) -> Non
     figure, panel = pyplot.subplots(figsize=(7, 4.5))
     sizes = [2**power for power in range(15)]
     for name, model in models:
-        points = sorted(_medians(report, name).items())
+        points = sorted(_medians(reports, name).items())
         (line,) = panel.plot(sizes, [model.predict(size) / 1e3 for size in sizes], label=f"{name}, model")
         panel.scatter([n for n, _ in points], [us / 1e3 for _, us in points], color=line.get_color(), zorder=3)
     panel.axvline(PER_HOST, color="gray", linewidth=0.6, linestyle=":")
@@ -168,24 +155,22 @@ def _time(microseconds: float) -> str:
 def main() -> int:
     """Fit, check, print; draw if asked to."""
     parser = argparse.ArgumentParser(prog="bench.scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("report", type=Path, help="JSON of `dagrl bench overhead` on one host")
+    parser.add_argument("reports", type=Path, nargs="+", help="JSON of `dagrl bench overhead` on one host, the best first")
     parser.add_argument("--hosts", type=Path, required=True, help="JSON of `dagrl bench overhead --hosts 2`")
     parser.add_argument("--left-out", type=int, default=32, help="workers on one host that the fits are checked on")
-    parser.add_argument("--left-out-hosts", type=int, default=8, help="workers on two hosts that the fit is checked on")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    report = Report.read(options.report)
-    lines = [fit_line(report, name, options.left_out) for name in ("ray_calls", "ray_flat_graph", "dagrl_compiled")]
+    reports = [Report.read(path) for path in options.reports]
+    lines = [fit_line(reports, name, options.left_out) for name in ("ray_calls", "ray_flat_graph", "dagrl_compiled")]
     for line in lines:
         fitted = f"{line.constant_us:.0f} + {line.each_us:.1f} N us"
         print(f"{line.variant}: {fitted}; {line.error:+.0%} at {line.left_out} workers, left out of the fit")
-    tree = fit_tree(lines[-1], Report.read(options.hosts), options.left_out_hosts)
-    added = f"{tree.way_us:.0f} us a level of links and {tree.collect_us:.1f} us a part that a host lists"
-    print(f"dagrl_compiled over hosts: {added}; {tree.error:+.0%} at {tree.left_out} workers of two hosts, left out")
+    tree = fit_tree(lines[-1], Report.read(options.hosts))
+    print(f"dagrl_compiled over hosts: {tree.way_us:.0f} us a level of links, from {tree.rows} rows, not checked")
     models: list[tuple[str, Model]] = [(line.variant, line) for line in lines[:-1]] + [(tree.line.variant, tree)]
     print(table(models))
     if options.plot:
-        plot(report, models, options.plot)
+        plot(reports, models, options.plot)
     return 0
 
 
