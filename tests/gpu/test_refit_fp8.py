@@ -6,7 +6,6 @@ The truth is an engine that vLLM loads from the same checkpoint in FP8, quantize
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -99,7 +98,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pytest.importorskip("vllm")
     from workers.vllm import VllmWorker
 
-    os.environ.setdefault("LOCAL_RANK", "0")
     ranks = Ranks(VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm"))))
     yield ranks
     ranks.close()
@@ -169,7 +167,8 @@ def fp8_config(model: Path, **vllm: Any) -> Config:
 
 @contextmanager
 def running(ranks: Ranks, config: Config) -> Iterator[Engine]:
-    with ranks.engine(config, 1) as engine:
+    assert config.policy.generation is not None
+    with ranks.engine(config, config.policy.generation.vllm_cfg.tensor_parallel_size) as engine:
         yield engine
 
 
@@ -178,27 +177,36 @@ def greedy(engine: Engine) -> list[list[int]]:
     return [list(row.tokens) for row in rows]
 
 
-@pytest.mark.parametrize(("model_type", "cache"), [("qwen3", "auto"), ("qwen3_moe", "fp8")])
+@pytest.mark.parametrize(
+    ("model_type", "cache", "experts_over"), [("qwen3", "auto", 1), ("qwen3_moe", "fp8", 1), ("qwen3_moe", "auto", 2)]
+)
 def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(
-    ranks: Ranks, tmp_path: Path, model_type: str, cache: str
+    ranks: Ranks, tmp_path: Path, model_type: str, cache: str, experts_over: int
 ) -> None:
+    if torch.cuda.device_count() < experts_over:
+        pytest.skip("expert parallelism needs two GPUs")
+    engine_of: dict[str, Any] = {
+        "kv_cache_dtype": cache, "tensor_parallel_size": experts_over, "expert_parallel_size": experts_over
+    }  # fmt: skip
     first, second = (make_checkpoint(tmp_path / str(seed), model_type, seed) for seed in range(2))
     if cache == "fp8":
         add_kv_scales(second)
-    with running(ranks, fp8_config(first, kv_cache_dtype=cache)) as engine:
+    with running(ranks, fp8_config(first, **engine_of)) as engine:
         before = greedy(engine)
         with pytest.raises(RunError, match=r"parameter .* is not what rank 0 sent"):
             engine.on_all(refit_calls.refit_from, second, 1, 700_001)  # one byte changes on its way
         with pytest.raises(RunError, match="torn"):
             greedy(engine)
         engine.on_all(refit_calls.refit_from, second, 2)
-        (ours,), (scales,), tokens = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
+        held, scales, tokens = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
     truth = export_fp8(second, tmp_path / "fp8")
-    with running(ranks, fp8_config(truth, precision=None, kv_cache_dtype=cache)) as engine:
-        (theirs,), (right,), expected = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
-    assert ours.keys() == theirs.keys()
-    assert any(name.endswith("scale_inv") for name in ours)
-    assert sum(tensor.dtype == torch.uint8 for tensor in ours.values()) >= 3 * 4
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert scales == right and (set(right.values()) != {(1.0,) * 6}) == (cache == "fp8")
+    with running(ranks, fp8_config(truth, **engine_of, precision=None)) as engine:
+        right, right_scales, expected = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
+    for ours, theirs in zip(held, right, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert any(name.endswith("scale_inv") for name in ours)
+        assert sum(tensor.dtype == torch.uint8 for tensor in ours.values()) >= 3 * 4
+        assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert scales == right_scales
+    assert (set(scales[0].values()) != {(1.0,) * 6}) == (cache == "fp8")
     assert tokens == expected != before
