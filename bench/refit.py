@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         rows.append(row)
         sys.stderr.write(f"{_line(row)}\n")
         if options.json:
-            write(options.json, rows, command_line(), kinds, left_out)
+            write(options.json, rows, command_line(), left_out)
 
     deadline = time.monotonic() + options.deadline
     for count in sorted({case.gpus for case in cases}, reverse=True):

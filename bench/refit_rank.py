@@ -22,8 +22,8 @@ from bench.refit_control import Control
 from bench.refit_rivals import PACKED_BYTES, RAW_BYTES, Broadcast, raw_bytes_per_second
 from bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
 from bench.refit_truth import clear, fill, wrong
-from bench.refit_tune import LANES_OF_A_CHANNEL, best_way
-from dagrl.channels import Channel, ChannelSpec, nccl, open_channel
+from bench.refit_tune import best_way
+from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.refit import RefitReceiver, RefitReport, RefitSender, plan_refit
 from dagrl.refit.moves import message_bytes
 from dagrl.refit.slices import WeightSlice
@@ -148,8 +148,6 @@ class Rank:
 
     @contextmanager
     def _channel(self, case: Case) -> Iterator[Channel]:
-        if self.settings.tune and not self._tuned:
-            nccl.LANES = LANES_OF_A_CHANNEL
         spec = ChannelSpec(self.settings.kind, self._channel_address, self.rank, case.gpus, self.settings.timeout_s)
         channel = open_channel(spec)
         try:

@@ -13,9 +13,9 @@ from bench.report import hardware, versions
 Row = Mapping[str, Any]
 
 
-def write(path: Path, rows: Sequence[Row], command: str, gpus: str, left_out: Mapping[str, str]) -> None:
+def write(path: Path, rows: Sequence[Row], command: str, left_out: Mapping[str, str]) -> None:
     """Write the JSON file."""
-    head = {"hardware": f"{gpus}, {hardware()}" if gpus else hardware(), "versions": _versions(), "command": command}
+    head = {"hardware": hardware(), "versions": _versions(), "command": command}
     cases = [row for row in rows if "median_s" in row]
     failed = [row for row in rows if "error" in row]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +86,7 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
     for row in rows:
         if "median_s" in row:
             cases.setdefault((row["name"], row["dtype"]), []).append(row)
+    every = [row["median_s"] * 1e3 for some in cases.values() for row in some]
     height = 0.8 + sum(0.28 * len(some) + 0.55 for some in cases.values())
     figure, panels = pyplot.subplots(
         len(cases),
@@ -104,9 +105,9 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
         if raw is not None:
             panel.axvline(raw["bytes_into_rank"] / raw["raw_gb_per_s"] / 1e6, color="black", linewidth=0.8, linestyle=":")
         panel.set_xscale("log")
-        panel.set_xlim(right=3 * max(row["median_s"] * 1e3 for row in rows if "median_s" in row))
+        panel.set_xlim(0.5 * min(every), 2.5 * max(every))
         panel.set_title(f"{name} {dtype}, {some[0]['bytes_into_rank'] / 1e9:.2f} GB into a rank", fontsize=8, loc="left")
-        panel.tick_params(labelsize=7)
+        panel.tick_params(labelsize=7, which="both")
         panel.invert_yaxis()
     panels[-1, 0].set_xlabel("ms; dotted: the same bytes at the link's raw speed", fontsize=8)
     figure.suptitle(title, fontsize=8)

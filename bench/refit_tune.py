@@ -3,7 +3,7 @@
     dagrl bench refit --tune
 
 Each way is measured like any method; the best is kept for the rest of the run. What it sets are constants of
-`dagrl/channels/nccl.py` (lanes) and `dagrl/refit/copy_kernel.py` (programs that copy beside messages, warps and tiles).
+`dagrl/refit/copy_kernel.py`: programs that copy beside messages, their warps and tiles.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LANES_OF_A_CHANNEL = 2
-"""Opened where ways are tried."""
-
 
 @dataclass(frozen=True)
 class Way:
-    """Lanes of the channel; programs that copy beside messages, the warps of each and the units of 16 bytes of a tile."""
+    """Programs that copy beside messages, the warps of each and the units of 16 bytes of a tile."""
 
-    lanes: int
     programs: int
     warps: int = 8
     tile: int = 2048
@@ -27,18 +23,16 @@ class Way:
     @property
     def name(self) -> str:
         """As a method of the report."""
-        return f"dagrl {self.lanes} lanes, {self.programs} programs of {self.warps} warps"
+        return f"dagrl {self.programs} programs of {self.warps} warps"
 
     def use(self) -> None:
         """From now on, in this process; what is bound before must be bound again."""
-        from dagrl.channels import nccl
         from dagrl.refit import copy_kernel
 
-        nccl.LANES = self.lanes
         copy_kernel.PROGRAMS, copy_kernel._WARPS, copy_kernel._TILE = self.programs, self.warps, self.tile
 
 
-WAYS = (Way(1, 24), Way(1, 32), Way(1, 64), Way(1, 16, 16, 4096), Way(2, 32), Way(2, 64))
+WAYS = (Way(24), Way(32), Way(64), Way(12, 16, 4096), Way(16, 16, 4096), Way(24, 16, 4096))
 
 
 def best_way(seconds: Callable[[Way], float]) -> Way:

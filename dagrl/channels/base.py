@@ -77,13 +77,9 @@ class Channel(Protocol):
         """Receive into `tensor`; it has the message's size when the wait is over."""
 
     def exchange(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], lane: int = 0
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Sequence[Pending]:
-        """Post several messages at once, `(tensor, peer)` each; one group where the backend has groups.
-
-        Both ends of a message name the same lane. Messages on two lanes may travel at the same time and overtake each other,
-        where the backend has several; any number will do.
-        """
+        """Post several messages at once, `(tensor, peer)` each; one group where the backend has groups."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what `work` posts, waits for and launches, and return what does it again: at once, where the backend can.

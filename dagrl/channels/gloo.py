@@ -59,9 +59,9 @@ class GlooChannel:
         return self._post(tensor, peer, "recv", "from")
 
     def exchange(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], lane: int = 0
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[GlooPending]:
-        """Post several messages at once; there is one lane."""
+        """Post several messages at once."""
         posted = [self.receive(tensor, peer) for tensor, peer in receives]
         return [*posted, *(self.send(tensor, peer) for tensor, peer in sends)]
 

@@ -108,7 +108,7 @@ class IpcChannel:
         return pending
 
     def exchange(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], lane: int = 0
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[IpcPending]:
         """Post several messages at once."""
         return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
@@ -128,7 +128,7 @@ class IpcChannel:
         """Wait on the host for the current stream; messages have been waited for."""
         import torch
 
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._finish_copies(torch.device("cuda", torch.cuda.current_device()))
 
     def abort(self, reason: str) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-LANES = 1
-"""Communicators, each on a stream of its own: what one leaves of the link at a message's begin and end, the other fills."""
 _SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
 _POLL_S = 50e-6
 
@@ -51,12 +49,12 @@ class NcclChannel:
         self.spec = spec
         self._nccl = nccl
         self._device = torch.cuda.current_device()
-        # Of high priority: their kernels are few and need whole multiprocessors, which others shall not take first.
-        self._streams = [torch.cuda.Stream(self._device, priority=-1) for _ in range(LANES)]  # type: ignore[no-untyped-call]
+        # Of high priority: its kernels are few and need whole multiprocessors, which others shall not take first.
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._communicators: list[Any] = []
+        self._communicator: Any = None
         store = open_store(spec)
         self._agreement = Agreement(store, spec)
         self._within_deadline(lambda: self._connect(store))
@@ -69,11 +67,10 @@ class NcclChannel:
         import torch
 
         torch.cuda.set_device(self._device)
-        for lane in range(LANES):
-            if self.spec.rank == 0:
-                store.set(f"nccl/{lane}", repr(self._nccl.get_unique_id()))  # bytes; in cupy before 14 a tuple of integers
-            unique_id = ast.literal_eval(store.get(f"nccl/{lane}").decode())
-            self._communicators.append(self._nccl.NcclCommunicator(self.spec.size, unique_id, self.spec.rank))
+        if self.spec.rank == 0:
+            store.set("nccl/id", repr(self._nccl.get_unique_id()))  # bytes; in cupy before 14 a tuple of integers
+        unique_id = ast.literal_eval(store.get("nccl/id").decode())
+        self._communicator = self._nccl.NcclCommunicator(self.spec.size, unique_id, self.spec.rank)
 
     def _within_deadline(self, connect: Callable[[], None]) -> None:
         failures: list[Exception] = []
@@ -89,7 +86,7 @@ class NcclChannel:
         thread.join(self.spec.timeout_s)
         if failures:
             raise cannot_join(self.spec, failures[0]) from failures[0]
-        if len(self._communicators) < LANES:
+        if self._communicator is None:
             raise cannot_join(self.spec, TimeoutError("some rank did not come"))
 
     def _watch(self) -> None:
@@ -108,7 +105,7 @@ class NcclChannel:
         return self.exchange([], [(tensor, peer)])[0]
 
     def exchange(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], lane: int = 0
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[NcclPending]:
         """Post several messages as one NCCL group."""
         import torch
@@ -116,24 +113,21 @@ class NcclChannel:
         for tensor, peer in (*sends, *receives):
             check_message(self.spec, tensor, peer, "cuda")
         self._check_usable()
-        stream = self._streams[lane % LANES]
-        stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            self._post(sends, receives, lane % LANES)
+            self._post(sends, receives)
         except self._nccl.NcclError as error:
             peers = sorted({peer for _, peer in (*sends, *receives)})
             raise self._broken(f"messages with rank {', '.join(map(str, peers))} failed: {error}") from error
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(stream)
+        done.record(self._stream)
         if not torch.cuda.is_current_stream_capturing():  # recorded work uses memory that stays
             for tensor, _ in (*sends, *receives):
-                tensor.record_stream(stream)
+                tensor.record_stream(self._stream)
         return [NcclPending(done)] * (len(sends) + len(receives))
 
-    def _post(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]], lane: int
-    ) -> None:
-        nccl, stream, communicator = self._nccl, self._streams[lane].cuda_stream, self._communicators[lane]
+    def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
+        nccl, stream, communicator = self._nccl, self._stream.cuda_stream, self._communicator
         self._posting_until = time.monotonic() + self.spec.timeout_s
         nccl.groupStart()
         try:
@@ -183,8 +177,7 @@ class NcclChannel:
 
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
-        for stream in self._streams:
-            current.wait_stream(stream)
+        current.wait_stream(self._stream)
         done.record(current)
         start = time.monotonic()
         while not done.query():  # type: ignore[no-untyped-call]
@@ -196,11 +189,11 @@ class NcclChannel:
         self._check_usable()
 
     def _check_usable(self) -> None:
-        if not self._communicators or self._reason is not None:
+        communicator = self._communicator
+        if communicator is None or self._reason is not None:
             raise ChannelError(f"{self._name()} is closed or broken: {self._reason}; open a new channel")
         try:
-            for communicator in self._communicators:
-                communicator.check_async_error()
+            communicator.check_async_error()
         except self._nccl.NcclError as error:
             raise self._broken(f"a peer failed: {error}") from error
 
@@ -215,15 +208,10 @@ class NcclChannel:
     def abort(self, reason: str) -> None:
         """Break the channel from any thread; kernels that wait for a peer end."""
         with self._lock:
-            if self._reason is None and self._communicators:
+            if self._reason is None and self._communicator is not None:
                 self._reason = reason
                 self._free_graphs()
-                # At the same time: the end of one waits for the whole device, and so for kernels of the others.
-                threads = [threading.Thread(target=one.abort, name="nccl-abort") for one in self._communicators]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+                self._communicator.abort()
                 self._agreement.abort(reason)
 
     def _free_graphs(self) -> None:
@@ -236,13 +224,11 @@ class NcclChannel:
         """Destroy the communicator."""
         self._closed.set()
         with self._lock:
-            if self._reason is None:
-                for stream in self._streams:
-                    stream.synchronize()
+            if self._communicator is not None and self._reason is None:
+                self._stream.synchronize()
                 self._free_graphs()
-                for communicator in self._communicators:
-                    communicator.destroy()
-            self._communicators = []
+                self._communicator.destroy()
+            self._communicator = None
             self._agreement.close()
 
 

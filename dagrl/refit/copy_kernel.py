@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 _FIELDS = 8  # of an entry: target, source, units of a row, of all rows, both strides in bytes, first tile, bytes of a unit
 _WIDE = 16  # bytes that a thread moves at once, where addresses, rows and strides are multiples of it
-_TILE = 2048  # units
+_TILE = 4096  # units
 _MOST_UNITS = 1 << 30  # of an entry: the kernel counts them in 32 bits
-_WARPS = 8
-PROGRAMS, PROGRAMS_ALONE = 32, 264
-"""Beside messages, enough to keep up with a link: more slow the messages down (on H200, 32 copy 0.65 TB/s, 264 1.9 TB/s)."""
+_WARPS = 16
+PROGRAMS, PROGRAMS_ALONE = 16, 264
+"""Beside messages, enough to keep up with a link twice over: faster copies slow the messages down (docs/refit.md)."""
 
 
 class CopyTable:

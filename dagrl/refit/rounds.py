@@ -1,8 +1,7 @@
 """The rounds of one rank, bound to memory: what it packs, sends, receives and unpacks in each, and in which order.
 
-Two buckets are in flight: while one travels, the next is packed and the one before is unpacked. They are on two lanes of
-the channel, so that a link is never idle between two messages. On GPUs nothing here waits on the host: copies are launched
-on the current stream and messages on the channel's, and events order them.
+Two buckets are in flight: while one travels, the next is packed and the one before is unpacked. On GPUs nothing here
+waits on the host: copies are launched on the current stream and messages on the channel's, and events order the two.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Rounds:
         sends = [(one.send.message, one.send.bucket.destination)] if one.send else []
         to = one.receive
         receives = [(into.get(id(to), to.message), to.bucket.source)] if to else []
-        return self._channel.exchange(sends, receives, lane=one.number)
+        return self._channel.exchange(sends, receives)
 
     def _land(self, one: Round, pending: Sequence[Pending], received: Seen) -> None:
         with annotate(f"refit bucket {one.number}: land"):

@@ -39,9 +39,7 @@ class MemoryChannel:
         tensor.copy_(message)
         return Done()
 
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], lane: int = 0
-    ) -> list[Done]:
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
         return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
