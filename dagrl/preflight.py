@@ -153,7 +153,7 @@ def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
 def _phase_keys(config: Config) -> Iterable[str]:
     if config.algorithm == "sft":
         return SFT_PHASES
-    more = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
+    more: tuple[str, ...] = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
     more += KV_PHASES if generation_config(config).vllm_cfg.kv_cache_dtype == "fp8" else ()
     return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *more)
 
