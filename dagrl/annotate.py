@@ -48,7 +48,7 @@ def annotate(name: str) -> Range:
 def _nvtx_range(name: str) -> Iterator[None]:
     import torch
 
-    torch.cuda.nvtx.range_push(name)
+    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
     try:
         with torch.profiler.record_function(name):
             yield
