@@ -52,7 +52,8 @@ class Node:
     """One call on one worker.
 
     `kind`: `call` runs `method(*args)`, `reduce` runs `method([*args])`, `collect` makes a list of its arguments, flattening
-    those that are lists made by `collect` themselves, `relay` hands on its only argument. `transport` says how the result travels to its readers.
+    those that are lists made by `collect` themselves, `relay` hands on its only argument. `transport` says how the result
+    travels to its readers.
     """
 
     number: int

@@ -260,7 +260,7 @@ def test_a_batch_arrives_as_it_was_sent(rows: int) -> None:
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(packet.wire(), protocol=5, buffer_callback=buffers.append)
     assert bool(buffers) == (rows == 1000), "large arrays travel beside the pickle, without a copy"
-    found = Packet.from_wire(pickle.loads(pickled, buffers=[bytearray(buffer.raw()) for buffer in buffers]))
+    found = Packet.from_wire(pickle.loads(pickled, buffers=[bytearray(buffer.raw()) for buffer in buffers]))  # noqa: S301
     assert found._replace(value=None) == packet._replace(value=None)
     assert isinstance(found.value, Batch) and found.value.scalars == {"slope": 0.5}
     for name, array in fields.items():
