@@ -25,7 +25,7 @@ from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_gro
 from tests.integration.vllm_models import chosen, hf_logprobs
 
 ROOT = Path(__file__).parents[2]
-STEPS, PROMPTS, AGE = 5, 4, 2
+STEPS, PROMPTS, AGE = 4, 4, 2
 OVERRIDES = (
     "sft.max_num_steps=0",
     f"grpo.max_num_steps={STEPS}",
@@ -105,13 +105,13 @@ def test_stopped_half_way_and_resumed(
     tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     config = configuration(tmp_path, case)
-    stop_after(monkeypatch, steps=2)
+    stop_after(monkeypatch, steps=1)
     with pytest.raises(StopRequestedError):
         run_grpo(config)
     monkeypatch.undo_stop()  # type: ignore[attr-defined]
     before = len(steps_of(config))
     under_way = saved_groups(config)
-    assert 2 <= before < STEPS and under_way
+    assert 1 <= before < STEPS and under_way
     assert any(any(tokens for tokens in rows) for rows in under_way.values()) == ("saved" in case)
 
     seen = len(trained)
