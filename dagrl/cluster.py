@@ -26,6 +26,9 @@ CHATTY = "ray.dag"
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
+PRIORITY = {"RAY_worker_niceness": "0"}
+"""Ray runs workers at niceness 15. They launch the GPU's kernels, and would wait for whatever else a host does."""
+
 
 @contextmanager
 def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = None) -> Iterator[None]:
@@ -33,7 +36,7 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
 
     `environment` is set in every worker process. Semaphores that killed workers left behind are removed at the end.
     """
-    os.environ.update(QUIET)
+    os.environ.update(QUIET | PRIORITY)
     import ray
 
     before = semaphores()

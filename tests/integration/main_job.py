@@ -43,6 +43,8 @@ SMALL = (
     "grpo.max_val_samples=32",
     "grpo.val_period=3",
     "checkpointing.save_period=3",
+    "checkpointing.async_save=true",
+    "policy.offload_optimizer_for_logprob=true",
     "reward.function=tests.integration.main_job:recorded_exact_match",
 )
 """The GRPO quickstart in seconds: too short to learn, long enough to compare."""

@@ -7,6 +7,7 @@ driver can import the class to trace phases.
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,17 @@ from typing import TYPE_CHECKING, Literal
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError, RunError
 from dagrl.layout import ParallelLayout
-from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.metrics import (
+    PEAK_MEMORY,
+    PEAK_TFLOPS,
+    RANK,
+    TRAIN_RANKS,
+    TRAIN_SECONDS,
+    TRAIN_TFLOP,
+    TRAIN_TOKENS,
+    StepMetrics,
+    merge_step_metrics,
+)
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
@@ -134,12 +145,16 @@ class MegatronWorker:
         from workers.megatron.step import run_losses
 
         trainer, rate = self._ready("weights", "gradients"), batch.scalars.get("lr")
+        started = time.perf_counter()
         with self._running():
             for cut in self._cuts(batch, "train"):
+                trainer.offloader.begin_due()
                 trainer.zero_gradients()
                 metrics = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), True)
             shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
-        return StepMetrics(metrics.sums, metrics.maxima, shared) if self._reports else StepMetrics()
+        figures = self._figures(batch, time.perf_counter() - started)
+        known = StepMetrics(metrics.sums, metrics.maxima, shared) if self._reports else StepMetrics()
+        return merge_step_metrics([known, figures])
 
     def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
         """The losses of `train_step` without a step."""
@@ -200,9 +215,8 @@ class MegatronWorker:
                 offloader.reload(("optimizer",))
 
     def prepare_for_training(self, step: int) -> None:
-        """Begin to move the optimizer's state back; the next step's gradients are computed meanwhile."""
-        with self._running():
-            self._ready().offloader.reload(("optimizer",), wait=False)
+        """Let the optimizer's state come back while the next step's gradients are computed."""
+        self._ready().offloader.reload_soon(("optimizer",))
 
     def calibrate_kv_scales(self, batch: Batch) -> dict[str, float]:
         """Set the scales of generation's KV cache in FP8 to what `batch` asks for under the current weights.
@@ -357,6 +371,27 @@ class MegatronWorker:
     def _temperature(self) -> float:
         generation = self.config.policy.generation
         return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
+
+    def _figures(self, batch: Batch, seconds: float) -> StepMetrics:
+        """What throughput is computed from; this worker's part of its shard's FLOPs and tokens, which all of it share."""
+        import torch
+
+        from workers.megatron.flops import peak_tflops, step_tflop
+
+        on_gpu, policy, layout = torch.cuda.is_available(), self.config.policy, self.context.layout
+        part = 1 / (layout.world_size // layout.dp)
+        sums = {
+            TRAIN_TFLOP: part * step_tflop(self._ready().model.architecture, batch["lengths"]),
+            TRAIN_TOKENS: part * float(batch["lengths"].sum()),
+            TRAIN_RANKS: 1.0,
+        }
+        maxima = {TRAIN_SECONDS: seconds, f"{RANK}{self.context.rank}/train_seconds": seconds}
+        if on_gpu:
+            memory = torch.cuda.max_memory_allocated(self._device) / 2**30
+            maxima |= {PEAK_MEMORY: memory, f"{RANK}{self.context.rank}/peak_memory_gib": memory}
+        name = torch.cuda.get_device_name(self._device) if on_gpu else ""
+        peak = peak_tflops(name, policy.precision, policy.megatron_cfg.peak_tflops)
+        return StepMetrics(sums, maxima, {} if peak is None else {PEAK_TFLOPS: peak})
 
     @property
     def _reports(self) -> bool:
