@@ -80,6 +80,10 @@ def test_every_step_is_recorded_and_generation_agrees_with_training(learned: Run
     sft, grpo = ([step for name, step in stages if name == stage] for stage in ("sft", "grpo"))
     assert sft == list(range(SFT_STEPS + 1)) and grpo == list(range(SFT_STEPS, STEPS + 1))  # with a validation at the start
     for line in learned.metrics:
+        if "grad_norm" in line:
+            slowest = max(line[f"perf/rank_{rank}/train_seconds"] for rank in range(2))
+            assert line["perf/train_seconds"] == slowest and line["perf/train_tflops_per_gpu"] > 0
+            assert "perf/train_fp_utilization" not in line  # a CPU has no peak to compare with
         if "reward/mean" in line:
             assert line["max_logprob_difference"] < 1e-4
             assert abs(line["token_mult_prob_error"] - 1) < 1e-4

@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError, RunError
 from dagrl.layout import ParallelLayout
-from dagrl.metrics import (
-    PEAK_MEMORY,
-    PEAK_TFLOPS,
-    RANK,
-    TRAIN_RANKS,
-    TRAIN_SECONDS,
-    TRAIN_TFLOP,
-    TRAIN_TOKENS,
-    StepMetrics,
-    merge_step_metrics,
-)
+from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
@@ -142,6 +132,7 @@ class MegatronWorker:
         `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of the whole global batch; `lr`, if there, is
         used instead of the schedule's. A warm-up replay does all but the update.
         """
+        from workers.megatron.figures import train_figures
         from workers.megatron.step import run_losses
 
         trainer, rate = self._ready("weights", "gradients"), batch.scalars.get("lr")
@@ -152,7 +143,8 @@ class MegatronWorker:
                 trainer.zero_gradients()
                 metrics = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), True)
             shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
-        figures = self._figures(batch, time.perf_counter() - started)
+        seconds, architecture = time.perf_counter() - started, trainer.model.architecture
+        figures = train_figures(architecture, self.config.policy, self.context, self._device, batch, seconds)
         known = StepMetrics(metrics.sums, metrics.maxima, shared) if self._reports else StepMetrics()
         return merge_step_metrics([known, figures])
 
@@ -371,27 +363,6 @@ class MegatronWorker:
     def _temperature(self) -> float:
         generation = self.config.policy.generation
         return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
-
-    def _figures(self, batch: Batch, seconds: float) -> StepMetrics:
-        """What throughput is computed from; this worker's part of its shard's FLOPs and tokens, which all of it share."""
-        import torch
-
-        from workers.megatron.flops import peak_tflops, step_tflop
-
-        on_gpu, policy, layout = torch.cuda.is_available(), self.config.policy, self.context.layout
-        part = 1 / (layout.world_size // layout.dp)
-        sums = {
-            TRAIN_TFLOP: part * step_tflop(self._ready().model.architecture, batch["lengths"]),
-            TRAIN_TOKENS: part * float(batch["lengths"].sum()),
-            TRAIN_RANKS: 1.0,
-        }
-        maxima = {TRAIN_SECONDS: seconds, f"{RANK}{self.context.rank}/train_seconds": seconds}
-        if on_gpu:
-            memory = torch.cuda.max_memory_allocated(self._device) / 2**30
-            maxima |= {PEAK_MEMORY: memory, f"{RANK}{self.context.rank}/peak_memory_gib": memory}
-        name = torch.cuda.get_device_name(self._device) if on_gpu else ""
-        peak = peak_tflops(name, policy.precision, policy.megatron_cfg.peak_tflops)
-        return StepMetrics(sums, maxima, {} if peak is None else {PEAK_TFLOPS: peak})
 
     @property
     def _reports(self) -> bool:

@@ -1,0 +1,36 @@
+"""What one worker reports of a train step for throughput, MFU and memory; `dagrl.metrics.throughput` makes the figures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dagrl.config import PolicyConfig
+from dagrl.metrics import PEAK_MEMORY, PEAK_TFLOPS, RANK, TRAIN_RANKS, TRAIN_SECONDS, TRAIN_TFLOP, TRAIN_TOKENS, StepMetrics
+from dagrl.shapes import Batch
+from dagrl.worker import WorkerContext
+from workers.megatron.flops import peak_tflops, step_tflop
+
+if TYPE_CHECKING:
+    from workers.megatron.architecture import Architecture
+
+
+def train_figures(
+    model: Architecture, policy: PolicyConfig, context: WorkerContext, device: torch.device, batch: Batch, seconds: float
+) -> StepMetrics:
+    """Of a step on a shard's `batch`: this worker's equal part of the shard's FLOPs and tokens, its `seconds` and memory."""
+    part = context.layout.dp / context.layout.world_size
+    sums = {
+        TRAIN_TFLOP: part * step_tflop(model, batch["lengths"]),
+        TRAIN_TOKENS: part * float(batch["lengths"].sum()),
+        TRAIN_RANKS: 1.0,
+    }
+    maxima = {TRAIN_SECONDS: seconds, f"{RANK}{context.rank}/train_seconds": seconds}
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        memory = torch.cuda.max_memory_allocated(device) / 2**30
+        maxima |= {PEAK_MEMORY: memory, f"{RANK}{context.rank}/peak_memory_gib": memory}
+    name = torch.cuda.get_device_name(device) if on_gpu else ""
+    peak = peak_tflops(name, policy.precision, policy.megatron_cfg.peak_tflops)
+    return StepMetrics(sums, maxima, {} if peak is None else {PEAK_TFLOPS: peak})
