@@ -23,9 +23,9 @@ BFLOAT16 = {"precision": "bfloat16"}
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 2}
 Setting = tuple[ParallelLayout, dict[str, Any]]
 CASES: list[tuple[str, Setting, list[Setting]]] = [
-    ("qwen3_tied", (TP2PP2, {}), [(DP2, SHARDED), (ParallelLayout(pp=2, vpp=2), {}), (SINGLE, {})]),
+    ("qwen3_tied", (TP2PP2, {}), [(DP2, SHARDED), (ParallelLayout(pp=2, vpp=2), {})]),
     ("qwen3", (DP2, SHARDED), [(SINGLE, {}), (ParallelLayout(tp=4), {})]),  # another padding of the vocabulary
-    ("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), [(ParallelLayout(tp=2, ep=2, etp=1), {}), (SINGLE, {})]),
+    ("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), [(ParallelLayout(tp=2, ep=2, etp=1), {})]),
     ("qwen3_tied", (DP2, {**BFLOAT16, **SHARDED}), [(ParallelLayout(tp=2), BFLOAT16)]),
 ]
 
