@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import ray
 
 from dagrl.errors import RunError
 from dagrl.layout import ParallelLayout
@@ -26,6 +27,16 @@ def over_nccl(train: Shard, value):
 def to_itself(train: Shard, value):
     first = train[0].map("add_one", value).via("nccl")
     return train[0].map("add_one", first)
+
+
+@phase
+def one(train: Shard, value):
+    return train.map("add_one", value)
+
+
+@phase
+def another(train: Shard, value):
+    return train.map("add_one", value)
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +68,15 @@ def test_a_worker_passes_results_to_itself_without_a_transport(group: WorkerGrou
         scheduler.add(to_itself, warmup_value=0)
         scheduler.compile()
         assert scheduler.replay(to_itself, 40).result() == (42,)
+
+
+def test_an_actor_without_a_thread_for_a_second_graph_is_an_error_that_says_how_to_make_it(cluster: None) -> None:
+    actor = ray.remote(num_cpus=0)(FakeWorker).remote(None, None)
+    group = WorkerGroup.from_actors([actor], ParallelLayout())
+    with Scheduler([group], SchedulerOptions(fallback="error", compile_s=3.0)) as scheduler:
+        for item in (one, another):
+            scheduler.add(item, warmup_value=0)
+        with pytest.raises(RunError, match=r"'another' could not be compiled: .* concurrency_groups"):
+            scheduler.compile()
+        assert scheduler.replay(one, 40).result() == (41,)
+    ray.kill(actor)
