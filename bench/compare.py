@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
 def measure(config: Config, ways: Sequence[Way], rounds: int) -> Iterator[list[Result]]:
     """Every way in every round, on one session; yields all results so far after each."""
     from dagrl.loops.grpo_step import grpo_plans
-    from dagrl.loops.session import open_session
+    from dagrl.loops.start import open_session
     from dagrl.rewards import RewardRunner
 
     config = with_plain_workers(config)

@@ -82,8 +82,8 @@ def run(options: argparse.Namespace) -> None:
 def measure(config: Config, seeds: int, first_weights: Path) -> Iterator[Curve]:
     """Yields every way's curve of the first seed, then of the next."""
     from dagrl.loops.grpo_step import grpo_plans
-    from dagrl.loops.session import open_session
     from dagrl.loops.sft import train_sft
+    from dagrl.loops.start import open_session
     from dagrl.rewards import RewardRunner
 
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:

@@ -127,7 +127,7 @@ def measure(config: Config, ways: Sequence[Way], first_weights: Path | None, rou
     """
     from bench.plain import with_plain_workers
     from dagrl.loops.grpo_step import grpo_plans
-    from dagrl.loops.session import open_session
+    from dagrl.loops.start import open_session
     from dagrl.rewards import RewardRunner
 
     if PLAIN in ways:

@@ -23,7 +23,7 @@ from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.summary import LinkSpeeds
 
 if TYPE_CHECKING:
-    from dagrl.loops.session import PhasePlan
+    from dagrl.loops.start import PhasePlan
 
 REFIT = "refit"
 

@@ -10,8 +10,9 @@ from dagrl.config import Config
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, refit, start_policy
-from dagrl.loops.session import Session, run_session
+from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
+from dagrl.loops.start import run_session
 from dagrl.rewards import RewardRunner
 
 

@@ -15,8 +15,9 @@ from dagrl.config import Config
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.rollout import Sample, request_slots
-from dagrl.loops.session import PhasePlan, Session
+from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
+from dagrl.loops.start import PhasePlan
 from dagrl.metrics import ENTROPY, TIMING, UPDATE_PAUSE
 from dagrl.preflight import bucket_widths, generation_config
 from dagrl.refit.run import RefitReport

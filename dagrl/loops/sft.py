@@ -9,7 +9,8 @@ from typing import cast
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config, Json
 from dagrl.data import Sampler
-from dagrl.loops.session import PhasePlan, Session, run_session
+from dagrl.loops.session import Session
+from dagrl.loops.start import PhasePlan, run_session
 from dagrl.metrics import VALIDATION
 from dagrl.preflight import bucket_widths
 from dagrl.shapes import Bucket

@@ -16,8 +16,9 @@ from dagrl.loops.async_grpo import train_async
 from dagrl.loops.grpo import train_grpo
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.rollout import Rollouts, new_group, request_seeds
-from dagrl.loops.session import Session, open_session
+from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
+from dagrl.loops.start import open_session
 from dagrl.record import read_metrics
 from dagrl.rewards import RewardRunner
 from dagrl.scheduler import Scheduler, SchedulerOptions

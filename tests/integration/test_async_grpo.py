@@ -88,7 +88,7 @@ def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def joined(*args: object) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr("dagrl.loops.session.ray_cluster", joined)
+    monkeypatch.setattr("dagrl.loops.start.ray_cluster", joined)
 
 
 @pytest.fixture

@@ -1,0 +1,239 @@
+"""Starts a run, and ends it: its directory and records, Ray, the worker groups, and the compiled phases.
+
+`open_session` does everything between `preflight` and the first step, and undoes it at the end, whatever happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from dagrl.annotate import enable_ranges
+from dagrl.checkpoint import CheckpointStore
+from dagrl.cluster import ray_cluster
+from dagrl.config import Config
+from dagrl.loops.colocated import TRAIN_PARTS, SharedDevices
+from dagrl.loops.session import Session, process_label
+from dagrl.loops.stop import StopRequestedError, StopSignal, stop_on_signals
+from dagrl.machine import gpus_per_worker
+from dagrl.model_init import prepare_model
+from dagrl.preflight import (
+    generation_config,
+    is_colocated,
+    layouts,
+    limit_steps,
+    load_phase,
+    preflight,
+    worker_classes,
+)
+from dagrl.progress import Progress
+from dagrl.record import RunRecord, prepare_run_directory
+from dagrl.refit.connect import connect_refit
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Bucket
+from dagrl.timing import PhaseClock
+from dagrl.trace import DRIVER, TraceWriter
+from dagrl.worker_group import GpuBundles, Resources, WorkerGroup
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """A phase of a loop, by its name in `phases.*`, and the shapes it will be replayed at (sequences and tokens a shard).
+
+    `value` is what a phase that takes no batch is warmed up with.
+    """
+
+    name: str
+    buckets: tuple[Bucket, ...] = ()
+    result_bytes: int | None = None
+    value: int | None = None
+
+
+@contextmanager
+def run_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+    """`open_session` for a whole run: the block takes the steps.
+
+    After it comes what a finished run leaves (`Session.finish`), or a checkpoint if a stop was asked for; in any case the
+    plot and the summary.
+    """
+    with open_session(config, plans) as session:
+        try:
+            yield session
+            session.finish()
+        except StopRequestedError:
+            session.save_last()
+            raise
+        finally:
+            session.summarize()
+
+
+@contextmanager
+def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+    """Everything up to the first step, and everything after the last.
+
+    Raises a UserError before any actor starts for what can be known by then.
+    """
+    inputs = preflight(config)
+    config = limit_steps(config, inputs)
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        progress = stack.enter_context(Progress(config.logger))
+        progress.stage("Preparing the run")
+        paths = prepare_run_directory(config)
+        model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": str(model.resolve())})})
+        store = CheckpointStore(
+            paths.checkpoints,
+            keep_top_k=config.checkpointing.keep_top_k,
+            higher_is_better=config.checkpointing.higher_is_better,
+        )
+        store.recover(resume=config.checkpointing.resume)
+        resumed = store.latest() if config.checkpointing.resume else None
+        record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
+        trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
+        progress.stage("Starting Ray")
+        with stop.at_once():
+            stack.enter_context(ray_cluster(config.cluster))
+            stop.listen()
+        progress.stage(f"Starting {_workers_text(config)}")
+        train, generation = _start_groups(config, stack, stop)
+        if config.logger.nvtx_enabled:
+            for group in (train, *([generation] if generation else [])):
+                group.call_function(enable_ranges)
+        scheduler = stack.enter_context(Scheduler([g for g in (train, generation) if g], _options(config)))
+        clock = PhaseClock(trace)
+        session = Session(
+            config, paths, inputs, train, generation, scheduler, record, trace, progress, clock, store, stop, resumed
+        )
+        if is_colocated(config):
+            assert generation is not None and config.policy.generation is not None
+            level = config.policy.generation.colocated.sleep_level
+            session.shared = SharedDevices(train, generation, level, clock.measure)
+        if trace is not None:
+            trace.declare([DRIVER, *(process_label(g, rank) for g in session.groups for rank in range(g.layout.world_size))])
+        with stop.at_once():
+            _compile(session, plans)
+            _resume(session)
+        stack.callback(session.write_trace)
+        yield session
+
+
+def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[WorkerGroup, WorkerGroup | None]:
+    """The train group and, where the run has one, the generation group.
+
+    Side by side, as both spend long on imports; on shared GPUs in turn, the train state gone before generation starts.
+    """
+    places = shared_places(config, stack) if is_colocated(config) else {}
+
+    def start(role: str) -> WorkerGroup:
+        return WorkerGroup.create(
+            role,
+            worker_classes(config)[role],
+            layouts(config)[role],
+            config,
+            resources=places.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))),
+            seed=config.seed,
+            start_timeout_s=config.timeouts.start_s,
+            collective_timeout_s=config.timeouts.collective_s,
+            while_waiting=stop.check,
+        )
+
+    def keep(group: WorkerGroup) -> WorkerGroup:
+        stack.callback(group.shutdown, config.timeouts.teardown_s / 2)
+        return group
+
+    if is_colocated(config):
+        train = keep(start("train"))
+        train.call("offload", TRAIN_PARTS)
+        return train, keep(start("generation"))
+    with ThreadPoolExecutor() as pool:
+        starting = [pool.submit(start, role) for role in layouts(config)]
+    for future in starting:
+        if future.exception() is None:
+            keep(future.result())
+    train, *generation = [future.result() for future in starting]  # raises what a group could not start for
+    return train, generation[0] if generation else None
+
+
+def shared_places(config: Config, stack: ExitStack) -> dict[str, Resources]:
+    """What the workers of each role ask of Ray to lie on the same GPUs, rank by rank; CPUs are shared anyway."""
+    if not gpus_per_worker(config.cluster):
+        return {}
+    sizes = {role: layout.world_size for role, layout in layouts(config).items()}
+    bundles = GpuBundles(max(sizes.values()), config.timeouts.start_s)
+    stack.callback(bundles.release)
+    share = generation_config(config).colocated.train_share
+    return {role: Resources(num_gpus=share if role == "train" else 1 - share, bundles=bundles) for role in sizes}
+
+
+def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
+    config, scheduler = session.config, session.scheduler
+    session.progress.stage("Compiling phases")
+    scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
+    for plan in plans:
+        scheduler.add(
+            load_phase(config.phases, plan.name),
+            buckets=plan.buckets,
+            scalars=scalars,
+            warmup_value=plan.value,
+            result_bytes=plan.result_bytes,
+        )
+    scheduler.compile()
+    if session.generation is not None:
+        session.progress.stage("Planning the refit")
+        session.hold("train", "generation")
+        connect_refit(
+            session.train,
+            session.generation,
+            dtype=config.policy.precision,
+            tied_embeddings=bool(session.inputs.hf_config.get("tie_word_embeddings")),
+            kind=_channel_kind(config),
+            timeout_s=config.timeouts.start_s,
+            channel_timeout_s=config.timeouts.collective_s,
+            bucket_bytes=config.refit.bucket_bytes,
+            replicate_in_host=config.refit.replicate_in_host,
+        )
+    session.progress.stage("Warming up")
+    if session.generation is not None:
+        session.train.call("snapshot_reference")  # for the warm-up; the loop takes the real one
+    scheduler.warmup(before=lambda phase: session.hold(*phase.roles))
+
+
+def _channel_kind(config: Config) -> Literal["gloo", "nccl", "ipc"]:
+    """NCCL between GPUs, Gloo without them; between processes that share a GPU, which NCCL refuses, memory they both map."""
+    if is_colocated(config):
+        return "ipc"
+    return "nccl" if gpus_per_worker(config.cluster) else "gloo"
+
+
+def _resume(session: Session) -> None:
+    if session.resumed is None:
+        return
+    session.progress.stage(f"Resuming from step {session.resumed.state.step}")
+    directory = session.resumed.directory / "train"
+    session.hold("train", keep_generation_weights=True)
+    session.train.call("load_checkpoint", str(directory), timeout_s=session.config.timeouts.checkpoint_s)
+    session.state = session.resumed.state
+    session.step = session.saved_step = session.state.step
+
+
+def _options(config: Config) -> SchedulerOptions:
+    return SchedulerOptions(
+        executor=config.executor,
+        fallback=config.fallback,
+        max_in_flight=config.executor_cfg.max_in_flight,
+        arity=config.executor_cfg.arity,
+        result_bytes=config.executor_cfg.result_bytes,
+        compile_s=config.timeouts.compile_s,
+        warmup_s=config.timeouts.warmup_s,
+        replay_s=config.timeouts.replay_s,
+        teardown_s=config.timeouts.teardown_s / 2,
+    )
+
+
+def _workers_text(config: Config) -> str:
+    groups = layouts(config)
+    return " and ".join(f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in groups.items())
