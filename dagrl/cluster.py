@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
+from dagrl.machine import gpus_per_worker
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ CHATTY = "ray.dag"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
 PRIORITY = {"RAY_worker_niceness": "0"}
-"""Ray runs workers at niceness 15. They launch the GPU's kernels, and would wait for whatever else a host does."""
+"""Ray runs workers at niceness 15. With GPUs they launch kernels, and would wait for whatever else the host does."""
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
 
     `environment` is set in every worker process. Semaphores that killed workers left behind are removed at the end.
     """
-    os.environ.update(QUIET | PRIORITY)
+    os.environ.update(QUIET | (PRIORITY if gpus_per_worker(config) else {}))
     import ray
 
     before = semaphores()

@@ -177,7 +177,7 @@ def test_ages_versions_and_numbers(tmp_path: Path, trained: Trained, in_flight: 
     assert all(0 <= line[f"idle/{role}"] <= 1 for line in lines for role in ("train", "generation"))
 
 
-@pytest.mark.parametrize("choice", ["save", "regenerate"])
+@pytest.mark.parametrize("choice", ["save", pytest.param("regenerate", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_with_what_was_under_way(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:

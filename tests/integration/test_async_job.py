@@ -63,8 +63,6 @@ CASES = {
     ),
     "finished, saved": ("in_flight_weight_updates=false", "max_trajectory_age_steps=1", "on_checkpoint=save"),
 }
-SLOW = pytest.mark.slow
-PARAMETERS = [pytest.param(name, id=name, marks=() if name == "kept, saved" else SLOW) for name in CASES]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +98,8 @@ def configuration(tmp_path: Path, case: str, *more: str) -> Config:
     return load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides)
 
 
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_stopped_half_way_and_resumed(
     tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

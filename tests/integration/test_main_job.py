@@ -175,6 +175,7 @@ def conversation(number: int) -> list[Metrics]:
     return [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no data at {GSM8K}; set DAGRL_GSM8K")
 def test_sft_learns_from_gsm8k(tmp_path: Path) -> None:
     overrides = (

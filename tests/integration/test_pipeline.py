@@ -20,7 +20,7 @@ STEP = pipeline_phase(MICROBATCHES)
 SCALARS = {"global_valid_tokens": 1.0, "fail_stage": -1, "fail_microbatch": -1}
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 stages", "4 stages"])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 stages", "4 stages"])
 def group(request: pytest.FixtureRequest, cluster: None) -> Iterator[WorkerGroup]:
     group = WorkerGroup.create("train", RecordedStage, ParallelLayout(dp=1, pp=request.param), MODEL)
     yield group
