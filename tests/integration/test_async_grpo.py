@@ -215,6 +215,7 @@ def test_a_stopped_run_goes_on_with_what_was_under_way(
             assert episode.tokens[: len(tokens)] == tokens, "saved tokens are kept, and gone on from"
 
 
+@pytest.mark.slow
 def test_a_generation_worker_killed_in_a_quantum_costs_a_restart(tmp_path: Path, trained: Trained) -> None:
     """The run goes on from its newest checkpoint: every step is recorded once, every group is trained on."""
     config = configuration(

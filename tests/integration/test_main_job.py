@@ -160,6 +160,7 @@ def losses(run: Run) -> list[float]:
     return [line["validation/loss"] for line in run.metrics if "validation/loss" in line]
 
 
+@pytest.mark.slow
 def test_sft_learns_from_chat_messages(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text("".join(json.dumps({"messages": conversation(number)}) + "\n" for number in range(200)))

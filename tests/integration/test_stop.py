@@ -65,7 +65,10 @@ def test_a_run_stopped_in_each_part_goes_on_as_one_that_was_not(small_run: Run, 
         assert {**ours, "replays": 0} == {**theirs, "replays": 0}  # a resumed run refits once more
 
 
-@pytest.mark.parametrize("config, moment", [(SFT, "Starting Ray"), (GRPO, "Starting 2 train"), (SFT, "Compiling")])
+@pytest.mark.parametrize(
+    "config, moment",
+    [(SFT, "Starting Ray"), (GRPO, "Starting 2 train"), pytest.param(SFT, "Compiling", marks=pytest.mark.slow)],
+)
 def test_a_start_is_broken_off(config: str, moment: str, output: Path) -> None:
     with running(config, output, f"start-{moment.replace(' ', '-')}") as run:
         run.wait_for_text(moment)

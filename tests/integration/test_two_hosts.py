@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.integration.main_job import ROOT
 
 
+@pytest.mark.slow
 def test_phases_over_two_hosts() -> None:
     command = [sys.executable, "-m", "tests.integration.two_hosts"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
