@@ -10,7 +10,8 @@ DagrlError
 │   ├── CheckpointError        a checkpoint that is missing, truncated or foreign
 │   └── MissingDependencyError an optional package; names the extra that brings it
 └── RunError                 what went wrong while running
-    ├── PhaseError             a worker raised, died or hung in a phase
+    ├── WorkerError            workers raised or died in a plain call
+    │   └── PhaseError           workers raised, died or hung in a phase
     ├── ChannelError           a channel broke, timed out, or was given something it cannot carry
     └── DeadlineError          a wait passed its configured deadline
 
@@ -19,6 +20,7 @@ Every message says what was found, what was expected and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -74,7 +76,8 @@ class DeadlineError(RunError):
 class WorkerFailure:
     """What one worker reported of its own failure; plain data, so that it travels through any graph edge.
 
-    `kind` is `raised`, `died` or `hung`. `traceback` is the worker's own traceback, or its stacks if it hung.
+    `kind` is `raised`, `died` or `hung`. `traceback` is the worker's own traceback, or its stacks if it hung. In a plain
+    call, outside of any phase, `phase` is empty and `node` is the method. `pid` is 0 before it is known, as a worker starts.
     """
 
     role: str
@@ -92,24 +95,35 @@ class WorkerFailure:
 
     def describe(self) -> str:
         """One line that says which worker failed, where and how."""
-        return (
-            f"{self.role} worker {self.rank} ({self.coordinates}; host {self.host}, pid {self.pid}) "
-            f"{self.kind} in phase {self.phase!r}, replay {self.replay}, node {self.node!r}: {self.message}"
-        )
+        place = f"; host {self.host}, pid {self.pid}" if self.pid else ""
+        within = f"phase {self.phase!r}, replay {self.replay}, node {self.node!r}" if self.phase else repr(self.node)
+        return f"{self.role} worker {self.rank} ({self.coordinates}{place}) {self.kind} in {within}: {self.message}"
 
 
-class PhaseError(RunError):
-    """A replay failed; `failures` holds one `WorkerFailure` for each worker known to have failed, the cause first.
+class WorkerError(RunError):
+    """Workers failed; `failures` holds one `WorkerFailure` for each that is known to have failed, the cause first."""
+
+    def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "") -> None:
+        self.failures = failures
+        lines = [failure.describe() for failure in failures]
+        lines += [failures[0].traceback.rstrip()] if failures and failures[0].traceback else []
+        lines += [advice] if advice else []
+        super().__init__("\n".join(lines))
+
+
+class PhaseError(WorkerError):
+    """A replay failed.
 
     `breaks` says why the graphs must be compiled again before the next replay; empty when they need not, as no worker died
     or hung.
     """
 
     def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "", breaks: str = "") -> None:
-        self.failures = failures
+        super().__init__(failures, advice)
         gone = [failure for failure in failures if failure.kind != "raised"]
         self.breaks = f"{gone[0].role} worker {gone[0].rank} {gone[0].kind} in phase {gone[0].phase!r}" if gone else breaks
-        lines = [failure.describe() for failure in failures]
-        lines += [failures[0].traceback.rstrip()] if failures and failures[0].traceback else []
-        lines += [advice] if advice else []
-        super().__init__("\n".join(lines))
+
+
+def cause_first(failures: Iterable[WorkerFailure]) -> tuple[WorkerFailure, ...]:
+    """Deaths before exceptions, which they bring about in the workers that wait for the dead; then by time."""
+    return tuple(sorted(failures, key=lambda failure: (failure.kind != "died", failure.time_ns)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,16 +10,13 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError, RayChannelError, RayError
 
-from dagrl.errors import PhaseError, WorkerFailure
+from dagrl.errors import PhaseError, WorkerFailure, cause_first
 from dagrl.executors.base import Executable
 from dagrl.executors.packet import Packet
-from dagrl.worker_group import WorkerGroup
+from dagrl.worker_group import GRACE_S, WorkerGroup, first_line
 
 if TYPE_CHECKING:
     from dagrl.replay import Replay
-
-GRACE_S = 3.0
-"""After the first failure, how long to wait for what the other shards say of theirs."""
 
 TURN_S = 0.1
 """How long to wait for one graph of several before looking at the next."""
@@ -55,7 +53,7 @@ def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[l
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
-        raise _phase_error(failures, "")
+        raise PhaseError(cause_first(failures))
     if late:
         raise _hang(replay, groups)
     if broken is not None:
@@ -88,7 +86,7 @@ def _deaths(replay: Replay, groups: Mapping[str, WorkerGroup], error: RayError) 
     for group in groups.values():
         rank = group.rank_of_actor(actor_id)
         if rank is not None:
-            return [_failure(replay, group, rank, "died", "", str(error).strip().splitlines()[0], "")]
+            return [_failure(replay, group, rank, "died", "", first_line(error), "")]
     return [
         _failure(replay, group, rank, "died", "", "its process ended", "")
         for group in groups.values()
@@ -114,26 +112,9 @@ def _hang(replay: Replay, groups: Mapping[str, WorkerGroup]) -> PhaseError:
             f"phase {replay.phase!r}, replay {replay.number}: no result by its deadline, though no worker is running it; "
             f"the first replay of a graph includes its workers' imports, so warm up first. {advice}"
         )
-    return _phase_error(failures, advice, keep_order=True)
-
-
-def _phase_error(failures: list[WorkerFailure], advice: str, keep_order: bool = False) -> PhaseError:
-    if not keep_order:
-        failures = sorted(failures, key=lambda failure: (failure.kind != "died", failure.time_ns))
     return PhaseError(tuple(failures), advice)
 
 
 def _failure(replay: Replay, group: WorkerGroup, rank: int, kind: str, node: str, message: str, stack: str) -> WorkerFailure:
-    return WorkerFailure(
-        role=group.role.name,
-        rank=rank,
-        coordinates=str(group.layout.coordinates(rank)),
-        host=group.places[rank].host,
-        pid=group.places[rank].pid,
-        phase=replay.phase,
-        replay=replay.number,
-        node=node or "unknown",
-        kind=kind,
-        message=message,
-        traceback=stack,
-    )
+    known = group.failure(rank, kind, node or "unknown", message, stack)
+    return dataclasses.replace(known, phase=replay.phase, replay=replay.number)

@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dagrl.errors import DeadlineError, LayoutError, RunError, UserError
+from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first
 from dagrl.executors.node import NodeRun, drain_runs, install, report_hang, reset_tickets, where
 from dagrl.layout import ParallelLayout
 from dagrl.phase import SHARED_MEMORY, Role, group_transports, methods_of
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """How often a wait for workers that start looks whether it is still wanted."""
+
+GRACE_S = 3.0
+"""After the first failure of a worker, how long to wait for what the others say of theirs."""
 
 HEALTH = "dagrl_health"
 """Concurrency group, one thread, on which a worker answers while its other threads are busy."""
@@ -91,6 +94,7 @@ class WorkerGroup:
         self._call_timeout_s = call_timeout_s
         self._health_group = health_group
         self._while_waiting = while_waiting
+        self.places: tuple[Place, ...] = ()
         installs = [
             actor.__ray_call__.remote(install, role.name, rank, str(self.layout.coordinates(rank)))
             for rank, actor in enumerate(self.actors)
@@ -222,6 +226,14 @@ class WorkerGroup:
         """The rank of an actor by its id in hex, or None when it is not of this group."""
         return next((rank for rank, actor in enumerate(self.actors) if actor._actor_id.hex() == actor_id), None)
 
+    def failure(self, rank: int, kind: str, node: str, message: str, traceback: str = "") -> WorkerFailure:
+        """A failure of the worker of `rank`, outside of any phase."""
+        place = self.places[rank] if self.places else Place("", 0)
+        coordinates = str(self.layout.coordinates(rank))
+        return WorkerFailure(
+            self.role.name, rank, coordinates, place.host, place.pid, "", 0, node, kind, message, traceback, time.time_ns()
+        )
+
     def abort(self, lost: Collection[int]) -> None:
         """Have every worker but the `lost` ones break its collectives; they answer nothing, and are waited for by nobody."""
         for rank, actor in enumerate(self.actors):
@@ -274,32 +286,45 @@ def _gather(
     deadline = time.monotonic() + timeout_s
     waiting = list(callers)
     results: dict[Any, Any] = {}
+    failures: list[WorkerFailure] = []
     while waiting:
         left = max(0.0, deadline - time.monotonic())
         ready, waiting = ray.wait(waiting, timeout=min(left, POLL_S) if while_waiting else left)
         if while_waiting:
             while_waiting()
-        if not ready:
-            if time.monotonic() < deadline:
-                continue
-            late = [callers[ref] for ref in waiting]
-            names = ", ".join(f"{group.role.name} worker {rank} in {doing!r}" for group, rank, doing in late)
-            raise DeadlineError(
-                f"not done after {timeout_s:.0f} s: {names}; raise the deadline (timeouts.*) if it is only slow"
-            )
-        results[ready[0]] = _result(ready[0], *callers[ready[0]])
+        for ref in ready:
+            result = _result(ref, *callers[ref])
+            if isinstance(result, WorkerFailure):
+                failures.append(result)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            else:
+                results[ref] = result
+        if not ready and time.monotonic() >= deadline:
+            break
+    if failures:
+        raise WorkerError(cause_first(failures))
+    if waiting:
+        late = [callers[ref] for ref in waiting]
+        names = ", ".join(f"{group.role.name} worker {rank} in {doing!r}" for group, rank, doing in late)
+        raise DeadlineError(f"not done after {timeout_s:.0f} s: {names}; raise the deadline (timeouts.*) if it is only slow")
     return [[results[ref] for ref in refs] for _, _, refs in calls]
 
 
 def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
+    """What the worker returned, or its failure. Raises an error that the user can mend as it is."""
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as failed:
         if isinstance(failed.cause, UserError):
             raise failed.cause from None
-        raise RunError(f"{group.role.name} worker {rank} failed in {doing!r}:\n{failed}") from failed
+        return group.failure(rank, "raised", doing, f"{type(failed.cause).__name__}: {failed.cause}", str(failed))
     except ray.exceptions.RayActorError as died:
-        raise RunError(f"{group.role.name} worker {rank} died in {doing!r}:\n{died}") from died
+        return group.failure(rank, "died", doing, first_line(died))
+
+
+def first_line(error: Exception) -> str:
+    """Of a message of Ray's, which goes on with advice of its own."""
+    return str(error).strip().splitlines()[0]
 
 
 def _abort(worker: object) -> None:

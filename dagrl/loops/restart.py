@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError, PhaseError
+from dagrl.errors import ConfigError, DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def run_with_restarts(run: Callable[[Config], None], config: Config) -> None:
         try:
             run(config)
             return
-        except PhaseError as error:
+        except (WorkerError, DeadlineError) as error:
             if not left:
                 raise
             logger.warning("going on from the newest checkpoint (%d more restarts) after: %s", left - 1, error)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dagrl.errors import PhaseError, RunError
+from dagrl.errors import DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
@@ -71,3 +71,30 @@ def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
     scheduler.warmup()
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
     assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
+
+
+@pytest.fixture
+def group(cluster: None) -> Iterator[WorkerGroup]:
+    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=2), None)
+    yield group
+    group.shutdown(2.0)
+
+
+def test_a_worker_that_dies_in_a_plain_call_is_named_before_those_that_it_makes_fail(group: WorkerGroup) -> None:
+    calls = [({"rank": 0, "kind": "raise"},), ({"rank": 1, "kind": "die"},)]
+    with pytest.raises(WorkerError, match=rf"^train worker 1 .*pid {group.places[1].pid}\) died in 'misbehave'") as caught:
+        group.call_each("misbehave", calls)
+    assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died"), (0, "raised")]
+    assert "told to raise" in caught.value.failures[1].message
+
+
+def test_a_failed_plain_call_does_not_wait_for_a_worker_that_hangs(group: WorkerGroup) -> None:
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="told to raise"):
+        group.call_each("misbehave", [({"rank": 0, "kind": "raise"},), ({"rank": 1, "kind": "hang"},)])
+    assert time.monotonic() - started < 10.0
+
+
+def test_a_plain_call_past_its_deadline_names_who_is_late(group: WorkerGroup) -> None:
+    with pytest.raises(DeadlineError, match="train worker 1 in 'misbehave'"):
+        group.call("misbehave", {"rank": 1, "kind": "hang"}, timeout_s=1.0)

@@ -87,6 +87,6 @@ def test_a_killed_worker_is_named_and_ends_the_run(output: Path) -> None:
         run.wait_for_step(4)
         worker = next(process for process in run.seen if process.name.startswith("ray::Megatron"))
         assert ends_in_time(run, lambda: os.kill(worker.pid, signal.SIGKILL)) == 1
-        assert f"pid {worker.pid}) died in phase 'sft_step'" in run.shown.replace("\n", "")
+        assert f"pid {worker.pid}) died in" in run.shown.replace("\n", "")
         assert run.shown.count("dagrl: error:") == 1
         assert 3 <= saved_step(run) <= run.metrics[-1]["step"]

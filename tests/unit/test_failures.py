@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError
 from dagrl.errors import PhaseError
 from dagrl.executors.packet import Header, Packet
 from dagrl.failures import collect_outcome
+from dagrl.worker_group import WorkerGroup
 
 HEADER = Header("train_step", 0, False, {"train": 0})
 
@@ -40,6 +41,8 @@ class Group:
         self.layout = SimpleNamespace(coordinates=lambda rank: f"dp {rank}")
         self.places = [SimpleNamespace(host="here", pid=rank) for rank in range(3)]
         self.hung, self.lost = hung, set[int]()
+
+    failure = WorkerGroup.failure  # type: ignore[assignment]
 
     def rank_of_actor(self, actor_id: str) -> int:
         return 1

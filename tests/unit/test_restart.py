@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError, DagrlError, DataError, PhaseError
+from dagrl.errors import ConfigError, DagrlError, DataError, DeadlineError, PhaseError, WorkerError
 from dagrl.loops.restart import run_with_restarts
 
 
@@ -29,8 +29,12 @@ class Run:
             raise self.error
 
 
-def test_it_goes_on_from_the_newest_checkpoint() -> None:
-    run = Run(failures=2)
+LOST = [PhaseError((), "a worker died"), WorkerError((), "a worker died as it saved"), DeadlineError("a save hung")]
+
+
+@pytest.mark.parametrize("error", LOST)
+def test_it_goes_on_from_the_newest_checkpoint(error: DagrlError) -> None:
+    run = Run(failures=2, error=error)
     run_with_restarts(run, configuration())
     assert run.resumed == [False, True, True]
 
