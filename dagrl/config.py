@@ -53,10 +53,12 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
+    """Counted in optimizer steps: one for each `policy.train_global_batch_size` samples, so a GRPO step may have several."""
+
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_iters: NonNegativeInt = 0
     lr_warmup_init: NonNegativeFloat = 0.0
-    lr_decay_iters: PositiveInt | None = None  # None: the steps of the run
+    lr_decay_iters: PositiveInt | None = None  # None: all optimizer steps of the run
 
 
 class DistributedDataParallelConfig(Section):

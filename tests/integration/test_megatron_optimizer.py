@@ -28,23 +28,39 @@ def linear(part: float) -> float:
     return END + (PEAK - END) * (1 - part)
 
 
-@pytest.mark.parametrize(("style", "after"), [("constant", lambda part: PEAK), ("linear", linear), ("cosine", cosine)])
-def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None:
+def make_scheduler(settings: dict[str, Any]) -> Any:
     from workers.megatron import cpu
 
     cpu.adapt()
     from workers.megatron.optimizer import _make_scheduler
 
+    config = Config.model_validate({"name": "x", "data": {}, **settings})
+    return _make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)
+
+
+@pytest.mark.parametrize(("style", "after"), [("constant", lambda part: PEAK), ("linear", linear), ("cosine", cosine)])
+def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None:
     scheduler = {"lr_decay_style": style, "lr_warmup_iters": WARMUP, "lr_warmup_init": START, "lr_decay_iters": DECAY}
     megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": scheduler}
-    config = Config.model_validate({"name": "x", "algorithm": "sft", "data": {}, "policy": {"megatron_cfg": megatron}})
-    made = _make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)
+    made = make_scheduler({"algorithm": "sft", "policy": {"megatron_cfg": megatron}})
     for step in range(DECAY + 5):
         if step <= WARMUP:
             expected = START + (PEAK - START) * step / WARMUP
         else:
             expected = after(min(1.0, (step - WARMUP) / (DECAY - WARMUP)))
         assert made.get_lr({}) == pytest.approx(expected, rel=1e-9), step
+        made.step(increment=1)
+
+
+@pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 2 * 10), ("sft", 7)])
+def test_without_a_length_the_schedule_ends_with_the_last_optimizer_step(algorithm: str, steps: int) -> None:
+    """Ten GRPO steps of two minibatches each decay over twenty optimizer steps."""
+    megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": {"lr_decay_style": "linear"}}
+    grpo = {"max_num_steps": 10, "num_prompts_per_step": 8, "num_generations_per_prompt": 16}
+    policy = {"megatron_cfg": megatron, "train_global_batch_size": 64}
+    made = make_scheduler({"algorithm": algorithm, "policy": policy, "grpo": grpo, "sft": {"max_num_steps": 7}})
+    for step in range(steps + 1):
+        assert made.get_lr({}) == pytest.approx(linear(step / steps), rel=1e-9)
         made.step(increment=1)
 
 

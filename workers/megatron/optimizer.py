@@ -180,8 +180,7 @@ def _optimizer_config(settings: Config) -> OptimizerConfig:
 def _make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
     megatron: MegatronConfig = settings.policy.megatron_cfg
     schedule, decay = megatron.scheduler, megatron.optimizer.weight_decay
-    run = settings.grpo.max_num_steps if settings.algorithm == "grpo" else settings.sft.max_num_steps
-    steps = max(schedule.lr_decay_iters or run, schedule.lr_warmup_iters + 1)
+    steps = max(schedule.lr_decay_iters or _optimizer_steps(settings), schedule.lr_warmup_iters + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
@@ -195,6 +194,14 @@ def _make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
+
+
+def _optimizer_steps(settings: Config) -> int:
+    """Those of the whole run, or of its GRPO phase, before which the schedule begins anew."""
+    if settings.algorithm == "sft":
+        return settings.sft.max_num_steps
+    samples = settings.grpo.num_prompts_per_step * settings.grpo.num_generations_per_prompt
+    return settings.grpo.max_num_steps * math.ceil(samples / settings.policy.train_global_batch_size)
 
 
 def _create_state(inner: torch.optim.Optimizer) -> None:
