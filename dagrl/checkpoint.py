@@ -8,7 +8,7 @@
       step_00000020.tmp/   a save that is running, or was cut off by a crash
       step_00000005.old/   a checkpoint on its way out
 
-    store = CheckpointStore(directory, keep_top_k=2)
+    store = CheckpointStore(directory, keep_top_k=2, keep_last_k=3)
     store.recover(resume=True)                        # once, at the start
     latest = store.latest()                           # None, or a verified checkpoint to go on from
     with store.saving(TrainState(step=10, ...)) as directory:
@@ -46,15 +46,13 @@ _NAME = re.compile(r"step_(\d{8,})(\.tmp|\.old)?")
 
 @dataclass(frozen=True)
 class TrainState:
-    """What the driver must know to go on after `step`.
+    """What the driver must know to go on after `step`, which is the policy's version too.
 
-    `data_position` counts the examples drawn so far; `counters` is for whatever else the loop keeps; `metric` is the value
-    that `keep_top_k` and `best` go by, None where it was not measured.
+    `counters` is for what the loop keeps, such as positions in the data; `metric` is the value that `keep_top_k` and `best`
+    go by, None where this very step did not measure it.
     """
 
     step: int
-    data_position: int = 0
-    policy_version: int = 0
     counters: Mapping[str, Json] = field(default_factory=dict)
     metric: float | None = None
 
@@ -70,13 +68,20 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run, below `root`.
 
-    `keep_top_k` keeps that many: the best by `metric`, or the newest where none has a metric; the newest and the best are
-    never removed. None keeps all.
+    Kept are the `keep_top_k` best by `metric` (of equal ones the newest; while there are fewer, the newest without a metric
+    fill up), and the `keep_last_k` newest, at least one. None of both keeps all.
     """
 
-    def __init__(self, root: Path, *, keep_top_k: int | None = None, higher_is_better: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_top_k: int | None = None,
+        keep_last_k: int | None = None,
+        higher_is_better: bool = True,
+    ) -> None:
         self.root = root
-        self._keep = keep_top_k
+        self._keep_best, self._keep_last = keep_top_k, keep_last_k
         self._sign = 1.0 if higher_is_better else -1.0
 
     def recover(self, *, resume: bool) -> None:
@@ -162,13 +167,12 @@ class CheckpointStore:
         return sorted(self.all(), key=rank, reverse=True)
 
     def _prune(self) -> None:
-        if self._keep is None:
+        if self._keep_best is None and self._keep_last is None:
             return
         ranked = self._ranked()
-        newest = max(checkpoint.state.step for checkpoint in ranked)
-        for checkpoint in ranked[max(self._keep, 1) :]:
-            if checkpoint.state.step != newest:
-                self._remove(checkpoint.directory)
+        kept = {checkpoint.directory for checkpoint in ranked[: self._keep_best or 0]}
+        for directory in set(self._directories()[: -(self._keep_last or 1)]) - kept:
+            self._remove(directory)
 
     def _remove(self, directory: Path) -> None:
         """Remove a checkpoint by renaming it first, so that a crash cannot leave half of it under its name."""

@@ -336,8 +336,9 @@ class CheckpointConfig(Section):
     enabled: bool = True
     checkpoint_dir: str | None = None  # None: <run>/checkpoints
     save_period: PositiveInt = 10
-    keep_top_k: PositiveInt | None = None  # None: keep all
-    metric_name: str | None = None  # e.g. validation/reward; None: the newest are kept
+    keep_top_k: PositiveInt | None = None  # the best by metric_name; None, and keep_last_k too: keep all
+    keep_last_k: PositiveInt | None = None  # and the newest, one at least
+    metric_name: str | None = None  # e.g. validation/reward, of the step that is saved; None: keep_top_k keeps the newest
     higher_is_better: bool = True
     async_save: bool = False  # train workers write while the run goes on
     resume: bool = False  # go on from the newest checkpoint of this run, if there is one

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 # Names in metrics.jsonl, TensorBoard and the plot, NeMo-RL's where it has them: `loss` and the losses' own as they are, and
 REWARD_MEAN = "reward/mean"  # of a step's samples, as the reward function gave it
@@ -34,6 +36,10 @@ TRAIN_TFLOPS_PER_GPU = "perf/train_tflops_per_gpu"
 TRAIN_MFU = "perf/train_fp_utilization"  # model FLOPs utilization, 0 to 1; only where the peak is known
 PEAK_MEMORY = "perf/peak_memory_gib"  # of the train worker that held most, since it started; each worker's own below
 RANK = "perf/rank_"  # `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`
+VALID_TOKENS = "valid_tokens"  # in the loss
+MASKED_MINIBATCHES = "masked_minibatches"  # of a step, left out because no token of theirs is in the loss
+GRAD_NORM = "grad_norm"  # before clipping; of several optimizer steps the largest
+COUNTS = frozenset({VALID_TOKENS, FILLED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS})  # the other `sums` are means
 VALIDATION = "validation/"  # measured on held-out data, on some steps only
 
 
@@ -83,3 +89,23 @@ def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
             maxima[name] = max(maxima.get(name, value), value)
         shared.update(part.shared)
     return StepMetrics(sums, maxima, shared)
+
+
+def join_optimizer_steps(parts: Sequence[StepMetrics]) -> StepMetrics:
+    """One `StepMetrics` of the optimizer steps that a batch was trained on in.
+
+    Means are weighted by the tokens in the loss, counts and seconds add up; of maxima and gradient norms the largest stays,
+    of what else is shared (the learning rate) the last.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    tokens = np.array([part.sums.get(VALID_TOKENS, 1.0) for part in parts])
+    ones, shares = np.ones(len(parts)), tokens / tokens.sum()
+    table = {name: np.array([part.sums[name] for part in parts]) for name in parts[0].sums}
+    sums = {name: float(values @ (ones if name in COUNTS else shares)) for name, values in table.items()}
+    maxima = {
+        name: float(np.sum(values) if name.endswith("train_seconds") else np.max(values))
+        for name, values in ((name, [part.maxima[name] for part in parts]) for name in parts[0].maxima)
+    }
+    norms = [part.shared[GRAD_NORM] for part in parts if GRAD_NORM in part.shared]
+    return StepMetrics(sums, maxima, {**parts[-1].shared, **({GRAD_NORM: max(norms)} if norms else {})})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +18,16 @@ from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.rollout import Sample, request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
-from dagrl.loops.start import PhasePlan
-from dagrl.metrics import ENTROPY, TIMING, UPDATE_PAUSE
+from dagrl.loops.start import REFERENCE, PhasePlan
+from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE_PAUSE, join_optimizer_steps
 from dagrl.preflight import bucket_widths, generation_config
 from dagrl.refit.run import RefitReport
 from dagrl.rewards import shuffled
 from dagrl.shapes import Batch, Bucket
 
 Metrics = dict[str, float]
+
+logger = logging.getLogger(__name__)
 
 
 def start_policy(session: Session, experience: Experience) -> None:
@@ -33,13 +36,14 @@ def start_policy(session: Session, experience: Experience) -> None:
     resumed = session.resumed is not None and "grpo_sampler" in session.state.counters
     if not resumed:
         session.hold("train", keep_generation_weights=True)
-        session.train.call("snapshot_reference")
+        if session.config.loss_fn.reference_policy_kl_penalty:
+            session.train.call("snapshot_reference")
         session.train.call("reset_optimizer")
     calibrate_on_prompts(session)
     refit(session, session.step)
     session.progress.step(session.step - first, total, {}, stage="grpo")
     if session.step == first and session.config.grpo.val_at_start:
-        session.record.log(session.step, "grpo", experience.validate())
+        session.validated_at_start("grpo", experience.validate())
     if resumed:
         assert session.resumed is not None
         experience.restore(session.state.counters, session.resumed.directory)
@@ -80,7 +84,8 @@ def finish_step(session: Session, experience: Experience, metrics: Metrics) -> N
         metrics |= experience.validate()
     metrics |= session.lap(tokens=int(metrics["trained_tokens"]))
     step = session.step + 1
-    state = TrainState(step, policy_version=step, counters=experience.state(), metric=session.metric(metrics))
+    counters = {**experience.state(), REFERENCE: config.loss_fn.reference_policy_kl_penalty > 0}
+    state = TrainState(step, counters=counters, metric=session.metric("grpo", metrics))
     session.finish_step("grpo", position, total, metrics, state)
 
 
@@ -145,17 +150,24 @@ def with_logprobs(session: Session, batch: Batch) -> tuple[Batch, dict[str, floa
         fields["reference_logprobs"] = reference["logprobs"] * mask
     if offload:
         session.replay("training_prep", session.step)
-    entropy = float((policy["entropy"] * mask).sum() / mask.sum())
-    return batch.with_fields(**fields), {ENTROPY: entropy}
+    entropy = {ENTROPY: float((policy["entropy"] * mask).sum() / mask.sum())} if mask.any() else {}
+    return batch.with_fields(**fields), entropy
 
 
 def optimize(session: Session, batch: Batch) -> dict[str, float]:
-    """One optimizer step for each `policy.train_global_batch_size` rows; metrics of the last, agreement of the whole."""
+    """One optimizer step for each `policy.train_global_batch_size` rows; metrics of all of them.
+
+    A minibatch may hold rows without a token in the loss alone, as completions cut off under `grpo.overlong_filtering`;
+    it is left out and counted.
+    """
     size = session.config.policy.train_global_batch_size
-    parts = [
-        session.train_on("train_step", batch.select(range(start, start + size))) for start in range(0, batch.rows, size)
-    ]
-    return parts[-1]
+    minibatches = [batch.select(range(start, start + size)) for start in range(0, batch.rows, size)]
+    learned = [minibatch for minibatch in minibatches if minibatch["loss_mask"].any()]
+    masked = len(minibatches) - len(learned)
+    if masked:
+        logger.warning("%d of %d minibatches have no token in the loss: left out", masked, len(minibatches))
+    parts = [session.step_on("train_step", minibatch) for minibatch in learned]
+    return {**(join_optimizer_steps(parts).flat() if parts else {}), MASKED_MINIBATCHES: float(masked)}
 
 
 def grpo_plans(config: Config) -> list[PhasePlan]:

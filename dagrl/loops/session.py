@@ -17,6 +17,7 @@ from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
 from dagrl.config import Config
 from dagrl.loops.colocated import SharedDevices
 from dagrl.loops.saving import CheckpointSaver
+from dagrl.errors import ConfigError
 from dagrl.loops.stop import StopSignal
 from dagrl.metrics import (
     IDLE,
@@ -26,6 +27,7 @@ from dagrl.metrics import (
     TOKENS_PER_SEC_PER_GPU,
     StepMetrics,
     merge_step_metrics,
+    VALIDATION,
 )
 from dagrl.plot import plot_run
 from dagrl.preflight import (
@@ -141,9 +143,13 @@ class Session:
         mask = batch["loss_mask"].astype("float64")
         batch = batch.with_scalars(
             global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
+        return self.step_on(phase, batch).flat()
+
+    def step_on(self, phase: str, batch: Batch) -> StepMetrics:
+        """`train_on`, with the metrics still apart by how they are joined."""
         )
         parts: Sequence[StepMetrics] = self.replay(phase, batch)
-        return merge_step_metrics(parts).flat()
+        return merge_step_metrics(parts)
 
     def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         """Record a finished step, show it, and save if it is time to."""
@@ -209,10 +215,27 @@ class Session:
         """The worker groups of the run."""
         return (self.train,) if self.generation is None else (self.train, self.generation)
 
-    def metric(self, metrics: Mapping[str, float]) -> float | None:
-        """What checkpoints are ranked by: `checkpointing.metric_name`, or the last value it had."""
+    def metric(self, stage: str, metrics: Mapping[str, float]) -> float | None:
+        """What checkpoints are ranked by, `checkpointing.metric_name`; None where this step did not measure it.
+
+        Raises ConfigError for a name that is missing where it had to be: in a validation, or a step that learned.
+        """
         name = self.config.checkpointing.metric_name
-        return None if name is None else metrics.get(name, self.state.metric)
+        if name is None:
+            return None
+        validated = any(key.startswith(VALIDATION) for key in metrics)
+        due = validated if name.startswith(VALIDATION) else "loss" in metrics
+        if due and name not in metrics and stage == self.config.algorithm:
+            raise ConfigError(
+                f"checkpointing.metric_name is {name!r}, which a step of {stage} does not have; it has: "
+                f"{', '.join(sorted(metrics))}"
+            )
+        return metrics.get(name)
+
+    def validated_at_start(self, stage: str, metrics: dict[str, float]) -> None:
+        """Record what validation found before the first step of a stage."""
+        self.record.log(self.step, stage, metrics)
+        self.metric(stage, metrics)
 
     def summarize(self) -> None:
         """Plot what was recorded, and show where the time went and what was written; also of a run that failed."""

@@ -33,7 +33,7 @@ def train_sft(session: Session) -> None:
     total = config.sft.max_num_steps
     session.progress.step(min(session.step, total), total, {}, stage="sft")
     if session.step == 0 and config.sft.val_at_start and validation:
-        session.record.log(0, "sft", evaluate(session, validation))
+        session.validated_at_start("sft", evaluate(session, validation))
     while session.step < total:
         step = session.step + 1
         batch = collate([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
@@ -41,7 +41,7 @@ def train_sft(session: Session) -> None:
         if validation and (step == total or (config.sft.val_period and step % config.sft.val_period == 0)):
             metrics |= evaluate(session, validation)
         metrics |= session.lap(tokens=int(batch["lengths"].sum()))
-        state = TrainState(step, counters={"sft_sampler": sampler.state()}, metric=session.metric(metrics))
+        state = TrainState(step, counters={"sft_sampler": sampler.state()}, metric=session.metric("sft", metrics))
         session.finish_step("sft", step, total, metrics, state)
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dagrl.annotate import enable_ranges
-from dagrl.checkpoint import CheckpointStore
+from dagrl.checkpoint import Checkpoint, CheckpointStore
 from dagrl.cluster import ray_cluster
 from dagrl.config import Config
+from dagrl.errors import ConfigError
 from dagrl.loops.colocated import TRAIN_PARTS, SharedDevices
 from dagrl.loops.session import Session, process_label
 from dagrl.loops.stop import StopRequestedError, StopSignal, stop_on_signals
@@ -37,6 +38,8 @@ from dagrl.shapes import Bucket
 from dagrl.timing import PhaseClock
 from dagrl.trace import DRIVER, TraceWriter
 from dagrl.worker_group import GpuBundles, Resources, WorkerGroup
+
+REFERENCE = "reference_policy"  # among the counters of a checkpoint: whether the workers' part has one
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,13 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
             paths.checkpoints,
             keep_top_k=config.checkpointing.keep_top_k,
             higher_is_better=config.checkpointing.higher_is_better,
+            keep_last_k=config.checkpointing.keep_last_k,
         )
         store.recover(resume=config.checkpointing.resume)
         resumed = store.latest() if config.checkpointing.resume else None
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
+        if resumed is not None:
+            check_reference(config, resumed)
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
         with stop.at_once():
@@ -122,6 +128,16 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
 
 
 def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[WorkerGroup, WorkerGroup | None]:
+def check_reference(config: Config, resumed: Checkpoint) -> None:
+    """ConfigError when the run needs a reference policy that a checkpoint of its GRPO phase does not have."""
+    penalty = config.loss_fn.reference_policy_kl_penalty
+    if penalty and resumed.state.counters.get(REFERENCE) is False:
+        raise ConfigError(
+            f"loss_fn.reference_policy_kl_penalty is {penalty:g}, but {resumed.directory} has no reference policy, as the "
+            "penalty was 0 when it was saved; resume with 0, or start a new run, whose first policy becomes the reference"
+        )
+
+
     """The train group and, where the run has one, the generation group.
 
     Side by side, as both spend long on imports; on shared GPUs in turn, the train state gone before generation starts.
@@ -197,7 +213,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             replicate_in_host=config.refit.replicate_in_host,
         )
     session.progress.stage("Warming up")
-    if session.generation is not None:
+    if any(plan.name == "reference_logprobs" for plan in plans):
         session.train.call("snapshot_reference")  # for the warm-up; the loop takes the real one
     scheduler.warmup(before=lambda phase: session.hold(*phase.roles))
 
@@ -215,7 +231,7 @@ def _resume(session: Session) -> None:
     session.progress.stage(f"Resuming from step {session.resumed.state.step}")
     directory = session.resumed.directory / "train"
     session.hold("train", keep_generation_weights=True)
-    session.train.call("load_checkpoint", str(directory), timeout_s=session.config.timeouts.checkpoint_s)
+    session.train.call("load_checkpoint", str(directory), timeout_s=2 * session.config.timeouts.checkpoint_s)
     session.state = session.resumed.state
     session.step = session.saved_step = session.state.step
 

@@ -13,7 +13,7 @@ from dagrl.errors import CheckpointError
 
 
 def save(store: CheckpointStore, step: int, metric: float | None = None) -> Path:
-    state = TrainState(step=step, data_position=8 * step, policy_version=step, counters={"tokens": 5}, metric=metric)
+    state = TrainState(step=step, counters={"tokens": 5}, metric=metric)
     with store.saving(state) as directory:
         (directory / "train").mkdir()
         (directory / "train" / "rank_0.pt").write_bytes(b"weights of step %d" % step)
@@ -35,7 +35,7 @@ def test_state_comes_back(store: CheckpointStore) -> None:
     save(store, 9)
     latest = store.latest()
     assert latest is not None
-    assert latest.state == TrainState(10, data_position=80, policy_version=10, counters={"tokens": 5}, metric=0.5)
+    assert latest.state == TrainState(10, counters={"tokens": 5}, metric=0.5)
     assert (latest.directory / "train" / "rank_0.pt").read_bytes() == b"weights of step 10"
 
 
@@ -63,21 +63,28 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "higher", "metrics", "kept"),
+    ("best", "last", "higher", "metrics", "kept"),
     [
-        (None, True, [1, 2, 3], [1, 2, 3]),
-        (1, True, [None, None, None], [3]),
-        (2, True, [None, None, None], [2, 3]),
-        (1, True, [0.9, 0.5, 0.1], [1, 3]),  # the best and the newest
-        (1, False, [0.9, 0.1, 0.5], [2, 3]),
-        (2, True, [0.1, 0.5, 0.9, 0.2], [2, 3, 4]),
-        (2, True, [0.3, None, None, 0.2], [1, 4]),
-        (2, True, [0.5, 0.5, 0.5], [2, 3]),
-        (1, True, [0.5, float("nan"), 0.1], [1, 3]),
+        (None, None, True, [1, 2, 3], [1, 2, 3]),
+        (1, None, True, [None, None, None], [3]),
+        (2, None, True, [None, None, None], [2, 3]),
+        (1, None, True, [0.9, 0.5, 0.1], [1, 3]),  # the best and the newest
+        (1, None, False, [0.9, 0.1, 0.5], [2, 3]),
+        (2, None, True, [0.1, 0.5, 0.9, 0.2], [2, 3, 4]),
+        (2, None, True, [0.3, None, None, 0.2], [1, 4]),
+        (2, None, True, [0.5, 0.5, 0.5], [2, 3]),
+        (1, None, True, [0.5, float("nan"), 0.1], [1, 3]),
+        (1, None, True, [0.5, float("nan"), float("nan")], [1, 3]),
+        (1, 2, True, [0.9, 0.1, 0.8, 0.2], [1, 3, 4]),  # what either keeps
+        (2, 2, True, [0.1, 0.2, 0.9, 0.8], [3, 4]),
+        (1, 2, True, [0.9, None, None, None, None], [1, 4, 5]),
+        (None, 2, True, [0.9, 0.5, 0.1], [2, 3]),
     ],
 )
-def test_pruning(tmp_path: Path, keep: int | None, higher: bool, metrics: list[float | None], kept: list[int]) -> None:
-    store = CheckpointStore(tmp_path, keep_top_k=keep, higher_is_better=higher)
+def test_pruning(
+    tmp_path: Path, best: int | None, last: int | None, higher: bool, metrics: list[float | None], kept: list[int]
+) -> None:
+    store = CheckpointStore(tmp_path, keep_top_k=best, keep_last_k=last, higher_is_better=higher)
     for step, metric in enumerate(metrics, start=1):
         save(store, step, metric)
         assert steps(store)[-1] == step

@@ -1,0 +1,55 @@
+"""What a session checks by itself: the metric that checkpoints go by, and a reference policy to go on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dagrl.checkpoint import Checkpoint, TrainState
+from dagrl.config import Config
+from dagrl.errors import ConfigError
+from dagrl.loops.session import Session
+from dagrl.loops.start import REFERENCE, check_reference
+
+STEP = {"loss": 0.5, "reward/mean": 0.1}
+VALIDATED = {"validation/reward": 0.4}
+
+
+def configuration(metric: str | None = None, penalty: float = 0.01) -> Config:
+    keys = {"checkpointing": {"metric_name": metric}, "loss_fn": {"reference_policy_kl_penalty": penalty}}
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {}, **keys})
+
+
+def metric(name: str | None, metrics: dict[str, float], stage: str = "grpo") -> float | None:
+    session: Any = SimpleNamespace(config=configuration(name))
+    return Session.metric(cast(Session, session), stage, metrics)
+
+
+def test_a_checkpoint_is_ranked_by_what_its_own_step_measured() -> None:
+    assert metric(None, STEP) is None
+    assert metric("reward/mean", STEP) == 0.1
+    assert metric("validation/reward", STEP | VALIDATED) == 0.4
+    assert metric("validation/reward", STEP) is None  # not the last one measured
+    assert metric("validation/reward", STEP | {"validation/loss": 1.0}, stage="sft") is None  # the phase before GRPO
+    assert metric("reward/mean", VALIDATED) is None  # before the first step
+    assert metric("reward/mean", {"masked_minibatches": 2.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"), [("validation/rewards", VALIDATED), ("reward", STEP), ("validation/rewards", STEP | VALIDATED)]
+)
+def test_a_metric_that_no_step_has_is_refused_with_those_there_are(name: str, metrics: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"metric_name is '{name}'.* it has: .*{min(metrics)}"):
+        metric(name, metrics)
+
+
+def test_a_checkpoint_without_a_reference_policy_is_refused_by_a_run_that_needs_it() -> None:
+    without = Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: False}))
+    check_reference(configuration(penalty=0.0), without)
+    check_reference(configuration(), Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: True})))
+    check_reference(configuration(), Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
+    with pytest.raises(ConfigError, match=r"penalty is 0\.01, but step_00000003 has no reference policy"):
+        check_reference(configuration(), without)
