@@ -15,8 +15,9 @@ setup: $(SETUP)
 quickstart: $(SETUP)
 	$(VENV)/bin/dagrl train examples/grpo_quickstart.yaml
 
+# Two processes: one for the tests that start Ray or engines (tests/conftest.py), one for the rest.
 test: $(TOOLS)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadgroup
 
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check .

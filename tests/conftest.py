@@ -15,6 +15,13 @@ hypothesis.settings.register_profile("dagrl", deadline=None)
 hypothesis.settings.load_profile("dagrl")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist, unit tests run beside all others, which share a Ray cluster, workers and two cores."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("unit" if "unit" in item.path.parts else "cluster"))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A local Ray cluster for the whole session."""
