@@ -204,6 +204,6 @@ class PlainDriver:
         """Results by call; their times count as those of a replay of the phase do, for idle shares and overhead."""
         started = time.perf_counter()
         taken = [ray.get(refs, timeout=self._session.config.timeouts.replay_s) for refs in calls]
-        busy = max(seconds for found in taken for seconds, _ in found)
+        busy = tuple(seconds for found in taken for seconds, _ in found)
         self._session.timings.append((phase, ReplayTiming(started, time.perf_counter(), busy, None)))
         return [[result for _, result in found] for found in taken]

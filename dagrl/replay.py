@@ -74,15 +74,25 @@ class Split:
 
 @dataclass(frozen=True)
 class ReplayTiming:
-    """When a replay was submitted and its result read (`time.perf_counter`), and the compute on its longest path.
+    """When a replay was submitted and its result read (`time.perf_counter`), and the compute on each graph's longest path.
 
     `padding_share` is None where the input was not a batch.
     """
 
     started: float
     finished: float
-    busy_s: float
+    graphs_busy_s: tuple[float, ...]
     padding_share: float | None
+
+    @property
+    def busy_s(self) -> float:
+        """The compute on the longest path of all graphs."""
+        return max(self.graphs_busy_s)
+
+    @property
+    def mean_busy_s(self) -> float:
+        """The compute of a graph: less than the longest where shards wait for others."""
+        return sum(self.graphs_busy_s) / len(self.graphs_busy_s)
 
     @property
     def seconds(self) -> float:
@@ -140,7 +150,7 @@ class Replay:
 
     def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
         """Take the packets of every graph (called by the scheduler)."""
-        busy_s = max(packet.busy_s for outputs in packets for packet in outputs)
+        busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in packets)
         outputs = [self._merge([packet.value for packet in column]) for column in zip(*packets, strict=True)]
         self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
         self.timing = ReplayTiming(self._started, time.perf_counter(), busy_s, self._padding_share)

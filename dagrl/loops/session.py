@@ -112,7 +112,7 @@ class Session:
         """Timing metrics of the step that ends here, in which `tokens` tokens were trained on.
 
         `replay_overhead_s` is the time of its replays in which no worker on the longest path was computing; `idle/<role>` is
-        the share of the step in which the workers of a role ran no phase.
+        the share of the step in which the workers of a role ran no phase, a mean over its shards.
         """
         times = self.clock.lap()
         total = times[TIMING + "total"]
@@ -125,7 +125,7 @@ class Session:
             idle = timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
             overhead[name] = overhead.get(name, 0.0) + idle
             for role in roles:
-                busy[role] += timing.busy_s
+                busy[role] += timing.mean_busy_s
                 self.free[role] = timing.finished
         return {
             **_generation_timing(counted, overhead.get("generate", 0.0)),
