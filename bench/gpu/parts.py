@@ -6,21 +6,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import gettempdir
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 590
 """Of one piece: each fits into ten minutes."""
 
-MODELS = str(Path(gettempdir()) / "dagrl-models")
-"""Where models of real shapes are kept while pieces use them."""
-
 TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+
+TESTS_FOR_TWO = ("channel_nccl", "end_to_end", "faults", "megatron_nccl", "pipeline_nccl", "vllm_tp")
+"""Files of `tests/gpu` in which every test needs two GPUs."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One command of a part. `{out}` in its words becomes the results' directory.
+    """One command of a part. In its words `{out}` becomes the results' directory, `{models}` one for models, which goes at
+    the end of `run_all`, and `{seconds}` what is left of the limit for measuring.
 
     `bench` names the `dagrl bench` measurement that it needs; where that does not exist the piece is reported as missing.
     """
@@ -38,62 +38,81 @@ class Piece:
 def pieces(gpus: int) -> list[Piece]:
     """All of them, in the order they run; those whose layout depends on the host are for `gpus` GPUs."""
     return [
-        *(_tests()),
+        *_tests(),
         _bench("overhead", gpus=0, cores=4),
-        _bench("step_overhead", "--workers", "8", gpus=0, cores=4),
-        _bench("step_overhead", "--workers", "64,128", gpus=0, cores=32, name="step_overhead-128"),
-        _bench("refit", gpus=2),
-        _bench("train", gpus=1),
+        _bench("step_overhead", "--workers", "8", *DEADLINE, gpus=0, cores=4),
+        _bench("step_overhead", "--workers", "64,128", *DEADLINE, gpus=0, cores=32, name="step_overhead-128"),
+        _bench("refit", *DEADLINE, gpus=2),
+        *_training(),
         _bench("optimizer_offload", gpus=1, plot=False),
         _bench("packing", "--model", "qwen3-0.6b", "--length", "2048", "--median", "320", gpus=1, plot=False),
         _bench("reference_weights", gpus=1, plot=False),
         _bench("curves", f"{TRAIN}.data_parallel_size=1", gpus=2),
-        *_comparisons(gpus),
+        *_steps(gpus),
         *_runs(),
         *_faults(gpus),
     ]
+
+
+DEADLINE = ("--deadline", "{seconds}")
 
 
 def _python(module: str, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", module, *words)
 
 
-def _bench(bench: str, *words: str, gpus: int, cores: int = 1, name: str = "", plot: bool = True, part: str = "") -> Piece:
+def _bench(bench: str, *words: str, gpus: int, cores: int = 1, name: str = "", plot: bool = True) -> Piece:
     name = name or bench
     files = ("--json", f"{{out}}/{name}.json", *(("--plot", f"{{out}}/{name}.png") if plot else ()))
     command = _python("dagrl.cli", "bench", bench, *words, *files)
-    return Piece(part or bench, name, command, gpus, cores, bench)
+    return Piece(bench, name, command, gpus, cores, bench)
 
 
 def _tests() -> list[Piece]:
     """One piece a file, so that each has its own limit."""
-    files = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    names = sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    command = _python("pytest", "-m", "gpu", "-q", "-rA")
     return [
-        Piece("tests", f"tests-{name[5:-3]}", _python("pytest", "-m", "gpu", "-q", "-rA", f"tests/gpu/{name}"))
-        for name in files
+        Piece("tests", f"tests-{name}", (*command, f"tests/gpu/test_{name}.py"), 2 if name in TESTS_FOR_TWO else 1)
+        for name in names
     ]
 
 
-def _comparisons(gpus: int) -> list[Piece]:
+TRAINING: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    ("train-0.6b", 1, ("0.6b:dp1", "0.6b:dp1m")),
+    ("train-0.6b-2", 2, ("0.6b:dp1!", "0.6b:tp2", "0.6b:cp2", "0.6b:dp2d")),
+    ("train-0.6b-4", 4, ("0.6b:dp1!", "0.6b:tp2pp2", "0.6b:tp4")),
+    ("train-4b-4", 4, ("4b:dp1!", "4b:tp2pp2", "4b:tp4")),
+    ("train-30b-4", 4, ("30b@4:dp1!", "30b@4:dp4ep4d")),
+    ("train-4b-8", 8, ("4b:dp1!", "4b:tp2pp2dp2d", "4b:tp4dp2d")),
+    ("train-30b-8", 8, ("30b@4:dp1!", "30b@4:dp8ep8d", "30b@4:tp2dp4ep4d")),
+)
+"""Name, GPUs, and cases of `bench train`. Each begins with one GPU, to whose losses those of the others are compared;
+30B-A3B is cut to as many layers as one GPU of 80 GB can train."""
+
+
+def _training() -> list[Piece]:
+    return [
+        _bench("train", "--cases", *cases, "--seconds", "{seconds}", gpus=gpus, name=name) for name, gpus, cases in TRAINING
+    ]
+
+
+def _steps(gpus: int) -> list[Piece]:
     """Whole GRPO steps, half of the GPUs for each role; a 4B model where there are four."""
     half = max(gpus // 2, 1)
-    layout = [f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}"]
-    large = [f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={max(half // 2, 1)}", layout[1]]
+    layout = (f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}")
+    large = (f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={max(half // 2, 1)}", layout[1])
     return [
-        _comparison("qwen3-0.6b", layout, gpus=2),
-        _comparison("qwen3-4b", large, gpus=4),
+        _step("compare", "qwen3-0.6b", layout, gpus=2),
+        _step("compare", "qwen3-4b", large, gpus=4),
+        _step("step", "qwen3-0.6b", ("--keep-weights", "--rounds", "1", *layout), gpus=2),
     ]
 
 
-def _comparison(model: str, layout: Sequence[str], gpus: int) -> Piece:
-    words = (
-        "--config",
-        "bench/gpu/step.yaml",
-        f"policy.model_name={MODELS}/{model}",
-        *layout,
-    )
-    piece = _bench("compare", *words, gpus=gpus, name=f"compare-{model}")
-    return replace(piece, before=_python("bench.gpu.models", model, MODELS))
+def _step(bench: str, model: str, words: Sequence[str], gpus: int) -> Piece:
+    setting = ("--config", "bench/gpu/step.yaml", f"policy.model_name={{models}}/{model}")
+    piece = _bench(bench, *setting, *words, *DEADLINE, gpus=gpus, name=f"{bench}-{model}")
+    return replace(piece, before=_python("bench.gpu.models", model, "{models}"))
 
 
 def _faults(gpus: int) -> list[Piece]:
@@ -115,21 +134,27 @@ ASYNC = (
 )
 
 
+COLOCATED = "policy.generation.colocated.enabled=true"
+
+
 def _runs() -> list[Piece]:
-    """`dagrl train` end to end: layouts of both roles, loops and executors."""
+    """`dagrl train` end to end, SFT and then GRPO: layouts of both roles, loops and executors."""
     dense, moe = "examples/grpo_gpu.yaml", "bench/gpu/moe.yaml"
     rows: list[tuple[str, str, int, Sequence[str]]] = [
         ("sync", dense, 2, ()),
         ("async-in-flight", dense, 2, ASYNC),
         ("eager", dense, 2, ("executor=eager",)),
-        ("colocated", dense, 1, ("policy.generation.colocated.enabled=true",)),
+        ("colocated", dense, 1, (COLOCATED,)),
         ("tp2-to-tp2", dense, 4, (_tp(2), _engine_tp(2))),
         ("pp2-to-dp2", dense, 4, (_pp(2), _engine_dp(2), *ASYNC)),
         ("dp2-to-tp2", dense, 4, (_dp(2), _engine_tp(2))),
-        ("ep2-to-tp2", moe, 4, (_dp(2), f"{TRAIN}.expert_model_parallel_size=2", _engine_tp(2))),
+        ("ep2-to-tp2", moe, 4, (_dp(2), _ep(2), _engine_tp(2))),
+        ("colocated-tp2pp2-to-tp2dp2", dense, 4, (COLOCATED, _tp(2), _pp(2), _engine_tp(2), _engine_dp(2))),
+        ("colocated-tp2dp2-to-tp4", dense, 4, (COLOCATED, _tp(2), _dp(2), _engine_tp(4))),
+        ("colocated-ep4-to-tp4", moe, 4, (COLOCATED, _dp(4), _ep(4), _engine_tp(4))),
         ("tp2pp2-to-tp2dp2", dense, 8, (_tp(2), _pp(2), _engine_tp(2), _engine_dp(2))),
         ("tp2dp2-to-tp4", dense, 8, (_tp(2), _dp(2), _engine_tp(4), *ASYNC)),
-        ("ep4-to-tp4", moe, 8, (_dp(4), f"{TRAIN}.expert_model_parallel_size=4", _engine_tp(4))),
+        ("ep4-to-tp4", moe, 8, (_dp(4), _ep(4), _engine_tp(4))),
     ]
     return [
         Piece(
@@ -152,6 +177,10 @@ def _pp(size: int) -> str:
 
 def _dp(size: int) -> str:
     return f"{TRAIN}.data_parallel_size={size}"
+
+
+def _ep(size: int) -> str:
+    return f"{TRAIN}.expert_model_parallel_size={size}"
 
 
 def _engine_tp(size: int) -> str:

@@ -2,14 +2,15 @@
 
     bench/gpu/run_all.sh [--parts environment,tests,refit] [--out DIR] [--list]      (or: make gpu)
 
-Results go to `bench/results/<hardware>/<date>/`: a JSON file and a plot a measurement, the log of every piece, and
-`README.md`, written anew after each piece, with the table of pieces and the hardware. A piece that fails or passes its limit
-of ten minutes is told there, and the next one runs.
+Results go to `bench/results/<hardware>/<date>/`: a JSON file and a plot a measurement, the log of every piece, `pieces.json`
+and `README.md`, written anew after each piece, with the table of pieces and the hardware. A piece that fails or passes its
+limit of ten minutes is told there, and the next one runs. Parts that run later with the same directory are added.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -17,50 +18,46 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
 from bench.gpu.environment import Environment, environment
+from bench.gpu.outcomes import FAILURES, Outcome, keep
 from bench.gpu.parts import ROOT, Piece, pieces
-from bench.gpu.runs import run_table
 from dagrl.cli import BENCHES
 
 KEPT_OF_A_RUN = ("config.yaml", "metrics.jsonl", "metrics.png")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a piece: `passed`, `FAILED`, `TOO LONG`, `left out`, `missing`."""
-
-    piece: Piece
-    result: str
-    seconds: float = 0.0
-    note: str = ""
+PLOT_AND_END_S = 50.0
+"""Of a piece's limit, for what a measurement does after its deadline: end its workers, print, plot."""
 
 
 def main() -> int:
     """Run; the exit code is the number of pieces that failed."""
     options = _arguments()
     here = environment()
-    wanted = _wanted(options.parts, pieces(len(here.gpus)))
+    every = pieces(len(here.gpus))
+    wanted = _wanted(options.parts, every)
     if options.list:
         for piece in wanted:
             print(f"{piece.part:20} {piece.name:28} {_obstacle(piece, here)}")
         return 0
+    _require_torch(here)
     out = options.out or ROOT / "bench" / "results" / here.slug / datetime.now(UTC).strftime("%Y-%m-%d")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "environment.txt").write_text(here.text())
+    (out / "environment.json").write_text(json.dumps(asdict(here), indent=1) + "\n")
     print(f"{here.text()}\nresults: {out}\n", flush=True)
-    outcomes: list[Outcome] = []
-    for piece in wanted:
-        outcomes.append(run_piece(piece, here, out))
-        _tell(outcomes[-1], out)
-        (out / "README.md").write_text(summary(outcomes, here, out))
-    return sum(outcome.result in ("FAILED", "TOO LONG") for outcome in outcomes)
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="dagrl-models-") as models:
+        for piece in wanted:
+            outcomes.append(run_piece(piece, here, out, Path(models)))
+            _tell(outcomes[-1], out)
+            keep(outcomes[-1], [known.name for known in every], here, out)
+    return sum(outcome.result in FAILURES for outcome in outcomes)
 
 
 def _arguments() -> argparse.Namespace:
@@ -69,6 +66,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="another directory for the results")
     parser.add_argument("--list", action="store_true", help="say what would run, and stop")
     return parser.parse_args()
+
+
+def _require_torch(here: Environment) -> None:
+    """Nothing is proved by tests that skip: end where the GPUs are not torch's."""
+    if here.torch_gpus < len(here.gpus):
+        raise SystemExit(
+            f"nvidia-smi shows {len(here.gpus)} GPUs, and torch {here.versions['torch']} of {sys.executable} sees "
+            f"{here.torch_gpus}; activate an environment with a CUDA build of torch that fits the driver, and begin again"
+        )
 
 
 def _wanted(names: str | None, every: Sequence[Piece]) -> list[Piece]:
@@ -91,24 +97,36 @@ def _obstacle(piece: Piece, here: Environment) -> str:
     return f"left out: needs {piece.cores} cores, this host has {cores}" if piece.cores > cores else ""
 
 
-def run_piece(piece: Piece, here: Environment, out: Path) -> Outcome:
+def run_piece(piece: Piece, here: Environment, out: Path, models: Path) -> Outcome:
     """Run one command in a process group of its own, which ends with it."""
     obstacle = _obstacle(piece, here)
     if obstacle:
         result, _, note = obstacle.partition(": ")
-        return Outcome(piece, result, note=note)
-    started = time.monotonic()
+        return Outcome(piece.name, result, note=note)
+    code, seconds = _run_commands(piece, out, models)
+    _keep_run(piece, out)
+    result, note = _result(piece, code, out)
+    ended = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    return Outcome(piece.name, result, round(seconds, 1), note, shlex.join(piece.command), here.commit, ended)
+
+
+def _run_commands(piece: Piece, out: Path, models: Path) -> tuple[int | None, float]:
+    """The exit code of the first command that failed, or of the last, None when it took too long; and the seconds of all."""
+    started, code = time.monotonic(), None
     with (out / f"{piece.name}.log").open("w") as log:
         for command in filter(None, (piece.before, piece.command)):
-            words = [word.replace("{out}", str(out)) for word in command]
-            code = _run(words, log, piece.limit_s - (time.monotonic() - started))
+            left = piece.limit_s - (time.monotonic() - started)
+            places = {"out": out, "models": models, "seconds": max(1, int(left - PLOT_AND_END_S))}
+            code = _run(_filled(command, places), log, left)
             if code != 0:
                 break
-    seconds = time.monotonic() - started
-    _keep_run(piece, out)
-    if code is None:
-        return Outcome(piece, "TOO LONG", seconds, f"stopped after {piece.limit_s} s")
-    return Outcome(piece, "FAILED" if code else "passed", seconds, f"exit code {code}" if code else _count(piece, out))
+    return code, time.monotonic() - started
+
+
+def _filled(command: Sequence[str], places: Mapping[str, object]) -> list[str]:
+    """The words of a command with `{name}` replaced; other braces stay."""
+    pattern = re.compile("{(" + "|".join(places) + ")}")
+    return [pattern.sub(lambda found: str(places[found[1]]), word) for word in command]
 
 
 def _run(command: Sequence[str], log: TextIO, limit_s: float) -> int | None:
@@ -133,6 +151,33 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _result(piece: Piece, code: int | None, out: Path) -> tuple[str, str]:
+    """What became of it, and a word on it: tests that all skipped have proved nothing."""
+    if code is None:
+        return "TOO LONG", f"stopped after {piece.limit_s} s"
+    if code:
+        return "FAILED", f"exit code {code}"
+    if piece.part != "tests":
+        return "passed", _left_out(piece, out)
+    counted = _counted(_lines(piece, out))
+    return ("passed" if re.search(r"\d+ passed", counted) else "left out"), counted
+
+
+def _counted(lines: Sequence[str]) -> str:
+    """What pytest counted."""
+    found = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|skipped|deselected)", line)]
+    return found[-1] if found else "no test ran"
+
+
+def _left_out(piece: Piece, out: Path) -> str:
+    """What a measurement left out for want of time (`bench.deadline`) or GPUs."""
+    return "; ".join(line for line in _lines(piece, out) if line.startswith("left out"))
+
+
+def _lines(piece: Piece, out: Path) -> list[str]:
+    return (out / f"{piece.name}.log").read_text(errors="replace").splitlines()
+
+
 def _keep_run(piece: Piece, out: Path) -> None:
     """Of a training run, keep what is small."""
     directory = out / "runs" / piece.name.removeprefix("run-")
@@ -144,30 +189,11 @@ def _keep_run(piece: Piece, out: Path) -> None:
     shutil.rmtree(out / "runs")
 
 
-def _count(piece: Piece, out: Path) -> str:
-    """What pytest counted."""
-    lines = (out / f"{piece.name}.log").read_text(errors="replace").splitlines() if piece.part == "tests" else []
-    found = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|skipped)", line)]
-    return found[-1] if found else ""
-
-
 def _tell(outcome: Outcome, out: Path) -> None:
-    print(f"{outcome.piece.name:32} {outcome.result:9} {outcome.seconds:6.1f} s  {outcome.note}", flush=True)
-    if outcome.result in ("FAILED", "TOO LONG"):
-        lines = (out / f"{outcome.piece.name}.log").read_text(errors="replace").splitlines()
+    print(f"{outcome.piece:32} {outcome.result:9} {outcome.seconds:6.1f} s  {outcome.note}", flush=True)
+    if outcome.result in FAILURES:
+        lines = (out / f"{outcome.piece}.log").read_text(errors="replace").splitlines()
         print("\n".join(f"    {line[:300]}" for line in lines[-40:]), flush=True)
-
-
-def summary(outcomes: Sequence[Outcome], here: Environment, out: Path) -> str:
-    """The page of a run."""
-    lines = [f"# {here.slug}, {datetime.now(UTC):%Y-%m-%d}", "", "```", here.text().rstrip(), "```", ""]
-    lines += ["| piece | result | seconds | | files |", "|---|---|---|---|---|"]
-    for outcome in outcomes:
-        files = " ".join(f"[{path.suffix[1:]}]({path.name})" for path in sorted(out.glob(f"{outcome.piece.name}.*")))
-        seconds = f"{outcome.seconds:.0f}" if outcome.seconds else ""
-        lines.append(f"| {outcome.piece.name} | {outcome.result} | {seconds} | {outcome.note} | {files} |")
-    lines += ["", *run_table(sorted(out.glob("run-*.metrics.jsonl")))]
-    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -1,53 +1,74 @@
-"""The table of training runs: what each learned, how far its engines agreed, how fast it went."""
+"""The tables of training runs: what each learned, how far its engines agreed, how fast it went and where its time went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dagrl.metrics import IDLE, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC_PER_GPU, TRAIN_MFU
 from dagrl.record import read_metrics
 
-HEAD = ("run", "steps", "first loss", "last loss", "first reward", "last reward", "KL between engines: median", "largest")
-TIMES = ("step s", "tokens/s/GPU", "idle train", "idle generation", "refit ms")
+LEARNED = ("run", "SFT loss: first", "last", "GRPO steps", "loss: first", "last", "reward: first", "last")
+AGREED = ("KL between engines: median", "largest")
+SPEED = ("run", "step s", "tokens/s/GPU", "MFU of train", "idle train", "idle generation", "replay overhead ms")
 SETTLED = 2
 """Steps left out of the times at the beginning of a run."""
 
+Step = Mapping[str, Any]
 
-def run_table(paths: Sequence[Path]) -> list[str]:
-    """Lines of Markdown; none without runs."""
-    rows = [row for row in map(_row, paths) if row]
-    if not rows:
+
+def run_tables(paths: Sequence[Path]) -> list[str]:
+    """Lines of Markdown: what runs learned, and medians of their steps' times; none without runs."""
+    runs = {path.name.removeprefix("run-").partition(".")[0]: read_metrics(path) for path in paths}
+    steps = {name: [line for line in lines if line["stage"] == "grpo" and "loss" in line] for name, lines in runs.items()}
+    steps = {name: found for name, found in steps.items() if found}
+    if not steps:
         return []
-    names = (*HEAD, *TIMES)
+    phases = list(dict.fromkeys(phase for found in steps.values() for phase in _phases(found)))
+    learned = [[name, *_learned(runs[name], found)] for name, found in steps.items()]
+    speed = [[name, *_speed(found[SETTLED:] or found, phases)] for name, found in steps.items()]
+    ms = [f"{phase.removeprefix(TIMING).replace('_', ' ')} ms" for phase in phases]
+    return [*_table((*LEARNED, *AGREED), learned), "", *_table((*SPEED, *ms), speed)]
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _row(path: Path) -> list[str]:
-    steps = [line for line in read_metrics(path) if line["stage"] == "grpo" and "loss" in line]
-    if not steps:
-        return []
+def _phases(steps: Sequence[Step]) -> list[str]:
+    return [name for step in steps for name in step if name.startswith(TIMING) and name not in SPANS]
+
+
+def _learned(lines: Sequence[Step], steps: Sequence[Step]) -> list[str]:
+    """First and last losses and rewards, and the disagreement of the engines."""
+    taught = [line for line in lines if line["stage"] == "sft" and "loss" in line]
     kls = [float(step["gen_kl_error"] or 0.0) for step in steps]
-    losses, rewards = (_ends(steps, name) for name in ("loss", "reward/mean"))
-    settled = steps[SETTLED:] or steps
     return [
-        path.name.removeprefix("run-").partition(".")[0],
+        *(_ends(taught, "loss") if taught else ("", "")),
         str(len(steps)),
-        *(f"{value:.4f}" for value in (*losses, *rewards)),
+        *_ends(steps, "loss"),
+        *_ends(steps, REWARD_MEAN),
         f"{median(kls):.1e}",
         f"{max(kls):.1e}",
-        f"{_median(settled, 'timing_s/total'):.3f}",
-        f"{_median(settled, 'perf/tokens_per_sec_per_gpu'):,.0f}",
-        f"{_median(settled, 'idle/train'):.0%}",
-        f"{_median(settled, 'idle/generation'):.0%}",
-        f"{1e3 * _median(settled, 'timing_s/refit'):.1f}",
     ]
 
 
-def _ends(steps: Sequence[Any], name: str) -> tuple[float, float]:
-    return float(steps[0][name]), float(steps[-1][name])
+def _ends(steps: Sequence[Step], name: str) -> tuple[str, str]:
+    return f"{float(steps[0][name]):.4f}", f"{float(steps[-1][name]):.4f}"
 
 
-def _median(steps: Sequence[Any], name: str) -> float:
-    return median(float(step.get(name) or 0.0) for step in steps)
+def _speed(steps: Sequence[Step], phases: Sequence[str]) -> list[str]:
+    """Medians over steps; empty where no step has a number."""
+    return [
+        _median(steps, TIMING + "total", "{:.3f}"),
+        _median(steps, TOKENS_PER_SEC_PER_GPU, "{:,.0f}"),
+        *(_median(steps, name, "{:.0%}") for name in (TRAIN_MFU, IDLE + "train", IDLE + "generation")),
+        *(_median(steps, name, "{:.1f}", 1e3) for name in ("replay_overhead_s", *phases)),
+    ]
+
+
+def _median(steps: Sequence[Step], name: str, text: str, times: float = 1.0) -> str:
+    found = [float(step[name]) for step in steps if step.get(name) is not None]
+    return text.format(times * median(found)) if found else ""

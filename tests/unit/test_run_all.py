@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +14,17 @@ import pytest
 
 from bench.gpu import run_all
 from bench.gpu.environment import Environment
-from bench.gpu.parts import Piece, pieces
-from bench.gpu.run_all import _wanted, run_piece, summary
-from bench.gpu.runs import run_table
+from bench.gpu.outcomes import Outcome, keep, kept
+from bench.gpu.parts import ROOT, TRAINING, Piece, pieces
+from bench.gpu.run_all import _wanted, run_piece
+from bench.gpu.runs import run_tables
+from bench.train import parse_case
+from dagrl.config import Config
+from dagrl.config_file import load_config
+from dagrl.preflight import trace_phases, worker_classes
 
-HERE = Environment(("NVIDIA H200", "NVIDIA H200"), (143771, 143771), "580", "NV18", "64-core host", "6.18", {}, {}, "abc")
+CARDS = ("NVIDIA H200", "NVIDIA H200")
+HERE = Environment(CARDS, (143771, 143771), "580", "NV18", "64-core host", {"torch": "2.11"}, {}, "abc", torch_gpus=2)
 
 
 def piece(name: str, code: str, **keys: object) -> Piece:
@@ -24,28 +33,63 @@ def piece(name: str, code: str, **keys: object) -> Piece:
 
 def test_one_piece_that_fails_does_not_stop_the_rest(tmp_path: Path) -> None:
     outcomes = [
-        run_piece(part, HERE, tmp_path)
+        run_piece(part, HERE, tmp_path, tmp_path)
         for part in (
-            piece("good", "open('{out}/good.json', 'w').write('{{}}')"),
+            piece("good", "open('{out}/good.json', 'w').write('{}')"),
             piece("bad", "print('the reason'); raise SystemExit(3)"),
             piece("slow", "import time; time.sleep(60)", limit_s=1),
             piece("unready", "print('never')", before=(sys.executable, "-c", "raise SystemExit(4)")),
             piece("large", "print('never')", gpus=8),
             piece("absent", "print('never')", bench="no-such-bench"),
+            piece("short", "print('left out, the time is up: in flight')"),
+            piece("skipped", "print('3 skipped in 0.01s')", part="tests"),
+            piece("tested", "print('=== 3 passed, 2 skipped in 0.01s ===')", part="tests"),
         )
     ]
-    results = {outcome.piece.name: (outcome.result, outcome.note) for outcome in outcomes}
-    assert results == {
+    assert {outcome.piece: (outcome.result, outcome.note) for outcome in outcomes} == {
         "good": ("passed", ""),
         "bad": ("FAILED", "exit code 3"),
         "slow": ("TOO LONG", "stopped after 1 s"),
         "unready": ("FAILED", "exit code 4"),
         "large": ("left out", "needs 8 GPUs, this host has 2"),
         "absent": ("missing", "there is no `dagrl bench no-such-bench`"),
+        "short": ("passed", "left out, the time is up: in flight"),
+        "skipped": ("left out", "3 skipped in 0.01s"),
+        "tested": ("passed", "3 passed, 2 skipped in 0.01s"),
     }
-    page = summary(outcomes, HERE, tmp_path)
-    assert "| good | passed |" in page and "[json](good.json)" in page
+    assert json.loads((tmp_path / "good.json").read_text()) == {}
     assert "the reason" in (tmp_path / "bad.log").read_text()
+
+
+def test_what_a_piece_has_left_is_less_by_what_made_it_ready(tmp_path: Path) -> None:
+    timed = piece(
+        "timed", "print('left', {seconds})", limit_s=60, before=(sys.executable, "-c", "import time; time.sleep(1.2)")
+    )
+    assert run_piece(timed, HERE, tmp_path, tmp_path).result == "passed"
+    (left,) = re.findall(r"^left (\d+)$", (tmp_path / "timed.log").read_text(), re.MULTILINE)
+    assert 1 <= int(left) < 60 - run_all.PLOT_AND_END_S - 1.1
+
+
+def test_parts_that_run_one_by_one_add_up(tmp_path: Path) -> None:
+    order = ["first", "second", "third"]
+    (tmp_path / "second.json").write_text("{}")
+    (tmp_path / "second.png").write_bytes(b"")
+    for outcome in (
+        Outcome("third", "FAILED", 2.0, "exit code 1"),
+        Outcome("second", "passed", 3.0),
+        Outcome("first", "left out", note="needs 8 GPUs, this host has 2"),
+        Outcome("third", "passed", 4.0),
+        Outcome("second", "left out", note="a later run with fewer GPUs"),
+    ):
+        keep(outcome, order, HERE, tmp_path)
+    assert [(row.piece, row.result, row.seconds) for row in kept(tmp_path).values()] == [
+        ("first", "left out", 0.0),
+        ("second", "passed", 3.0),
+        ("third", "passed", 4.0),
+    ]
+    page = (tmp_path / "README.md").read_text()
+    assert "| third | passed | 4 |" in page and "FAILED" not in page
+    assert "[json](second.json) [png](second.png)" in page and "![second](second.png)" in page
 
 
 def test_parts_and_pieces_are_chosen_by_name() -> None:
@@ -58,6 +102,65 @@ def test_parts_and_pieces_are_chosen_by_name() -> None:
     assert max(found.limit_s for found in every) <= 600
 
 
+def test_every_layout_that_is_to_be_proved_has_a_piece() -> None:
+    gpus = {found.name: found.gpus for found in pieces(8)}
+    assert {
+        "step_overhead": 0, "step_overhead-128": 0, "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2,
+        "compare-qwen3-4b": 4, "train-0.6b": 1, "train-0.6b-2": 2, "train-0.6b-4": 4, "train-4b-4": 4, "train-30b-4": 4,
+        "train-4b-8": 8, "train-30b-8": 8, "run-colocated": 1, "run-sync": 2, "run-async-in-flight": 2, "run-eager": 2,
+        "run-ep2-to-tp2": 4, "run-colocated-tp2pp2-to-tp2dp2": 4, "run-colocated-ep4-to-tp4": 4, "run-tp2pp2-to-tp2dp2": 8,
+        "run-ep4-to-tp4": 8, "tests-refit_gpu": 1, "tests-megatron_nccl": 2,
+    }.items() <= gpus.items()  # fmt: skip
+
+
+def test_files_of_tests_say_how_many_gpus_they_need() -> None:
+    """A file whose every test is skipped on one GPU is a piece for two."""
+    for found in pieces(8):
+        if found.part == "tests":
+            text = (ROOT / found.command[-1]).read_text()
+            needs_two = re.search(
+                r"^(    |pytestmark = .*|@)pytest\.mark\.skipif\(torch\.cuda\.device_count\(\) < 2", text, re.M
+            )
+            assert found.gpus == (2 if needs_two else 1), found.name
+
+
+def test_cases_of_training_fit_their_gpus() -> None:
+    for name, gpus, cases in TRAINING:
+        parsed = [parse_case(case, tiny=False) for case in cases]
+        assert parsed[0].layout.world_size == 1, name
+        assert max(case.layout.world_size for case in parsed) == gpus, name
+
+
+def test_options_of_pieces_are_those_of_their_benches(tmp_path: Path) -> None:
+    for found in pieces(4):
+        if found.bench:
+            parser = argparse.ArgumentParser(exit_on_error=False)
+            importlib.import_module(f"bench.{found.bench}").add_arguments(parser)
+            words = found.command[found.command.index(found.bench) + 1 :]
+            parser.parse_intermixed_args([word.replace("{seconds}", "500") for word in words])
+
+
+def configurations(gpus: int) -> dict[str, Config]:
+    """Of the training runs for so many GPUs, by name."""
+    found = {}
+    for run in pieces(gpus):
+        if run.part == "runs" and run.gpus == gpus:
+            words = [word.replace("{out}", "out") for word in run.command[run.command.index("train") + 1 :]]
+            found[run.name] = load_config(ROOT / words[0], [*words[1:], f"cluster.num_gpus={gpus}"])
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_training_runs_fit_their_gpus(gpus: int) -> None:
+    from dagrl.preflight import _check_batches, _check_colocated, _check_machine
+
+    for name, config in configurations(gpus).items():
+        _check_batches(config)
+        _check_colocated(config)
+        _check_machine(config)
+        assert trace_phases(config, worker_classes(config)), name
+
+
 def test_the_hosts_gpus_name_the_directory() -> None:
     assert HERE.slug == "2x-nvidia-h200"
 
@@ -68,16 +171,32 @@ def test_the_exit_code_counts_failures(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["run_all", "--out", str(tmp_path)])
     assert run_all.main() == 1
     assert "| bad | FAILED |" in (tmp_path / "README.md").read_text()
+    assert json.loads((tmp_path / "environment.json").read_text())["memory_mib"] == [143771, 143771]
 
 
-def test_runs_make_a_table(tmp_path: Path) -> None:
-    steps = [
-        {"step": step, "stage": "grpo", "time": 0.0, "loss": 0.1 * step, "reward/mean": 0.5, "gen_kl_error": 1e-4 * step}
+def test_gpus_that_torch_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run_all, "environment", lambda: replace(HERE, torch_gpus=0))
+    monkeypatch.setattr(sys, "argv", ["run_all", "--out", str(tmp_path / "never")])
+    with pytest.raises(SystemExit, match=r"nvidia-smi shows 2 GPUs, and torch 2.11 .* sees 0"):
+        run_all.main()
+    assert not (tmp_path / "never").exists()
+
+
+def test_runs_make_tables(tmp_path: Path) -> None:
+    taught = [{"step": step, "stage": "sft", "time": 0.0, "loss": 3.0 - step} for step in (1, 2)]
+    learned = [
+        {
+            "step": step, "stage": "grpo", "time": 0.0, "loss": 0.1 * step, "reward/mean": 0.5, "gen_kl_error": 1e-4 * step,
+            "timing_s/total": 0.5, "timing_s/refit": 0.001 * step, "timing_s/update_pause": 9.0, "replay_overhead_s": 0.002,
+            "perf/train_fp_utilization": 0.31,
+        }
         for step in (1, 2, 3)
-    ]
+    ]  # fmt: skip
     path = tmp_path / "run-sync.metrics.jsonl"
-    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
-    head, _, row = run_table([path])
-    assert head.startswith("| run | steps | first loss")
-    assert row.startswith("| sync | 3 | 0.1000 | 0.3000 | 0.5000 | 0.5000 | 2.0e-04 | 3.0e-04 |")
-    assert run_table([]) == []
+    path.write_text("".join(json.dumps(step) + "\n" for step in taught + learned))
+    head, _, row, _, times, _, spent = run_tables([path])
+    assert head.startswith("| run | SFT loss: first | last | GRPO steps")
+    assert row == "| sync | 2.0000 | 1.0000 | 3 | 0.1000 | 0.3000 | 0.5000 | 0.5000 | 2.0e-04 | 3.0e-04 |"
+    assert times.endswith("| MFU of train | idle train | idle generation | replay overhead ms | refit ms |")
+    assert spent == "| sync | 0.500 |  | 31% |  |  | 2.0 | 3.0 |"
+    assert run_tables([]) == []

@@ -1,0 +1,68 @@
+"""What became of the pieces of `run_all`, kept beside their results: `pieces.json`, and the page made from it.
+
+Parts that run one after another, also on different days of one directory, add up: an outcome takes the place of the earlier
+one of its piece, and a piece that could not run takes nobody's place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.gpu.environment import Environment
+from bench.gpu.runs import run_tables
+
+PIECES = "pieces.json"
+FAILURES = ("FAILED", "TOO LONG")
+NOT_RUN = ("left out", "missing")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a piece: `passed`, `FAILED`, `TOO LONG`, `left out`, `missing`; of which code, and when (UTC)."""
+
+    piece: str
+    result: str
+    seconds: float = 0.0
+    note: str = ""
+    command: str = ""
+    commit: str = ""
+    ended: str = ""
+
+
+def kept(out: Path) -> dict[str, Outcome]:
+    """What earlier runs left in this directory, by piece."""
+    path = out / PIECES
+    return {row["piece"]: Outcome(**row) for row in json.loads(path.read_text())} if path.exists() else {}
+
+
+def keep(outcome: Outcome, order: Sequence[str], here: Environment, out: Path) -> None:
+    """Add an outcome to those in `out`, and write its page anew, in the order of `order`."""
+    every = kept(out)
+    if outcome.result not in NOT_RUN or every.get(outcome.piece, outcome).result in NOT_RUN:
+        every[outcome.piece] = outcome
+    places = {name: place for place, name in enumerate(order)}
+    rows = sorted(every.values(), key=lambda row: places.get(row.piece, len(places)))
+    (out / PIECES).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    (out / "README.md").write_text(page(rows, here, out))
+
+
+def page(outcomes: Sequence[Outcome], here: Environment, out: Path) -> str:
+    """The page of a results' directory."""
+    lines = [f"# {here.slug}, {out.name}", "", "```", here.text().rstrip(), "```", ""]
+    lines += ["| piece | result | seconds | | commit | files |", "|---|---|---|---|---|---|"]
+    files = _files(outcomes, out)
+    for row in outcomes:
+        links = " ".join(f"[{path.name.removeprefix(row.piece)[1:]}]({path.name})" for path in files[row.piece])
+        seconds = f"{row.seconds:.0f}" if row.seconds else ""
+        lines.append(f"| {row.piece} | {row.result} | {seconds} | {row.note} | {row.commit} | {links} |")
+    lines += [f"\n![{path.stem}]({path.name})" for row in outcomes for path in files[row.piece] if path.suffix == ".png"]
+    lines += ["", *run_tables(sorted(out.glob("run-*.metrics.jsonl")))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _files(outcomes: Sequence[Outcome], out: Path) -> Mapping[str, list[Path]]:
+    """The files that each piece left: `<piece>.json`, `.png`, `.log` and those of a run."""
+    return {row.piece: sorted(out.glob(f"{row.piece}.*")) for row in outcomes}
