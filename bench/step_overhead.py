@@ -1,11 +1,13 @@
 """What a GRPO step costs beyond its workers' own time: the step's time less that of the slowest worker, phase by phase.
 
     dagrl bench step_overhead --workers 8,64,128 --json F --plot F [--steps N]
+    dagrl bench step_overhead --kind sft                a step of SFT in which workers compute for a second
 
-The phases, the scheduler, both executors and the batches are those of a run: quanta of generation, log-probabilities of the
-policy and the reference, an optimizer step, a refit, one after the other. The workers are processes that stand in for ranks:
-a phase sleeps for as long as a GPU might compute, and returns what a rank would, so that any number fits one host. Half of
-them train, half generate, in shards of eight. `busy` is what the slowest worker spent in its methods, read from its clock.
+The phases, the scheduler, both executors and the batches are those of a run. `grpo`: quanta of generation, log-probabilities
+of the policy and the reference, an optimizer step, a refit, one after the other; half of the workers train, half generate.
+`sft`: an optimizer step of all. The workers are processes that stand in for ranks, in shards of up to eight: a phase sleeps
+for as long as a GPU might compute, and returns what a rank would, so that any number fits one host. `busy` is what the
+slowest worker spent in its methods, read from its clock.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.deadline import Deadline, add_deadline
 from bench.report import Report, command_line
+from dagrl.errors import LayoutError
 from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
 from dagrl.layout import ParallelLayout
 from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.phase import Phase
 from dagrl.refit.run import RefitReport, merge_reports
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket
@@ -32,16 +37,24 @@ from dagrl.worker_group import WorkerGroup
 from graphs.generate import generate
 from graphs.logprobs import logprobs, reference_logprobs
 from graphs.refit import refit
-from graphs.train import train_step
+from graphs.train import sft_step, train_step
 
 EXECUTORS = ("compiled", "eager")
+ROLES = {"grpo": ("train", "generation"), "sft": ("train",)}
 SHARD = 8
 """Workers of a shard, as many as tensor and pipeline parallelism may have of one host."""
 
 ROWS, TOKENS, NEW_TOKENS, QUANTA = 32, 1024, 512, 8
 """Of one shard: sequences of a step, their width, and generated tokens each; quanta of a step."""
 
-SECONDS = {"generate": 0.05, "logprobs": 0.04, "reference_logprobs": 0.04, "train_step": 0.12, "refit": 0.01}
+SECONDS = {
+    "generate": 0.05,
+    "logprobs": 0.04,
+    "reference_logprobs": 0.04,
+    "train_step": 0.12,
+    "refit": 0.01,
+    "sft_step": 1.0,
+}
 DEADLINE_S = 240.0
 
 
@@ -55,7 +68,7 @@ class StandIn:
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         """As many numbers as a GRPO step reports."""
-        _compute("train_step")
+        _compute("sft_step" if loss == "sft" else "train_step")
         names = [f"metric {number}" for number in range(12)]
         return StepMetrics(dict.fromkeys(names, 1.0), {"largest": 1.0}, {"lr": 1.0}) if self._reports else StepMetrics()
 
@@ -75,7 +88,7 @@ class StandIn:
             FinishedRequest(int(batch["request_ids"][row]), [7] * NEW_TOKENS, [-1.0] * NEW_TOKENS, [0] * NEW_TOKENS, "stop")
             for row in rows
         ]
-        return pack_generated(made, 0, 16)
+        return pack_generated(made, [], 16)
 
     def send_weights(self, version: int) -> RefitReport:
         """A part of a refit."""
@@ -112,6 +125,7 @@ def _compute(phase: str) -> None:
 class Result:
     """Medians over steps, in seconds: a step, its slowest workers' own time, the rest; and the quartiles of the rest."""
 
+    kind: str
     executor: str
     workers: int
     steps: int
@@ -125,90 +139,127 @@ class Result:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dagrl bench step_overhead`."""
-    parser.add_argument("--workers", default="8", help="numbers of workers, multiples of 2, e.g. 8,64,128")
+    parser.add_argument("--kind", choices=ROLES, default="grpo", help="the step that is measured")
+    parser.add_argument("--workers", type=_numbers, default=[8], help="numbers of workers over all roles, e.g. 8,64,128")
     parser.add_argument("--steps", type=int, default=20, help="steps that count, of each executor")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
+    add_deadline(parser)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers separated by commas, as 8,64,128") from error
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
-    results: list[Result] = []
-    for workers in (int(number) for number in options.workers.split(",")):
-        results += measure(workers, options.steps)
+    layouts = {workers: layout_of(options.kind, workers) for workers in options.workers}
+    deadline, results = Deadline(options.deadline), []
+    for workers in deadline.each(layouts, "{} workers".format):
+        results += measure(options.kind, layouts[workers], options.steps)
         if options.json:
             Report([asdict(result) for result in results], command_line()).write(options.json)
     print_table(results)
-    if options.plot:
+    deadline.tell()
+    if options.plot and results:
         plot(results, options.plot)
 
 
-def measure(workers: int, steps: int) -> list[Result]:
+def layout_of(kind: str, workers: int) -> ParallelLayout:
+    """Of each role. Raises LayoutError for a number of workers that the shards of all roles do not add up to."""
+    roles = len(ROLES[kind])
+    each = workers // roles
+    width = max(1, min(SHARD, each))
+    if workers < roles or each * roles != workers or each % width:
+        raise LayoutError(
+            f"--workers {workers}: {kind} has {roles} roles of up to {SHARD} workers, or of a multiple of {SHARD}; "
+            f"choose {roles} to {roles * SHARD} in steps of {roles}, or a multiple of {roles * SHARD}"
+        )
+    return ParallelLayout(dp=each // width, tp=width)
+
+
+def measure(kind: str, layout: ParallelLayout, steps: int) -> list[Result]:
     """Both executors in turn, on the same workers."""
     samples: dict[str, list[tuple[float, float]]] = {executor: [] for executor in EXECUTORS}
-    with groups(workers) as (train, generation):
+    with groups(kind, layout) as made:
         for executor in EXECUTORS:
-            for group in (train, generation):
+            for group in made:
                 group.reset_tickets([0] * len(group.actors))
-            with scheduler_of(train, generation, executor) as scheduler:
-                one_step(scheduler, 0, train.layout.dp)  # the first of a new graph
+            with scheduler_of(kind, made, executor) as scheduler:
+                one_step(kind, scheduler, 0, layout.dp)  # the first of a new graph
                 for step in range(steps):
-                    samples[executor].append(one_step(scheduler, step, train.layout.dp))
-    return [_result(executor, workers, taken) for executor, taken in samples.items()]
+                    samples[executor].append(one_step(kind, scheduler, step, layout.dp))
+        workers = sum(len(group.actors) for group in made)
+    return [_result(kind, executor, workers, taken) for executor, taken in samples.items()]
 
 
 @contextmanager
-def groups(workers: int) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
-    """A cluster of its own with half of the workers in each role."""
+def groups(kind: str, layout: ParallelLayout) -> Iterator[list[WorkerGroup]]:
+    """A cluster of its own with the workers of each role."""
     from dagrl.cluster import ray_cluster
     from dagrl.config import ClusterConfig
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    half = workers // 2
-    width = min(SHARD, half)
-    layout = ParallelLayout(dp=half // width, tp=width)
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), num_gpus=0), {"OMP_NUM_THREADS": "1"}))
         made = []
-        for role in ("train", "generation"):
+        for role in ROLES[kind]:
             made.append(WorkerGroup.create(role, StandIn, layout, None, start_timeout_s=DEADLINE_S))
             stack.callback(made[-1].shutdown, 2.0)
-        yield made[0], made[1]
+        yield made
 
 
 @contextmanager
-def scheduler_of(train: WorkerGroup, generation: WorkerGroup, executor: str) -> Iterator[Scheduler]:
-    """The phases of a GRPO step, compiled and warm."""
+def scheduler_of(kind: str, made: Sequence[WorkerGroup], executor: str) -> Iterator[Scheduler]:
+    """The phases of a step, compiled and warm."""
     bucket, rows_bytes = Bucket(ROWS, TOKENS), ROWS * (TOKENS + NEW_TOKENS) * 24 + (1 << 16)
     options = SchedulerOptions(executor=executor, fallback="error", compile_s=DEADLINE_S, warmup_s=DEADLINE_S)  # type: ignore[arg-type]
-    with Scheduler([train, generation], options) as scheduler:
+    with Scheduler(made, options) as scheduler:
         scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
-        for phase in (train_step, logprobs, reference_logprobs, generate):
+        for phase in (train_step, logprobs, reference_logprobs, generate) if kind == "grpo" else (sft_step,):
             scheduler.add(phase, buckets=[bucket], scalars=scalars, result_bytes=rows_bytes)
-        scheduler.add(refit, warmup_value=0)
+        if kind == "grpo":
+            scheduler.add(refit, warmup_value=0)
         scheduler.compile()
         scheduler.warmup()
         yield scheduler
 
 
-def one_step(scheduler: Scheduler, step: int, shards: int) -> tuple[float, float]:
+def one_step(kind: str, scheduler: Scheduler, step: int, shards: int) -> tuple[float, float]:
     """Seconds of a step, and of its slowest workers' own time."""
-    rows = ROWS * shards
-    lengths = np.full(rows, TOKENS)
-    tokens, floats = np.ones((rows, TOKENS), np.int64), np.ones((rows, TOKENS), np.float32)
-    sequences = Batch({"tokens": tokens, "lengths": lengths})
-    names = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "reference_logprobs")
-    learned = sequences.with_fields(**dict.fromkeys(names, floats)).with_scalars(
-        global_valid_tokens=1.0, global_valid_sequences=1.0
-    )
-    inputs = [(generate, _requests(sequences, part)) for part in np.array_split(np.arange(rows), QUANTA)]
-    inputs += [(logprobs, sequences), (reference_logprobs, sequences), (train_step, learned)]
+    inputs = grpo_inputs(step, ROWS * shards) if kind == "grpo" else [(sft_step, _batch(ROWS * shards, ("loss_mask",)))]
     started, replays = time.perf_counter(), []
-    for phase, value in (*inputs, (refit, step)):
+    for phase, value in inputs:
         replays.append(scheduler.replay(phase, value))
         replays[-1].result()
     busy = sum(replay.timing.busy_s for replay in replays if replay.timing is not None)
     return time.perf_counter() - started, busy
+
+
+def grpo_inputs(step: int, rows: int) -> list[tuple[Phase, Batch | int]]:
+    """What the phases of a step are given, in their order."""
+    sequences = _batch(rows, ())
+    names = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "reference_logprobs")
+    quanta = [(generate, _requests(sequences, part)) for part in np.array_split(np.arange(rows), QUANTA)]
+    return [
+        *quanta,
+        (logprobs, sequences),
+        (reference_logprobs, sequences),
+        (train_step, _batch(rows, names)),
+        (refit, step),
+    ]
+
+
+def _batch(rows: int, fields: Sequence[str]) -> Batch:
+    """Full rows of tokens, with fields for training if there are any."""
+    lengths = np.full(rows, TOKENS)
+    tokens, floats = np.ones((rows, TOKENS), np.int64), np.ones((rows, TOKENS), np.float32)
+    sequences = Batch({"tokens": tokens, "lengths": lengths})
+    learned = sequences.with_fields(**dict.fromkeys(fields, floats))
+    return learned.with_scalars(global_valid_tokens=1.0, global_valid_sequences=1.0) if fields else sequences
 
 
 def _requests(sequences: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Batch:
@@ -221,13 +272,13 @@ def _requests(sequences: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]])
     )
 
 
-def _result(executor: str, workers: int, samples: Sequence[tuple[float, float]]) -> Result:
+def _result(kind: str, executor: str, workers: int, samples: Sequence[tuple[float, float]]) -> Result:
     table = np.asarray(samples)
     overhead = table[:, 0] - table[:, 1]
     low, middle, high = np.percentile(overhead, [25, 50, 75])
     step = float(np.median(table[:, 0]))
     return Result(
-        executor, workers, len(samples), step, float(np.median(table[:, 1])),
+        kind, executor, workers, len(samples), step, float(np.median(table[:, 1])),
         float(middle), float(low), float(high), float(middle) / step,
     )  # fmt: skip
 
@@ -237,14 +288,14 @@ def print_table(results: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"a step of {QUANTA} quanta, 2 log-probabilities, 1 optimizer step, 1 refit"
+    title = f"grpo: a step of {QUANTA} quanta, 2 log-probabilities, 1 optimizer step, 1 refit; sft: 1 optimizer step"
     table = Table(title=title, title_justify="left")
-    for name in ("workers", "executor", "step ms", "busy ms", "overhead ms", "quartiles", "share"):
+    for name in ("kind", "workers", "executor", "step ms", "busy ms", "overhead ms", "quartiles", "share"):
         table.add_column(name, justify="right")
     for row in results:
         quartiles = f"{row.overhead_low_s * 1e3:.1f} to {row.overhead_high_s * 1e3:.1f}"
         times = [f"{seconds * 1e3:.1f}" for seconds in (row.step_s, row.busy_s, row.overhead_s)]
-        table.add_row(str(row.workers), row.executor, *times, quartiles, f"{row.share:.1%}")
+        table.add_row(row.kind, str(row.workers), row.executor, *times, quartiles, f"{row.share:.1%}")
     Console(width=110).print(table)
 
 
