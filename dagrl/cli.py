@@ -8,6 +8,8 @@ failed, 2 something the user can mend, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import importlib
 import logging
 import sys
@@ -42,6 +44,7 @@ BENCHES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code; errors become one message on standard error."""
+    atexit.register(gc.freeze)  # else the interpreter, as it ends, looks through all that torch and Ray made: 2 s and more
     options = _parse(arguments)
     command: Callable[[argparse.Namespace], None] = options.command
     try:

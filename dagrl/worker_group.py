@@ -247,12 +247,12 @@ class WorkerGroup:
 
     def shutdown(self, timeout_s: float) -> None:
         """End the workers that this group made: their `shutdown()` within the deadline, then their processes."""
-        if not self._owned:
-            return
-        if "shutdown" in self.role.methods:
-            refs = [actor.shutdown.remote() for actor in self.actors]
-            ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-        self.kill(range(len(self.actors)))
+        shutdown_groups([self], timeout_s)
+
+    @property
+    def owned(self) -> bool:
+        """Whether the group made its workers, and may end them."""
+        return self._owned
 
     def _health(self, actor: ActorHandle, function: Any, *args: object) -> Any:
         call = actor.__ray_call__
@@ -275,6 +275,17 @@ def call_together(
         for group, method, args in calls
     ]
     return _gather(started, timeout_s)
+
+
+def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
+    """`WorkerGroup.shutdown` of several groups at once."""
+    mine = [group for group in groups if group.owned]
+    ending = [group for group in mine if "shutdown" in group.role.methods]
+    refs = [actor.shutdown.remote() for group in ending for actor in group.actors]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    for group in mine:
+        group.kill(range(len(group.actors)))
 
 
 def _gather(

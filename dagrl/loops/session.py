@@ -6,6 +6,8 @@ A loop replays phases through its session, which counts where the time goes, rec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,9 @@ import numpy.typing as npt
 
 from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
 from dagrl.config import Config
+from dagrl.errors import ConfigError
 from dagrl.loops.colocated import SharedDevices
 from dagrl.loops.saving import CheckpointSaver
-from dagrl.errors import ConfigError
 from dagrl.loops.stop import StopSignal
 from dagrl.metrics import (
     IDLE,
@@ -25,9 +27,9 @@ from dagrl.metrics import (
     TIMING,
     TOKENS_PER_SEC,
     TOKENS_PER_SEC_PER_GPU,
+    VALIDATION,
     StepMetrics,
     merge_step_metrics,
-    VALIDATION,
 )
 from dagrl.plot import plot_run
 from dagrl.preflight import (
@@ -69,6 +71,7 @@ class Session:
     store: CheckpointStore
     stop: StopSignal
     resumed: Checkpoint | None
+    ended: ExitStack  # what is left to do once the workers are gone
     step: int = 0
     saved_step: int = 0
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
@@ -140,13 +143,13 @@ class Session:
 
     def train_on(self, phase: str, batch: Batch) -> dict[str, float]:
         """Replay a training (or evaluation) phase on a global batch; metrics over all shards."""
-        mask = batch["loss_mask"].astype("float64")
-        batch = batch.with_scalars(
-            global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
         return self.step_on(phase, batch).flat()
 
     def step_on(self, phase: str, batch: Batch) -> StepMetrics:
         """`train_on`, with the metrics still apart by how they are joined."""
+        mask = batch["loss_mask"].astype("float64")
+        batch = batch.with_scalars(
+            global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
         )
         parts: Sequence[StepMetrics] = self.replay(phase, batch)
         return merge_step_metrics(parts)
@@ -238,10 +241,15 @@ class Session:
         self.metric(stage, metrics)
 
     def summarize(self) -> None:
-        """Plot what was recorded, and show where the time went and what was written; also of a run that failed."""
+        """Plot what was recorded while the workers end; then show where the time went and what was written.
+
+        Also of a run that failed.
+        """
+        self.ended.callback(lambda: self.progress.summary(self.clock.totals, self.paths.written()))
         if self.config.logger.plot_enabled and self.step:
-            plot_run(self.paths.metrics, self.paths.plot, f"{self.config.name} ({self.config.algorithm})")
-        self.progress.summary(self.clock.totals, self.paths.written())
+            thread = self.ended.enter_context(ThreadPoolExecutor(1, thread_name_prefix="plot"))
+            title = f"{self.config.name} ({self.config.algorithm})"
+            self.ended.callback(thread.submit(plot_run, self.paths.metrics, self.paths.plot, title).result)
 
 
 def _generation_timing(counted: Sequence[tuple[str, ReplayTiming]], overhead_s: float) -> dict[str, float]:

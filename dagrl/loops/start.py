@@ -33,11 +33,12 @@ from dagrl.preflight import (
 from dagrl.progress import Progress
 from dagrl.record import RunRecord, prepare_run_directory
 from dagrl.refit.connect import connect_refit
+from dagrl.refit.schedule import LinkSpeeds
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Bucket
 from dagrl.timing import PhaseClock
 from dagrl.trace import DRIVER, TraceWriter
-from dagrl.worker_group import GpuBundles, Resources, WorkerGroup
+from dagrl.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
 
 REFERENCE = "reference_policy"  # among the counters of a checkpoint: whether the workers' part has one
 
@@ -84,6 +85,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         progress = stack.enter_context(Progress(config.logger))
+        ended = stack.enter_context(ExitStack())
         progress.stage("Preparing the run")
         paths = prepare_run_directory(config)
         model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
@@ -91,14 +93,14 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         store = CheckpointStore(
             paths.checkpoints,
             keep_top_k=config.checkpointing.keep_top_k,
-            higher_is_better=config.checkpointing.higher_is_better,
             keep_last_k=config.checkpointing.keep_last_k,
+            higher_is_better=config.checkpointing.higher_is_better,
         )
         store.recover(resume=config.checkpointing.resume)
         resumed = store.latest() if config.checkpointing.resume else None
-        record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         if resumed is not None:
             check_reference(config, resumed)
+        record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
         with stop.at_once():
@@ -112,7 +114,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         scheduler = stack.enter_context(Scheduler([g for g in (train, generation) if g], _options(config)))
         clock = PhaseClock(trace)
         session = Session(
-            config, paths, inputs, train, generation, scheduler, record, trace, progress, clock, store, stop, resumed
+            config, paths, inputs, train, generation, scheduler, record, trace, progress, clock, store, stop, resumed, ended
         )
         if is_colocated(config):
             assert generation is not None and config.policy.generation is not None
@@ -127,7 +129,6 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         yield session
 
 
-def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[WorkerGroup, WorkerGroup | None]:
 def check_reference(config: Config, resumed: Checkpoint) -> None:
     """ConfigError when the run needs a reference policy that a checkpoint of its GRPO phase does not have."""
     penalty = config.loss_fn.reference_policy_kl_penalty
@@ -138,11 +139,14 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
         )
 
 
+def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[WorkerGroup, WorkerGroup | None]:
     """The train group and, where the run has one, the generation group.
 
     Side by side, as both spend long on imports; on shared GPUs in turn, the train state gone before generation starts.
     """
     places = shared_places(config, stack) if is_colocated(config) else {}
+    kept: list[WorkerGroup] = []
+    stack.callback(shutdown_groups, kept, config.timeouts.teardown_s / 2)
 
     def start(role: str) -> WorkerGroup:
         return WorkerGroup.create(
@@ -157,19 +161,14 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
             while_waiting=stop.check,
         )
 
-    def keep(group: WorkerGroup) -> WorkerGroup:
-        stack.callback(group.shutdown, config.timeouts.teardown_s / 2)
-        return group
-
     if is_colocated(config):
-        train = keep(start("train"))
-        train.call("offload", TRAIN_PARTS)
-        return train, keep(start("generation"))
+        kept.append(start("train"))
+        kept[0].call("offload", TRAIN_PARTS)
+        kept.append(start("generation"))
+        return kept[0], kept[1]
     with ThreadPoolExecutor() as pool:
         starting = [pool.submit(start, role) for role in layouts(config)]
-    for future in starting:
-        if future.exception() is None:
-            keep(future.result())
+    kept += [future.result() for future in starting if future.exception() is None]
     train, *generation = [future.result() for future in starting]  # raises what a group could not start for
     return train, generation[0] if generation else None
 
@@ -211,6 +210,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             channel_timeout_s=config.timeouts.collective_s,
             bucket_bytes=config.refit.bucket_bytes,
             replicate_in_host=config.refit.replicate_in_host,
+            speeds=LinkSpeeds.of_config(config.refit),
         )
     session.progress.stage("Warming up")
     if any(plan.name == "reference_logprobs" for plan in plans):
