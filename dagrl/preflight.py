@@ -239,7 +239,18 @@ def _check_off_policy(config: Config) -> None:
             "loss_fn.truncated_importance_sampling_ratio bounds a correction that is off; set "
             "loss_fn.use_importance_sampling_correction=true, or leave the bound out"
         )
-    if not settings.enabled or config.algorithm != "grpo":
+    if config.algorithm != "grpo":
+        return
+    generation = generation_config(config)
+    if loss.use_importance_sampling_correction and (generation.top_p < 1 or (generation.top_k or 0) > 0):
+        logger.warning(
+            "policy.generation.top_p %g or top_k %s cuts the distribution that is sampled from, and the log-probabilities "
+            "kept are of what is left; the train workers' are of the whole. The weights of "
+            "loss_fn.use_importance_sampling_correction are then too small for every token: set top_p=1 and top_k=null",
+            generation.top_p,
+            generation.top_k,
+        )
+    if not settings.enabled:
         return
     if settings.recompute_kv_cache_after_weight_updates and not settings.in_flight_weight_updates:
         raise ConfigError(

@@ -261,6 +261,15 @@ def test_ages_that_need_updates_in_flight_are_warned_about(run: Run, caplog: pyt
     assert "use_importance_sampling_correction is false" in text
 
 
+def test_a_correction_of_a_cut_distribution_is_warned_about(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    correction = "loss_fn.use_importance_sampling_correction=true"
+    with caplog.at_level("WARNING", "dagrl"):
+        assert run("--dry-run", correction)[0] == 0
+        assert "too small for every token" not in caplog.text
+        assert run("--dry-run", correction, "policy.generation.top_p=0.9")[0] == 0
+    assert "top_p 0.9 or top_k None cuts the distribution" in caplog.text and "too small for every token" in caplog.text
+
+
 def test_debug_shows_the_traceback(run: Run) -> None:
     with pytest.raises(UserError, match="seed"):
         run("seed=many", "--debug")
