@@ -98,6 +98,11 @@ def test_a_cpu_engine_stays_awake(engine: Engine) -> None:
         engine.on_all(call, "wake_up", ["wheights"])
 
 
+def test_an_engine_leaves_no_file_for_its_rendezvous(engine: Engine) -> None:
+    """As a killed process would not remove it: the store is memory at one rank, a connection at several."""
+    assert engine.on_all(vllm_calls.world_store) == [{1: "HashStore", 2: "TCPStore"}[engine.tp]] * engine.tp
+
+
 def test_a_vllm_without_an_engine_argument_is_refused(engine: Engine) -> None:
     with pytest.raises(MissingDependencyError, match="no_such_argument"):
         engine.on_all(vllm_calls.lacking_argument)

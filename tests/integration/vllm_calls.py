@@ -85,6 +85,17 @@ def generate_then_abort(worker: Any, batch: Any, after_s: float) -> float:
     return time.monotonic() - started
 
 
+def world_store(worker: Any) -> str:
+    """What the process group of the engine finds its ranks by, after one more group was made of it."""
+    import torch.distributed as dist
+
+    dist.barrier(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return type(store).__name__
+
+
 def nothing(worker: Any) -> None:
     """A rank that does not come to the collective."""
 

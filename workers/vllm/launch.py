@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
 import socket
-import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,15 @@ if TYPE_CHECKING:
 
 _ABORT_TAG = 0x0DA6
 
+ALONE = "dagrl-alone"
+"""Scheme of the init method of an engine with one rank."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
     """How the ranks of one engine find each other: an init method of `torch.distributed`, and this process's ranks.
+
+    An engine of one rank has its store in its own memory: a file would stay behind when the process is killed.
 
     The end of `init_method` is unique to the run and, for tensor parallelism, to the rank. vLLM's CPU backend names shared
     memory after it. A segment left by a killed run would stop the next start ("create shm in SHMManager failed. errno: 17");
@@ -56,8 +61,8 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
     """
     tp_rank, shard = context.coordinates.tp, context.coordinates.dp
     if context.layout.tp == 1:
-        store_file = Path(tempfile.gettempdir()) / f"dagrl-vllm-{uuid.uuid4().hex}"
-        return Rendezvous(f"file://{store_file}", 0, _local_rank(0))
+        _register_alone()
+        return Rendezvous(f"{ALONE}://rank:{uuid.uuid4().hex}", 0, _local_rank(0))
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = address.rsplit(":", 1)
@@ -71,6 +76,18 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
     if context.rank == 0:  # the store lives here: stay until everyone has read
         _wait_for_all(store, context.layout.world_size, context.collective_timeout_s)
     return Rendezvous(f"{init_method}&member={tp_rank}", tp_rank, _local_rank(tp_rank))
+
+
+@functools.cache
+def _register_alone() -> None:
+    """Make torch know init methods `dagrl-alone://`; once in a process."""
+    from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    def alone(url: str, **options: object) -> Iterator[tuple[Store, int, int]]:
+        yield HashStore(), 0, 1
+
+    register_rendezvous_handler(ALONE, alone)
 
 
 def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous) -> LLMEngine:
