@@ -1,13 +1,16 @@
 """What a quantum of generation returns, and how the ranks of a shard agree on it.
 
 A quantum is one replay of the `generate` phase: every tensor-parallel rank of a shard runs the same engine steps over the
-same requests and returns the same `Generated`. No rank sends its sampled tokens to the others, so equality is checked: a
-rank that drew other tokens would run another batch from then on and hang its peers in the next collective.
+same requests and returns the same `Generated`. No rank sends its sampled tokens to the others, so equality is checked, of
+the requests that go on as of those that finished: a rank that drew other tokens would run another batch from then on and
+hang its peers in the next collective.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,12 +35,26 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a request is that has not finished: its new tokens, and a checksum of them (see `checksum`)."""
+
+    request_id: int
+    tokens: int = 0
+    checksum: int = 0
+
+
+def checksum(tokens: Sequence[int], before: int = 0) -> int:
+    """CRC-32 of tokens, going on from the checksum of those `before` them."""
+    return zlib.crc32(array("q", tokens), before)
+
+
+@dataclass(frozen=True)
 class Generated:
     """The requests that finished in a quantum, by request id; `m` requests, the longest of `L` new tokens.
 
     `logprobs` are of the distribution that was sampled from (after temperature, top-p and top-k; of the model's own at
-    temperature 0). `finish_reasons` are `stop` or `length`. `unfinished` requests stay in the engine. `digest` covers all
-    but the log-probabilities.
+    temperature 0). `finish_reasons` are `stop` or `length`. `running` are the `r` requests that stay in the engine: id,
+    number of new tokens and checksum of each. `digest` covers all but the log-probabilities.
     """
 
     request_ids: IntArray  # [m]
@@ -46,7 +63,7 @@ class Generated:
     logprobs: FloatArray  # [m, L]
     versions: IntArray  # [m, L]
     finish_reasons: tuple[str, ...]
-    unfinished: int
+    running: IntArray  # [r, 3]
     engine_steps: int
     digest: str = field(default="")
 
@@ -56,6 +73,11 @@ class Generated:
 
     def __len__(self) -> int:
         return len(self.request_ids)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that stay in the engine."""
+        return len(self.running)
 
     def request(self, row: int) -> FinishedRequest:
         """Row `row` without its padding."""
@@ -69,10 +91,11 @@ class Generated:
         )
 
 
-def pack_generated(finished: Iterable[FinishedRequest], unfinished: int, engine_steps: int) -> Generated:
-    """A `Generated` from finished requests, in the order of their ids."""
+def pack_generated(finished: Iterable[FinishedRequest], running: Iterable[Progress], engine_steps: int) -> Generated:
+    """A `Generated` from finished requests and those that go on, in the order of their ids."""
     rows = sorted(finished, key=lambda request: request.request_id)
     shape = (len(rows), max((len(row.tokens) for row in rows), default=0))
+    progress = sorted((item.request_id, item.tokens, item.checksum) for item in running)
     tokens, versions, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
     for index, row in enumerate(rows):
         length = len(row.tokens)
@@ -87,7 +110,7 @@ def pack_generated(finished: Iterable[FinishedRequest], unfinished: int, engine_
         logprobs=logprobs,
         versions=versions,
         finish_reasons=tuple(row.finish_reason for row in rows),
-        unfinished=unfinished,
+        running=np.array(progress, np.int64).reshape(-1, 3),
         engine_steps=engine_steps,
     )
 
@@ -106,10 +129,10 @@ def merge_generated(parts: Sequence[Generated]) -> Generated:
 
 
 def _digest(generated: Generated) -> str:
-    counts = (len(generated), generated.unfinished, generated.engine_steps, *generated.tokens.shape)
+    counts = (len(generated), generated.engine_steps, *generated.tokens.shape)
     digest = hashlib.blake2b(repr((counts, generated.finish_reasons)).encode(), digest_size=16)
-    for array in (generated.request_ids, generated.lengths, generated.tokens, generated.versions):
-        digest.update(np.ascontiguousarray(array).tobytes())
+    for part in (generated.request_ids, generated.lengths, generated.tokens, generated.versions, generated.running):
+        digest.update(np.ascontiguousarray(part).tobytes())
     return digest.hexdigest()
 
 
@@ -124,5 +147,18 @@ def _difference(first: Generated, second: Generated) -> str:
             return (
                 f"request {request} has tokens {one.tokens} ({one.finish_reason}) and {other.tokens} ({other.finish_reason})"
             )
-    counts = [(part.unfinished, part.engine_steps) for part in (first, second)]
-    return f"no finished request differs, but (unfinished requests, engine steps) are {counts[0]} and {counts[1]}"
+    return _running_difference(first, second)
+
+
+def _running_difference(first: Generated, second: Generated) -> str:
+    ours, theirs = ({int(row[0]): row[1:].tolist() for row in part.running} for part in (first, second))
+    for request in sorted(ours.keys() ^ theirs.keys()):
+        return f"request {request} runs on one rank only"
+    for request in sorted(ours):
+        if ours[request] != theirs[request]:
+            (count, crc), (other_count, other_crc) = ours[request], theirs[request]
+            return (
+                f"the new tokens of request {request}, which runs, are {count} with the checksum {crc:08x}, and "
+                f"{other_count} with {other_crc:08x}"
+            )
+    return f"no request differs, but the engine steps are {first.engine_steps} and {second.engine_steps}"

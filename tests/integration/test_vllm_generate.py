@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dagrl.errors import ConfigError, DataError, MissingDependencyError
+from dagrl.errors import ConfigError, DataError, MissingDependencyError, RunError
+from dagrl.generation import merge_generated
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
@@ -96,6 +97,18 @@ def test_a_cpu_engine_stays_awake(engine: Engine) -> None:
     assert len(engine.run(requests([1], PROMPTS[:1]))) == 1
     with pytest.raises(ConfigError, match="unknown tags"):
         engine.on_all(call, "wake_up", ["wheights"])
+
+
+def test_a_rank_that_draws_other_tokens_is_an_error_after_the_first_quantum(engine: Engine) -> None:
+    """While no request has finished yet: another seed on the last rank stands for sampled tokens that differ."""
+    batches = [requests([1, 2], PROMPTS[:2], new=8, steps=3, seed=rank) for rank in range(engine.tp)]
+    parts = engine.on_each(call, [("generate", batch) for batch in batches])
+    assert [(len(part), part.unfinished) for part in parts] == [(0, 2)] * engine.tp
+    engine.on_all(call, "abort_requests")
+    if engine.tp == 1:
+        return
+    with pytest.raises(RunError, match=r"request 1, which runs, are 3 with the checksum"):
+        merge_generated(parts)
 
 
 def test_an_engine_leaves_no_file_for_its_rendezvous(engine: Engine) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
+from dagrl.generation import FinishedRequest, Generated, Progress, merge_generated, pack_generated
 from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
@@ -138,7 +138,7 @@ class UnigramTrainer(UnigramWorker):
 
 
 class UnigramGenerator(UnigramWorker):
-    """One engine step makes one token of every running request, drawn by the request's seed and the token's place."""
+    """One engine step makes one token of every running request, drawn by its seed and the token's place, as by vLLM."""
 
     def setup(self, address: str) -> None:
         super().setup(address)
@@ -161,14 +161,14 @@ class UnigramGenerator(UnigramWorker):
     def generate(self, batch: Batch) -> Generated:
         self.need("weights", "kv_cache")
         if in_warmup():
-            return pack_generated([], 0, 0)
+            return pack_generated([], [], 0)
         generation = self.config.policy.generation
         assert generation is not None
         for row, length in enumerate(batch["lengths"].tolist()):
             if length:
                 names = ("request_ids", "seeds", "max_new_tokens")
                 request, seed, limit = (int(batch[name][row]) for name in names)
-                self.running[request] = {"seed": seed, "limit": limit, "start": length, "made": []}
+                self.running[request] = {"seed": seed, "limit": limit, "made": []}
         finished: list[FinishedRequest] = []
         steps = 0
         while steps < int(batch.scalars["engine_steps"]) and self.running:
@@ -179,7 +179,7 @@ class UnigramGenerator(UnigramWorker):
                 if reason := self._step(self.running[request]):
                     finished.append(self._as_finished(request, reason))
                     del self.running[request]
-        return pack_generated(finished, len(self.running), steps)
+        return pack_generated(finished, map(Progress, self.running), steps)
 
     def _die_if_told(self) -> None:
         """`die_at_version`: the last rank is killed inside a quantum of that version, once for each run's directory."""
@@ -193,8 +193,7 @@ class UnigramGenerator(UnigramWorker):
         import torch
 
         table = torch.log_softmax(self.logits, 0).numpy().astype(np.float64)
-        place = request["start"] + len(request["made"])
-        drawn = np.random.default_rng((request["seed"], place)).random()
+        drawn = np.random.default_rng((request["seed"], len(request["made"]))).random()
         token = min(int(np.searchsorted(np.cumsum(np.exp(table)), drawn)), SIZE - 1)
         request["made"].append((token, float(table[token]), self.version))
         if token == 1 and self.config.policy.generation.forced_lengths is None:  # type: ignore[union-attr]

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from dagrl.errors import RunError
-from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
+from dagrl.generation import FinishedRequest, Generated, Progress, checksum, merge_generated, pack_generated
 
 ROWS = [
     FinishedRequest(9, [4, 5, 6], [-1.0, -2.0, -0.5], [0, 0, 1], "length"),
     FinishedRequest(2, [7], [-0.25], [1], "stop"),
 ]
+RUNNING = [Progress(5, 2, checksum([8, 9])), Progress(3), Progress(4, 1, checksum([8]))]
 
 
 def generated(**changes: object) -> Generated:
     """The rows with the first one changed."""
-    return pack_generated([dataclasses.replace(ROWS[0], **changes), ROWS[1]], unfinished=3, engine_steps=4)
+    return pack_generated([dataclasses.replace(ROWS[0], **changes), ROWS[1]], RUNNING, engine_steps=4)
 
 
 def test_rows_come_back_in_the_order_of_their_ids() -> None:
@@ -31,9 +32,9 @@ def test_rows_come_back_in_the_order_of_their_ids() -> None:
 
 
 def test_nothing_finished() -> None:
-    packed = pack_generated([], 2, 4)
-    assert (len(packed), packed.tokens.shape, packed.unfinished) == (0, (0, 0), 2)
-    assert merge_generated([packed, pack_generated([], 2, 4)]) is packed
+    packed = pack_generated([], RUNNING, 4)
+    assert (len(packed), packed.tokens.shape, packed.unfinished) == (0, (0, 0), 3)
+    assert merge_generated([packed, pack_generated([], RUNNING[::-1], 4)]) is packed
 
 
 def test_equal_parts_merge_in_a_tree_and_survive_pickling() -> None:
@@ -61,6 +62,23 @@ def test_a_rank_that_differs_is_named_with_the_request(changes: dict[str, object
         merge_generated([generated(), generated(), generated(**changes)])
 
 
-def test_unequal_counts_are_an_error() -> None:
-    with pytest.raises(RunError, match=r"\(3, 4\) and \(2, 4\)"):
-        merge_generated([generated(), pack_generated(ROWS, unfinished=2, engine_steps=4)])
+def test_unequal_steps_are_an_error() -> None:
+    with pytest.raises(RunError, match=r"the engine steps are 4 and 3"):
+        merge_generated([generated(), pack_generated(ROWS, RUNNING, engine_steps=3)])
+
+
+@pytest.mark.parametrize(
+    ("running", "message"),
+    [
+        ([Progress(5, 2, checksum([8, 7])), *RUNNING[1:]], "new tokens of request 5, which runs, are 2 with .* and 2 with"),
+        ([*RUNNING[:2], Progress(4, 2, checksum([8]))], "new tokens of request 4, which runs, are 1 with .* and 2 with"),
+        (RUNNING[:2], "request 4 runs on one rank only"),
+    ],
+)
+def test_a_request_that_goes_on_differently_is_named(running: list[Progress], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        merge_generated([generated(), pack_generated(ROWS, running, engine_steps=4)])
+
+
+def test_a_checksum_goes_on_from_the_one_before() -> None:
+    assert checksum([4, 5], checksum([1, 2, 3])) == checksum([1, 2, 3, 4, 5]) != checksum([1, 2, 3, 5, 4])

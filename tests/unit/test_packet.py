@@ -106,7 +106,7 @@ STRUCTURED = np.dtype([("a_long_field_name" * 20, "f8"), ("b" * 300, "i4", (3,))
         [Nested(str(number), np.zeros(number)) for number in range(300)],
         Batch({"tokens": np.zeros((64, 512), np.int64), "lengths": np.zeros(64, np.int64)}, {"lr": 1e-3, "name": "x"}),
         [Batch({"lengths": np.ones(number)}) for number in range(100)],
-        pack_generated([FinishedRequest(row, [1] * 64, [0.5] * 64, [0] * 64, "stop") for row in range(64)], 3, 16),
+        pack_generated([FinishedRequest(row, [1] * 64, [0.5] * 64, [0] * 64, "stop") for row in range(64)], [], 16),
         locally_defined(),
         [locally_defined() for _ in range(20)],
         lambda: "a function",

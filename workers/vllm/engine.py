@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import GenerationConfig
 from dagrl.errors import DataError, RunError
-from dagrl.generation import FinishedRequest, Generated, pack_generated
+from dagrl.generation import FinishedRequest, Generated, Progress, checksum, pack_generated
 from workers.vllm import features
 
 if TYPE_CHECKING:
@@ -33,9 +33,13 @@ class Request:
 
 @dataclass
 class _Running:
-    """`starts` are `(version, tokens made before it)` of each version that has worked on the request."""
+    """`starts` are `(version, tokens made before it)` of each version that has worked on the request.
+
+    `progress` is what the last quantum said of it.
+    """
 
     request_id: int
+    progress: Progress
     starts: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -73,7 +77,7 @@ class QuantumEngine:
         """
         finished, steps = self._quantum(requests, engine_steps)
         finished, self._held = self._held + finished, []
-        return pack_generated(finished, self.unfinished, steps)
+        return pack_generated(finished, self._progress(), steps)
 
     def rehearse(self, requests: Sequence[Request], engine_steps: int) -> Generated:
         """A quantum that leaves nothing of `requests`, whose ids are negative so that they meet no other's.
@@ -83,9 +87,10 @@ class QuantumEngine:
         finished, steps = self._quantum(requests, engine_steps)
         ours = [request for request in finished if request.request_id < 0]
         self._held += [request for request in finished if request.request_id >= 0]
-        unfinished = self.abort(request.request_id for request in requests)
+        running = [progress for progress in self._progress() if progress.request_id < 0]
+        self.abort(request.request_id for request in requests)
         self.reset_prefix_cache()
-        return pack_generated(ours, unfinished, steps)
+        return pack_generated(ours, running, steps)
 
     def _quantum(self, requests: Sequence[Request], engine_steps: int) -> tuple[list[FinishedRequest], int]:
         if self._stepping:
@@ -147,7 +152,7 @@ class QuantumEngine:
 
     def snapshot(self) -> list[FinishedRequest]:
         """What the requests that are not finished have made so far; they go on. The finish reason is `unfinished`."""
-        states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
+        states = self._states()
         return [self._partial(running, states.get(name)) for name, running in self._running.items()]
 
     def reset_prefix_cache(self) -> bool:
@@ -177,7 +182,7 @@ class QuantumEngine:
         # The version is part of the cache key: a prefix computed by older weights is never matched by a newer request.
         prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {self._version}"}
         self._engine.add_request(name, prompt, self._sampling(request))
-        self._running[name] = _Running(request.request_id, [(self._version, 0)])
+        self._running[name] = _Running(request.request_id, Progress(request.request_id), [(self._version, 0)])
 
     def _sampling(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
@@ -218,9 +223,23 @@ class QuantumEngine:
         versions = _token_versions(running.starts, len(tokens))
         return FinishedRequest(running.request_id, tokens, logprobs, versions, "unfinished")
 
+    def _states(self) -> dict[str, Any]:
+        """What vLLM knows of each request, by our name for it."""
+        return {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
+
     def _tokens_made(self) -> Iterator[tuple[str, int]]:
-        for state in self._engine.output_processor.request_states.values():
-            yield state.external_req_id, state.detokenizer.num_output_tokens()
+        for name, state in self._states().items():
+            yield name, state.detokenizer.num_output_tokens()
+
+    def _progress(self) -> list[Progress]:
+        """How far each request is; a look at the tokens made since the last one, as this is asked after every quantum."""
+        states = self._states()
+        for name, running in self._running.items():
+            if name in states:
+                before, tokens = running.progress, states[name].detokenizer.output_token_ids
+                new = tokens[before.tokens :]
+                running.progress = Progress(before.request_id, len(tokens), checksum(new, before.checksum))
+        return [running.progress for running in self._running.values()]
 
 
 def _sampled_logprobs(completion: CompletionOutput) -> Iterator[float]:
