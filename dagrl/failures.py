@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError, RayChannelError, RayError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from dagrl.replay import Replay
 
 TURN_S = 0.1
-"""How long to wait for one graph of several before looking at the next."""
+"""How long to wait for one graph before looking at the next, and at what has come of this one."""
 
 REPORT_S = 2.0
 """How long workers may take to report what they are running, after a hang."""
@@ -36,20 +37,21 @@ def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[l
     while waiting:
         graph = waiting.popleft()
         try:
-            found[graph] = _fetch(*replay.submitted[graph], _turn(deadline, len(waiting)))
+            found[graph] = _fetch(*replay.submitted[graph], max(0.0, min(deadline - time.monotonic(), TURN_S)))
         except TimeoutError:
             if time.monotonic() < deadline:
                 waiting.append(graph)
+                failures += [failure for failure in _so_far(*replay.submitted[graph]) if failure not in failures]
             else:
                 late = True
-            continue
         except (RayActorError, RayChannelError) as error:
             broken = error
             died = _deaths(replay, groups, error)
             failures += died
             _release(groups, died)
         else:
-            failures += [failure for packet in found[graph] for failure in packet.failures]
+            mine = [failure for packet in found[graph] for failure in packet.failures]
+            failures += [failure for failure in mine if failure not in failures]
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
@@ -62,11 +64,11 @@ def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[l
     return [found[graph] for graph in sorted(found)]
 
 
-def _turn(deadline: float, others: int) -> float:
-    """How long to wait for one graph. While others are waited for too, a worker may have died in one of them for whom this
-    one waits in a collective, without end."""
-    left = max(0.0, deadline - time.monotonic())
-    return min(left, TURN_S) if others else left
+def _so_far(executable: Executable, submitted: object) -> Sequence[WorkerFailure]:
+    """Failures of workers whose outputs have come. Others may wait for them in a collective, without end."""
+    with suppress(RayChannelError):  # the next `fetch` will say so
+        return executable.failures(submitted)
+    return ()
 
 
 def _fetch(executable: Executable, submitted: object, timeout_s: float) -> list[Packet]:

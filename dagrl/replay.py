@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -28,38 +27,31 @@ class Split:
     bucket: Bucket
     tokens: int
 
-    def shares(self, batch: Batch) -> list[Batch]:
-        """Each shard's rows of `batch`, padded to the bucket: views of the batch, or of one array a field."""
-        runs = self._runs()
-        fields = {name: self._field(array, runs) for name, array in batch.fields.items()}
-        return [Batch({name: fields[name][shard] for name in fields}, batch.scalars) for shard in range(len(self.rows))]
+    def share(self, batch: Batch, shards: Sequence[int]) -> Batch:
+        """The rows of some shards of `batch`, one shard's after the other's, each shard's padded to the bucket.
 
-    def _runs(self) -> list[slice] | None:
-        """Each shard's rows as a slice of the batch, if all are and fill the bucket."""
-        runs = []
-        for rows in self.rows:
-            if len(rows) != self.bucket.sequences or (len(rows) > 1 and not (np.diff(rows) == 1).all()):
-                return None
-            runs.append(slice(int(rows[0]), int(rows[0]) + len(rows)))
-        return runs
+        Views of the batch where its rows lie like that already.
+        """
+        parts = [self.rows[shard] for shard in shards]
+        order = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        as_it_is = len(order) > 0 and bool((np.diff(order) == 1).all())
+        dealt = slice(int(order[0]), int(order[0]) + len(order)) if as_it_is else order
+        return Batch({name: self._field(array, parts, dealt) for name, array in batch.fields.items()}, batch.scalars)
 
-    def _field(self, array: Array, runs: list[slice] | None) -> Sequence[Array]:
-        """One field of each shard, `[sequences]` or `[sequences, tokens]`."""
+    def _field(self, array: Array, parts: Sequence[npt.NDArray[np.intp]], order: slice | npt.NDArray[np.intp]) -> Array:
+        """One field of shards whose rows are `parts`, all of them `order`: `[rows]` or `[rows, tokens]`."""
         wide = [self.bucket.tokens] if array.ndim == 2 else []
         kept = array[:, : self.bucket.tokens] if wide else array
-        if runs is not None and list(kept.shape[1:]) == wide:
-            return [kept[run] for run in runs]
-        shape = (len(self.rows), self.bucket.sequences, *wide)
-        dealt = kept.take(np.concatenate(self.rows), axis=0)  # copies whole rows, many times as fast as indexing does
-        if dealt.size == math.prod(shape):
-            return list(dealt.reshape(shape))
-        padded, start = np.zeros(shape, array.dtype), 0
-        for shard, rows in enumerate(self.rows):
+        dealt = kept[order] if isinstance(order, slice) else kept.take(order, axis=0)  # copies whole rows, unlike indexing
+        if list(dealt.shape) == [len(parts) * self.bucket.sequences, *wide]:
+            return dealt
+        padded, start = np.zeros((len(parts), self.bucket.sequences, *wide), array.dtype), 0
+        for shard, rows in enumerate(parts):
             part = dealt[start : start + len(rows)]
             place: tuple[int | slice, ...] = (shard, *map(slice, part.shape))
             padded[place] = part
             start += len(rows)
-        return list(padded)
+        return padded.reshape(len(parts) * self.bucket.sequences, *wide)
 
     def restore(self, shards: Sequence[Batch]) -> Batch:
         """One batch from each shard's, in the order of the input's rows, padding removed."""

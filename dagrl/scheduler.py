@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,8 +26,9 @@ import numpy.typing as npt
 from ray.exceptions import RayError
 
 from dagrl.errors import GraphError, PhaseError, RunError
-from dagrl.executors.base import Executable, Executor, Limits
+from dagrl.executors.base import Executable, Executor, Limits, accelerated
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
+from dagrl.executors.shards import side_by_side
 from dagrl.failures import collect_outcome
 from dagrl.graph import PhaseGraph, WorkerRef
 from dagrl.phase import Phase, replicas_per_graph
@@ -65,6 +66,15 @@ class _Seats:
     used: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Compiled:
+    """A graph of a phase that is ready to be replayed: the shards that are side by side in it, and its workers."""
+
+    executable: Executable
+    shards: tuple[int, ...]
+    seats: tuple[_Seats, ...]
+
+
 @dataclass
 class _Entry:
     """A phase that was added, and what was made of it."""
@@ -75,11 +85,24 @@ class _Entry:
     scalars: Mapping[str, Scalar]
     warmup_value: object
     limits: Limits
-    executables: list[Executable] = field(default_factory=list)
-    seats: list[list[_Seats]] = field(default_factory=list)  # of each graph
+    compiled: list[_Compiled] = field(default_factory=list)
     in_flight: deque[Replay] = field(default_factory=deque)
     reading: threading.RLock = field(default_factory=threading.RLock)
     replays: int = 0
+
+    @property
+    def shards(self) -> int:
+        """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
+        return sum(len(one.shards) for one in self.compiled)
+
+    def by_shard(self, packets: Sequence[Sequence[Packet]]) -> list[Sequence[Packet]]:
+        """The packets of every shard, from those of every graph."""
+        found: dict[int, Sequence[Packet]] = {}
+        count = len(self.graph.outputs)
+        for one, mine in zip(self.compiled, packets, strict=True):
+            for place, shard in enumerate(one.shards):
+                found[shard] = mine[place * count : (place + 1) * count]
+        return [found[shard] for shard in range(len(found))]
 
 
 class Scheduler:
@@ -129,11 +152,10 @@ class Scheduler:
         self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), dict(scalars or {}), warmup_value, limits)
 
     def compile(self) -> None:
-        """Compile every phase that is not compiled yet, one graph for each shard."""
+        """Compile every phase that is not compiled yet, in one graph for all shards on the same hosts."""
         for entry in self._entries.values():
-            if not entry.executables:
-                entry.executables = self._compile(entry)
-                entry.seats = self._seats(entry)
+            if not entry.compiled:
+                entry.compiled = self._compile(entry)
 
     def warmup(self, before: Callable[[Phase], None] | None = None) -> None:
         """Replay each phase at each of its buckets, largest first. Workers leave their state as it was.
@@ -172,7 +194,7 @@ class Scheduler:
         the positions of each shard's rows; None: equally many, tokens balanced.
         """
         entry = self._entries.get(phase.name)
-        if entry is None or not entry.executables:
+        if entry is None or not entry.compiled:
             raise RunError(f"phase {phase.name!r} is not compiled; call scheduler.add(...) and scheduler.compile() first")
         return self._submit(entry, value, warmup=False, deadline_s=deadline_s or self.options.replay_s, rows=rows)
 
@@ -210,7 +232,7 @@ class Scheduler:
 
     def _finish_one(self, replay: Replay) -> None:
         try:
-            replay.succeed(collect_outcome(replay, self.groups))
+            replay.succeed(self._entries[replay.phase].by_shard(collect_outcome(replay, self.groups)))
         except PhaseError as error:
             self._broken = error.breaks or self._broken
             replay.fail(error)
@@ -228,12 +250,12 @@ class Scheduler:
     def _warmup_inputs(self, entry: _Entry) -> list[object]:
         if entry.phase.inputs is None:
             return [entry.warmup_value]
-        shards = len(entry.executables)
+        shards = entry.shards
         largest_first = sorted(entry.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
         whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
         return [empty_batch(entry.phase.inputs, bucket, entry.scalars) for bucket in whole]
 
-    def _compile(self, entry: _Entry) -> list[Executable]:
+    def _compile(self, entry: _Entry) -> list[_Compiled]:
         try:
             return self._compile_with(_executor(self.options.executor), entry)
         except (RayError, RuntimeError, ValueError, TimeoutError) as error:
@@ -244,18 +266,44 @@ class Scheduler:
             logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
             return self._compile_with(_executor("eager"), entry)
 
-    def _compile_with(self, executor: Executor, entry: _Entry) -> list[Executable]:
+    def _compile_with(self, executor: Executor, entry: _Entry) -> list[_Compiled]:
+        ranks_of = self._ranks_of_shards(entry.phase)
         return [
-            executor.compile(
-                entry.graph,
-                {role: [self.groups[role].actors[rank] for rank in ranks] for role, ranks in ranks_of.items()},
-                entry.limits,
-            )
-            for ranks_of in self._ranks_of_graphs(entry.phase)
+            self._compile_shards(executor, entry, shards, [ranks_of[shard] for shard in shards])
+            for shards in self._shards_of_graphs(entry.graph, ranks_of)
         ]
 
-    def _ranks_of_graphs(self, phase: Phase) -> list[dict[str, list[int]]]:
-        """For each graph of a phase, the ranks of each role in the graph's order."""
+    def _compile_shards(
+        self, executor: Executor, entry: _Entry, shards: Sequence[int], ranks_of: Sequence[Mapping[str, Sequence[int]]]
+    ) -> _Compiled:
+        """Some shards in one graph; `ranks_of` each."""
+        splits = entry.phase.inputs is not None
+        graph = side_by_side(entry.graph, len(shards), splits)
+        limits = replace(entry.limits, input_bytes=entry.limits.input_bytes * (len(shards) if splits else 1))
+        ranks = {role: [rank for mine in ranks_of for rank in mine[role]] for role in entry.phase.roles}
+        actors = {role: [self.groups[role].actors[rank] for rank in mine] for role, mine in ranks.items()}
+        used = {node.worker for node in graph.nodes}
+        seats = tuple(
+            _Seats(role, tuple(mine), tuple(rank for at, rank in enumerate(mine) if WorkerRef(role, at) in used))
+            for role, mine in ranks.items()
+        )
+        return _Compiled(executor.compile(graph, actors, limits), tuple(shards), seats)
+
+    def _shards_of_graphs(self, graph: PhaseGraph, ranks_of: Sequence[Mapping[str, Sequence[int]]]) -> list[list[int]]:
+        """Which shards go into one graph: those on the same hosts, so that no host gets rows that it does not need.
+
+        Each has a graph of its own where its workers form a communicator for their edges.
+        """
+        if accelerated(graph):
+            return [[shard] for shard in range(len(ranks_of))]
+        together: dict[frozenset[str], list[int]] = {}
+        for shard, ranks in enumerate(ranks_of):
+            nodes = frozenset(self.groups[role].places[rank].node for role, mine in ranks.items() for rank in mine)
+            together.setdefault(nodes, []).append(shard)
+        return list(together.values())
+
+    def _ranks_of_shards(self, phase: Phase) -> list[dict[str, list[int]]]:
+        """For each shard of a phase (a graph as it was traced), the ranks of each role in the graph's order."""
         layouts = {role: self.groups[role].layout for role in phase.roles}
         replicas = replicas_per_graph({role: layout.dp for role, layout in layouts.items()})
         role = phase.roles[0]
@@ -282,20 +330,20 @@ class Scheduler:
             if self._broken:
                 raise RunError(f"{self._broken}; call scheduler.recover() after the workers are whole again")
             values, split, padding = self._share_out(entry, value, rows)
-            for item in values[:1] if split is not None else values:  # shares of a batch have one shape
-                self._check_size(entry, item)
-            tickets = self._take_tickets(entry)
+            self._check_size(entry, values[0], 1 if split is None else len(entry.compiled[0].shards))
+            tickets = [self._take_tickets(one.seats) for one in entry.compiled]
             submitted = [
-                (executable, _submit_packet(executable, Packet(Header(entry.phase.name, entry.replays, warmup, mine), item)))
-                for executable, mine, item in zip(entry.executables, tickets, values, strict=True)
+                (one.executable, _submit_packet(one, Packet(Header(entry.phase.name, entry.replays, warmup, mine), item)))
+                for one, mine, item in zip(entry.compiled, tickets, values, strict=True)
             ]
             replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
             entry.replays += 1
             entry.in_flight.append(replay)
             return replay
 
-    def _check_size(self, entry: _Entry, value: object) -> None:
-        needed = payload_bytes(value) + ENVELOPE_BYTES
+    def _check_size(self, entry: _Entry, value: object, shards: int) -> None:
+        """Raise RunError for the input of some shards that does not fit; every shard's has the same size."""
+        needed = -(-payload_bytes(value) // shards) + ENVELOPE_BYTES
         if needed > entry.limits.input_bytes:
             raise RunError(
                 f"the input of phase {entry.phase.name!r} needs {needed} bytes a shard, but its channel was sized for "
@@ -305,46 +353,32 @@ class Scheduler:
     def _share_out(
         self, entry: _Entry, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> tuple[list[object], Split | None, float | None]:
-        graphs = len(entry.executables)
         if entry.phase.inputs is None or not isinstance(value, Batch):
-            return [value] * graphs, None, None
-        lengths = value["lengths"].astype("int64")
-        rows = rows or split_rows(lengths, graphs)
+            return [value] * len(entry.compiled), None, None
+        lengths, shards = value["lengths"].astype("int64"), entry.shards
+        rows = rows or split_rows(lengths, shards)
         bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), int(lengths.max(initial=1)))
         split = Split(tuple(rows), bucket, value.tokens)
-        return list(split.shares(value)), split, padding_share(lengths, bucket, graphs)
+        return [split.share(value, one.shards) for one in entry.compiled], split, padding_share(lengths, bucket, shards)
 
-    def _seats(self, entry: _Entry) -> list[list[_Seats]]:
-        used = {node.worker for node in entry.graph.nodes}
-        return [
-            [
-                _Seats(role, tuple(ranks), tuple(rank for at, rank in enumerate(ranks) if WorkerRef(role, at) in used))
-                for role, ranks in ranks_of.items()
-            ]
-            for ranks_of in self._ranks_of_graphs(entry.phase)
-        ]
-
-    def _take_tickets(self, entry: _Entry) -> list[dict[str, int | tuple[int, ...]]]:
-        """The tickets of each graph's workers; only workers that the phase uses move on to their next."""
-        taken: list[dict[str, int | tuple[int, ...]]] = []
-        for seats_of_graph in entry.seats:
-            mine: dict[str, int | tuple[int, ...]] = {}
-            for seats in seats_of_graph:
-                tickets = self._tickets[seats.role]
-                first, *others = [tickets[rank] for rank in seats.ranks]
-                mine[seats.role] = first if others.count(first) == len(others) else (first, *others)
-                for rank in seats.used:
-                    tickets[rank] += 1
-            taken.append(mine)
-        return taken
+    def _take_tickets(self, seats_of_graph: Sequence[_Seats]) -> dict[str, int | tuple[int, ...]]:
+        """The tickets of a graph's workers; only workers that the phase uses move on to their next."""
+        mine: dict[str, int | tuple[int, ...]] = {}
+        for seats in seats_of_graph:
+            tickets = self._tickets[seats.role]
+            first, *others = [tickets[rank] for rank in seats.ranks]
+            mine[seats.role] = first if others.count(first) == len(others) else (first, *others)
+            for rank in seats.used:
+                tickets[rank] += 1
+        return mine
 
     def _teardown(self) -> None:
         with self._lock:
             deadline = time.monotonic() + self.options.teardown_s
             for entry in self._entries.values():
-                for executable in entry.executables:
-                    executable.teardown(max(0.1, deadline - time.monotonic()))
-                entry.executables = []
+                for one in entry.compiled:
+                    one.executable.teardown(max(0.1, deadline - time.monotonic()))
+                entry.compiled = []
                 entry.in_flight.clear()
 
 
@@ -356,10 +390,10 @@ def channel_bytes(
     return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES
 
 
-def _submit_packet(executable: Executable, packet: Packet) -> Any:
+def _submit_packet(compiled: _Compiled, packet: Packet) -> Any:
     """What `fetch` takes, or the error of a graph that lost a worker since its last replay, for the result to raise."""
     try:
-        return executable.submit(packet)
+        return compiled.executable.submit(packet)
     except RayError as error:
         return error
 

@@ -78,6 +78,12 @@ class Batch:
         index = np.asarray(rows, dtype=np.intp)
         return Batch({name: array[index] for name, array in self.fields.items()}, self.scalars)
 
+    def share(self, index: int, count: int) -> Batch:
+        """The rows of one of `count` shards, of a batch that holds as many rows of each, one shard's after the other's."""
+        rows = self.rows // count
+        mine = slice(index * rows, (index + 1) * rows)
+        return Batch({name: array[mine] for name, array in self.fields.items()}, self.scalars)
+
     def with_fields(self, **fields: Array) -> Batch:
         """This batch with fields added or replaced."""
         return Batch({**self.fields, **fields}, self.scalars)

@@ -72,6 +72,7 @@ class Place:
 
     host: str
     pid: int
+    node: str  # of Ray
 
 
 class WorkerGroup:
@@ -100,7 +101,7 @@ class WorkerGroup:
             for rank, actor in enumerate(self.actors)
         ]
         self.wait(installs, call_timeout_s, "start")
-        self.places = tuple(Place(host, pid) for host, pid in self.call_function(where))
+        self.places = tuple(Place(*place) for place in self.call_function(where))
 
     @classmethod
     def create(
@@ -228,7 +229,7 @@ class WorkerGroup:
 
     def failure(self, rank: int, kind: str, node: str, message: str, traceback: str = "") -> WorkerFailure:
         """A failure of the worker of `rank`, outside of any phase."""
-        place = self.places[rank] if self.places else Place("", 0)
+        place = self.places[rank] if self.places else Place("", 0, "")
         coordinates = str(self.layout.coordinates(rank))
         return WorkerFailure(
             self.role.name, rank, coordinates, place.host, place.pid, "", 0, node, kind, message, traceback, time.time_ns()

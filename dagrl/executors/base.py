@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 from ray.actor import ActorHandle
 
-from dagrl.executors.hosts import RELAY
+from dagrl.errors import WorkerFailure
+from dagrl.executors.hosts import RELAY, relays_input
 from dagrl.executors.node import NodeCall, Take
 from dagrl.executors.packet import Packet
+from dagrl.executors.shards import ShardsGraph
 from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph
 from dagrl.phase import SHARED_MEMORY
 
@@ -43,6 +45,9 @@ class Executable(Protocol):
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
         """A packet for each output of the graph. Raises TimeoutError when late, ActorDiedError when a worker died."""
 
+    def failures(self, submitted: Any) -> Sequence[WorkerFailure]:
+        """Those of workers whose outputs have come, while `fetch` was late."""
+
     def teardown(self, timeout_s: float) -> None:
         """Stop the graph's loops within `timeout_s`; workers that do not stop by then are killed."""
 
@@ -68,7 +73,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
         last[node.worker] = node.number
     return [
         NodeCall(
-            label=node.label,
+            label=graph.label(node) if isinstance(graph, ShardsGraph) else node.label,
             position=node.worker.position,
             kind=node.kind,
             method=node.method,
@@ -104,6 +109,7 @@ def packet_sources(node: Node) -> tuple[int | None, ...]:
 
 def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
     takes: list[Take | Json] = []
+    share = (graph.shard(node.worker), graph.shards) if isinstance(graph, ShardsGraph) and graph.splits else None
     index = 0
     for arg in node.args:
         match arg:
@@ -111,9 +117,9 @@ def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
                 takes.append(value)
             case NodeRef(number):
                 flatten = node.kind == "collect" and graph.nodes[number].kind == "collect"
-                takes.append(Take(index, flatten))
+                takes.append(Take(index, flatten, share if relays_input(graph, graph.nodes[number]) else None))
                 index += 1
             case InputRef():
-                takes.append(Take(index))
+                takes.append(Take(index, share=share))
                 index += 1
     return tuple(takes)

@@ -7,7 +7,8 @@ What the engine imposes, and how it is kept here (docs/runtime.md tells the whol
 - One live graph an actor is the default; actors made by `WorkerGroup` have a thread for each of several graphs.
 - Each graph would start an actor, a whole process, only to stand for the driver as a reader; all of ours share one.
 - Ray's shared-memory channels poll, grow and leave semaphores behind; `edge.py` has ours, of a fixed size.
-- `teardown` of a hung graph waits for ever; ours has a deadline, then kills the graph's actors.
+- Ray's loop takes 10 us a node beside reading, running and writing; `loop.py` has ours.
+- `teardown` of a hung graph waits for ever; ours has a deadline, then kills the actors whose loops have not ended.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.dag import DAGContext, InputNode, MultiOutputNode
+from ray.dag import DAGContext, InputNode, MultiOutputNode, compiled_dag_node
 from ray.dag.compiled_dag_node import CompiledDAG
 from ray.exceptions import GetTimeoutError, RayChannelError, RayChannelTimeoutError
 from ray.experimental.channel import ChannelContext
 
-from dagrl.errors import RunError
+from dagrl.errors import RunError, WorkerFailure
 from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
 from dagrl.executors.edge import EdgeType, Place, make_mailbox
 from dagrl.executors.gather import Gathering
 from dagrl.executors.hosts import Hosts, relays_input, with_relays
+from dagrl.executors.loop import run_tasks
 from dagrl.executors.node import run_node
 from dagrl.executors.outputs import Outputs, Submitted
 from dagrl.executors.packet import Packet
@@ -39,7 +41,7 @@ from dagrl.graph import PhaseGraph, WorkerRef
 logger = logging.getLogger(__name__)
 
 IDLE_S = 5.0
-"""How long a worker's loop sleeps at most before it looks up."""
+"""How long Ray's loop sleeps at most before it looks up."""
 
 LOOPS = "_ray_system"
 """Ray's name for the threads of an actor that run graphs; one, unless the actor was made with more."""
@@ -55,14 +57,14 @@ class CompiledGraph:
         self._phase = graph.phase
         self._limits = limits
         self._actors = _distinct(actors)
-        settings = (limits.result_bytes, bool(accelerated(graph)))
-        hosts = _hosts(actors, dict(zip(self._actors, self._prepare(settings), strict=True)))
+        accelerator = bool(accelerated(graph))
+        hosts = _hosts(actors, dict(zip(self._actors, self._prepare(limits.result_bytes, accelerator), strict=True)))
         self._gathering = Gathering.of(graph, limits.result_bytes, hosts)
         graph = with_relays(self._gathering.graph, hosts, accelerated(self._gathering.graph))
         near = _only_driver_reads(graph, hosts)
         mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
         places = {number: Place(mailbox.address, place) for place, number in enumerate(near)} if mailbox else {}
-        with _driver_context(limits), _one_driver_proxy():
+        with _driver_context(limits), _one_driver_proxy(), _loops(accelerator):
             self._dag = _bind(graph, actors, limits, places).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
             )
@@ -70,10 +72,11 @@ class CompiledGraph:
         self._outputs = Outputs(self._dag.dag_output_channels, mailbox)
         self._submitted = 0
 
-    def _prepare(self, settings: tuple[int, bool]) -> list[str]:
+    def _prepare(self, result_bytes: int, accelerator: bool) -> list[str]:
         """The workers' Ray nodes, from the threads that will run this graph: each live graph holds one on every worker."""
         prepared = [
-            actor.__ray_call__.options(concurrency_group=LOOPS).remote(_prepare_worker, *settings) for actor in self._actors
+            actor.__ray_call__.options(concurrency_group=LOOPS).remote(_prepare_worker, result_bytes, accelerator)
+            for actor in self._actors
         ]
         try:
             nodes: list[str] = ray.get(prepared, timeout=self._limits.compile_s)
@@ -110,26 +113,38 @@ class CompiledGraph:
             raise
         return self._gathering.put_together(submitted.header, parts)
 
+    def failures(self, submitted: Submitted) -> list[WorkerFailure]:
+        """Those in the outputs that have come of a replay that `fetch` was late with."""
+        return self._outputs.failures(submitted)
+
     def _raise_death(self) -> None:
         """Edges are closed because a worker's loop ended; raise what ended it."""
         with suppress(GetTimeoutError):
             ray.get(list(self._dag.worker_task_refs.values()), timeout=DEATH_S)
 
     def teardown(self, timeout_s: float) -> None:
-        """Cancel the loops; after `timeout_s` the actors of this graph are killed."""
+        """Cancel the loops; the actors of those that have not ended after `timeout_s` are killed."""
         stopper = threading.Thread(target=self._dag.teardown, name=f"dagrl-teardown-{self._phase}", daemon=True)
         stopper.start()
         stopper.join(timeout_s)
         if stopper.is_alive():
+            stuck = self._running()
             logger.warning(
-                "the graph of phase %r did not stop within %.0f s; killing its %d workers",
+                "the graph of phase %r did not stop within %.0f s; killing %d of its %d workers",
                 self._phase,
                 timeout_s,
+                len(stuck),
                 len(self._actors),
             )
-            for actor in self._actors:
+            for actor in stuck:
                 ray.kill(actor)
             stopper.join(timeout_s)
+
+    def _running(self) -> list[ActorHandle]:
+        """The actors whose loops have not ended."""
+        loops = {loop: actor for actor, loop in self._dag.worker_task_refs.items()}
+        _, running = ray.wait(list(loops), num_returns=len(loops), timeout=0)
+        return [loops[loop] for loop in running]
 
 
 class CompiledExecutor:
@@ -181,18 +196,28 @@ def _only_driver_reads(graph: PhaseGraph, hosts: Hosts) -> list[int]:
 
 
 def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> str:
-    """Settings of the loops that run this worker's nodes; runs in the worker, and gives its Ray node.
+    """Settings of Ray's loop, which runs nodes with edges between accelerators; runs in the worker, and gives its Ray node.
 
     A loop that waits for its input looks up only every few seconds (Ray's default is 0.1 s, to notice the errors of other
-    inputs early; ours travel as values). It need not ask torch for a device around each read and write, nor import torch for
-    that, when no edge uses an accelerator. Where one does, what is no tensor goes over a channel of Ray's of `result_bytes`.
+    inputs early; ours travel as values). What is no tensor goes over a channel of Ray's of `result_bytes`.
     """
-    DAGContext.get_current().read_iteration_timeout = IDLE_S
-    context = ChannelContext.get_current()
-    context._torch_available = accelerator or bool(context._torch_available)
     if accelerator:
+        DAGContext.get_current().read_iteration_timeout = IDLE_S
         DAGContext.get_current().buffer_size_bytes = result_bytes
+        ChannelContext.get_current()._torch_available = True
     return str(ray.get_runtime_context().get_node_id())
+
+
+@contextmanager
+def _loops(accelerator: bool) -> Iterator[None]:
+    """Let workers of graphs compiled inside run our loop; Ray's, if edges go from accelerator to accelerator."""
+    rays = compiled_dag_node.do_exec_tasks
+    if not accelerator:
+        compiled_dag_node.do_exec_tasks = run_tasks
+    try:
+        yield
+    finally:
+        compiled_dag_node.do_exec_tasks = rays
 
 
 _proxies: dict[str, ActorHandle] = {}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
+from dagrl.errors import WorkerFailure
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
 from dagrl.executors.gather import Gathering
 from dagrl.executors.node import NodeCall, run_node
@@ -43,6 +47,14 @@ class EagerGraph:
         except ray.exceptions.GetTimeoutError as late:
             raise TimeoutError(str(late)) from late
         return self._gathering.put_together(packets[0].header, [packet.part for packet in packets])
+
+    def failures(self, submitted: list[ray.ObjectRef]) -> list[WorkerFailure]:
+        """Those in the outputs that have come; what Ray raises for one is for `fetch` to raise."""
+        found: list[WorkerFailure] = []
+        for ref in ray.wait(submitted, num_returns=len(submitted), timeout=0)[0]:
+            with suppress(RayError):
+                found += ray.get(ref).failures
+        return found
 
     def teardown(self, timeout_s: float) -> None:
         """Nothing runs between replays."""

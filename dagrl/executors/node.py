@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import ray
+
 from dagrl.annotate import annotate, ranges_enabled
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
 from dagrl.executors.hosts import RELAY
@@ -35,10 +37,18 @@ class ResultTooLargeError(RunError):
 
 @dataclass(frozen=True)
 class Take:
-    """One argument of a node's method: the value of input `index`, flattened into the list if it is itself a collection."""
+    """One argument of a node's method: the value of input `index`, flattened into the list if it is itself a collection.
+
+    `share`: of a batch of several shards, the rows of this one; its number, and how many there are.
+    """
 
     index: int
     flatten: bool = False
+    share: tuple[int, int] | None = None
+
+    def of(self, value: object) -> object:
+        """The argument, given the input."""
+        return value.share(*self.share) if self.share is not None and type(value) is Batch else value
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,8 @@ def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Pac
 def _annotated(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     """`_evaluate` in a range for profilers: the node, the replay, and the bucket that its batch was padded to."""
     header = packets[0].header
-    batch = next((packet.value for packet in packets if isinstance(packet.value, Batch)), None)
+    values = [arg.of(packets[arg.index].value) for arg in call.args if isinstance(arg, Take)]
+    batch = next((value for value in values if isinstance(value, Batch)), None)
     bucket = "" if batch is None else f" [{batch.rows} x {batch.tokens}]"
     warmup = " warm-up" if header.warmup else ""
     with annotate(f"{header.phase} #{header.replay}{warmup} {call.label}{bucket}"):
@@ -218,7 +229,7 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
             assert isinstance(collected, list)
             args.extend(collected)
         else:
-            args.append(packets[arg.index].value)
+            args.append(arg.of(packets[arg.index].value))
     if call.kind == "collect":
         return args
     method = getattr(worker, call.method)
@@ -263,9 +274,9 @@ def reset_tickets(worker: HasState, ticket: int) -> None:
     state_of(worker).gate.reset(ticket)
 
 
-def where(worker: HasState) -> tuple[str, int]:
-    """The worker's host and process id."""
-    return socket.gethostname(), os.getpid()
+def where(worker: HasState) -> tuple[str, int, str]:
+    """The worker's host, its process id, and its Ray node."""
+    return socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id())
 
 
 def report_hang(worker: HasState) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from dagrl.errors import PhaseError
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, join, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Batch, Bucket, Field
 from dagrl.worker_group import WorkerGroup
 
 HOSTS, PER_HOST = 2, 3
@@ -33,6 +34,9 @@ class Worker:
 
     def total(self, parts):
         return sum(parts)
+
+    def scale(self, batch):
+        return batch.with_fields(x=batch["x"] * batch.scalars["by"])
 
     def fail(self, number):
         if number == self.number:
@@ -65,7 +69,27 @@ def fail(train: Shard, number):
     return train.map("fail", number)
 
 
+@phase(inputs={"x": Field("float32"), "lengths": Field("int64", "row")})
+def scaled(train: Shard, batch):
+    """Shards of both hosts: each worker has rows of its own."""
+    return train.map("scale", batch)
+
+
 PHASES = (every_worker, exchange, chain)
+
+
+def shares_come_back(group: WorkerGroup, executor: str) -> None:
+    """Small batches and large ones, whose rows are dealt out over the shards of both hosts."""
+    group.reset_tickets([0] * group.layout.world_size)
+    with Scheduler([group], SchedulerOptions(executor=executor, fallback="error")) as scheduler:  # type: ignore[arg-type]
+        scheduler.add(scaled, buckets=[Bucket(3, 5000)], scalars={"by": 0})
+        scheduler.compile()
+        scheduler.warmup()
+        for rows, width in ((1, 3), (7, 20), (18, 5000)):
+            x = np.arange(float(rows * width), dtype=np.float32).reshape(rows, width)
+            batch = Batch({"x": x, "lengths": np.full(rows, width)}, {"by": 2})
+            found = scheduler.replay(scaled, batch).result()
+            np.testing.assert_array_equal(found["x"], 2 * x)
 
 
 def replayed(group: WorkerGroup, executor: str, values: list[object]) -> list[object]:
@@ -110,6 +134,8 @@ def main() -> None:
     actor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"_ray_system": 5})(Worker)
     places = [f"host{number // PER_HOST}" for number in range(HOSTS * PER_HOST)]
     handles = [actor.options(resources={place: 0.001}).remote(number) for number, place in enumerate(places)]
+    for executor in ("eager", "compiled"):
+        shares_come_back(WorkerGroup.from_actors(handles, ParallelLayout(dp=len(handles))), executor)
     group = WorkerGroup.from_actors(handles, ParallelLayout(tp=len(handles)))
     values = [1, 2.5, np.arange(5), np.arange(float(LARGE)), *range(50)]
     expected, found = replayed(group, "eager", values), replayed(group, "compiled", values)

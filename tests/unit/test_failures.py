@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 
-from dagrl.errors import PhaseError
+from dagrl import failures
+from dagrl.errors import PhaseError, WorkerFailure
 from dagrl.executors.packet import Header, Packet
 from dagrl.failures import collect_outcome
 from dagrl.worker_group import WorkerGroup
@@ -20,8 +23,8 @@ HEADER = Header("train_step", 0, False, {"train": 0})
 class Shard:
     """A graph of which the result comes, an error, or nothing until its worker is released."""
 
-    def __init__(self, outcome: Any = None, after_s: float = 0.0) -> None:
-        self.outcome, self.ready = outcome, time.monotonic() + after_s
+    def __init__(self, outcome: Any = None, after_s: float = 0.0, come: Sequence[WorkerFailure] = ()) -> None:
+        self.outcome, self.ready, self.come = outcome, time.monotonic() + after_s, come
 
     def fetch(self, submitted: object, timeout_s: float) -> list[Packet]:
         left = self.ready - time.monotonic() if self.outcome is not None else float("inf")
@@ -31,6 +34,9 @@ class Shard:
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return [Packet(HEADER, self.outcome)]
+
+    def failures(self, submitted: object) -> list[WorkerFailure]:
+        return list(self.come)
 
 
 class Group:
@@ -67,6 +73,17 @@ def test_a_death_is_heard_while_another_shard_hangs_and_frees_it() -> None:
     assert time.monotonic() - started < 10.0  # not the deadline of the replay
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died")]
     assert group.lost == {1}
+
+
+def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer waits for it in a collective; it has a grace time to come out, not the deadline of the replay."""
+    monkeypatch.setattr(failures, "GRACE_S", 0.3)
+    raised = dataclasses.replace(Group().failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
+    started = time.monotonic()
+    with pytest.raises(PhaseError) as caught:
+        collect_outcome(replay(Shard(come=[raised])), {})
+    assert time.monotonic() - started < 10.0
+    assert caught.value.failures == (raised,)
 
 
 def test_results_come_in_the_order_of_the_shards() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayChannelTimeoutError
 
+from dagrl.errors import WorkerFailure
 from dagrl.executors.edge import Place
 from dagrl.executors.mailbox import Mailbox
 from dagrl.executors.outputs import Outputs, Submitted
@@ -72,3 +73,26 @@ def test_a_mailbox_that_stays_empty_is_a_timeout() -> None:
         outputs.read(Submitted(1, HEADER), 0.05)
     mailbox.post(0, 1, pickle.dumps(("late", 0.1, ())), 1.0)
     assert outputs.read(Submitted(1, HEADER), 1.0) == [("late", 0.1, ())]
+
+
+def failure(rank: int) -> WorkerFailure:
+    return WorkerFailure("train", rank, "", "", rank, "phase", 7, "train.step", "raised", "ValueError", "traceback", rank)
+
+
+def test_failures_are_seen_before_the_other_workers_have_answered() -> None:
+    """In small messages and in large ones, again and again; the whole is read when all has come."""
+    mailbox = Mailbox.create(4, 4)
+    edges: list[Any] = [Posted(mailbox, writer) for writer in range(4)]
+    outputs = Outputs(edges, mailbox)
+    assert outputs.failures(Submitted(1, HEADER)) == []
+    mailbox.post(1, 1, pickle.dumps((None, 0.1, (failure(1),))), 1.0)
+    mailbox.post(3, 1, pickle.dumps(1), 1.0)
+    edges[3].large.append((None, 0.1, (failure(3),)))
+    mailbox.post(0, 1, pickle.dumps(("fine", 0.1, ())), 1.0)
+    for _ in range(2):
+        with pytest.raises(RayChannelTimeoutError):
+            outputs.read(Submitted(1, HEADER), 0.01)
+        assert outputs.failures(Submitted(1, HEADER)) == [failure(1), failure(3)]
+    mailbox.post(2, 1, pickle.dumps(("late", 0.1, ())), 1.0)
+    assert [part[0] for part in outputs.read(Submitted(1, HEADER), 1.0)] == ["fine", None, "late", None]
+    assert outputs.failures(Submitted(2, HEADER)) == []

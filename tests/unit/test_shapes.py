@@ -161,9 +161,11 @@ def test_split_pad_replay_and_restore_gives_the_rows_back(lengths: list[int], sh
     parts = split_rows(batch["lengths"].astype(np.int64), shards)
     bucket = Bucket(max(len(part) for part in parts) + rows, max(lengths) + tokens)
     split = Split(tuple(parts), bucket, batch.tokens)
-    shares = split.shares(batch)
-    for share, part in zip(shares, parts, strict=True):
+    whole = split.share(batch, range(shards))  # what one graph of all shards is sent, and what its workers make of it
+    shares = [whole.share(shard, shards) for shard in range(shards)]
+    for shard, (share, part) in enumerate(zip(shares, parts, strict=True)):
         assert_equal(share, batch.select(part).pad(bucket))
+        assert_equal(split.share(batch, [shard]), share)
     assert_equal(split.restore(shares), batch)
 
 
@@ -174,7 +176,7 @@ def test_rows_wider_than_their_bucket_come_back_at_the_buckets_width(lengths: li
     parts = split_rows(batch["lengths"].astype(np.int64), shards)
     bucket = Bucket(max(len(part) for part in parts), max(lengths))
     split = Split(tuple(parts), bucket, batch.tokens)
-    assert_equal(split.restore(split.shares(batch)), exact)
+    assert_equal(split.restore([split.share(batch, [shard]) for shard in range(shards)]), exact)
 
 
 def test_padding_share_counts_every_slot() -> None:

@@ -1,0 +1,46 @@
+"""The loop of a worker in a compiled graph: reads what a node takes, runs it, writes what comes out, node after node.
+
+It stands in for Ray's (`do_exec_tasks` in ray/dag/compiled_dag_node.py), which spends some 10 us a node on schedules,
+futures, streams and devices. Graphs with edges between accelerators need those, and keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray.dag.compiled_dag_node import ExecutableTask
+from ray.exceptions import RayChannelError
+
+from dagrl.executors.node import HasState
+
+
+def run_tasks(worker: HasState, tasks: Sequence[ExecutableTask], *rays: object) -> None:
+    """Run the nodes of one worker in order, again and again, until an edge is closed. `rays`: what else Ray's loop takes."""
+    for task in tasks:
+        task.prepare()
+    steps = [_step(worker, task) for task in tasks]
+    try:
+        while True:
+            for step in steps:
+                step()
+    except RayChannelError:  # closed: the graph is torn down, or lost a worker
+        return
+
+
+def _step(worker: HasState, task: ExecutableTask) -> Callable[[], None]:
+    """One turn of a node; a packet that it takes twice is read once."""
+    (output,) = task.output_channels
+    function, *given = task.task_inputs
+    run: Any = function.input_variant
+    reads = [channel.read for channel in task.input_channels]
+
+    def turn() -> None:
+        packets = [read() for read in reads]
+        output.write(run(worker, *[one.resolve(packets) for one in given]))
+
+    def turn_of_one() -> None:
+        output.write(run(worker, call, reads[0]()))
+
+    call = given[0].input_variant
+    return turn_of_one if len(reads) == 1 and len(given) == 2 else turn
