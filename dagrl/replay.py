@@ -66,25 +66,25 @@ class Split:
 
 @dataclass(frozen=True)
 class ReplayTiming:
-    """When a replay was submitted and its result read (`time.perf_counter`), and the compute on each graph's longest path.
+    """When a replay was submitted and its result read (`time.perf_counter`), and the compute on each shard's longest path.
 
     `padding_share` is None where the input was not a batch.
     """
 
     started: float
     finished: float
-    graphs_busy_s: tuple[float, ...]
+    shards_busy_s: tuple[float, ...]
     padding_share: float | None
 
     @property
     def busy_s(self) -> float:
-        """The compute on the longest path of all graphs."""
-        return max(self.graphs_busy_s)
+        """The compute on the longest path of all shards."""
+        return max(self.shards_busy_s)
 
     @property
     def mean_busy_s(self) -> float:
-        """The compute of a graph: less than the longest where shards wait for others."""
-        return sum(self.graphs_busy_s) / len(self.graphs_busy_s)
+        """The compute of a shard: less than the longest where shards wait for others."""
+        return sum(self.shards_busy_s) / len(self.shards_busy_s)
 
     @property
     def seconds(self) -> float:

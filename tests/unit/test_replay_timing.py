@@ -5,8 +5,8 @@ from __future__ import annotations
 from dagrl.replay import ReplayTiming
 
 
-def test_overhead_is_of_the_longest_graph_and_idleness_of_all() -> None:
-    timing = ReplayTiming(started=10.0, finished=15.0, graphs_busy_s=(4.0, 1.0), padding_share=None)
+def test_overhead_is_of_the_longest_shard_and_idleness_of_all() -> None:
+    timing = ReplayTiming(started=10.0, finished=15.0, shards_busy_s=(4.0, 1.0), padding_share=None)
     assert (timing.seconds, timing.busy_s, timing.mean_busy_s) == (5.0, 4.0, 2.5)
     assert timing.overhead_s() == 1.0
     assert timing.overhead_s(free=10.5) == 0.5
