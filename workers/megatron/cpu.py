@@ -1,13 +1,14 @@
 """Megatron-Core without a GPU, over Gloo. The one module that knows; it does nothing where CUDA is available.
 
-Megatron-Core (0.16.1) asks for what a CPU lacks in five ways, each mended here and nowhere else:
+Megatron-Core (0.16.1) asks for what a CPU lacks in six ways, each mended here and nowhere else:
 
 1. its modules call `torch.cuda.current_device()`, `synchronize()` and streams, and write `device="cuda"`: they are given a
    view of `torch` that reads "cuda" as "cpu" (`torch` itself is not touched);
 2. its random-number tracker forks the CUDA generator: one that forks the CPU generator takes its place;
 3. it calls `tensor.cuda()`, for tied embeddings over pipeline stages and optimizer state;
 4. experts that are cut themselves gather parts of unequal size, which Gloo does not;
-5. its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor": true while `cuda_type_names()` is open.
+5. its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor": true while `cuda_type_names()` is open;
+6. its fused functions are compiled by inductor, 2 s of each start and a C++ compiler at the first call: they run as written.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def adapt() -> None:
 
     if torch.cuda.is_available():
         return
-    for name in _MODULES:
-        importlib.import_module(f"megatron.core.{name}")
+    with _compiling_nothing():
+        for name in _MODULES:
+            importlib.import_module(f"megatron.core.{name}")
     view = _torch_view()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -52,6 +54,19 @@ def adapt() -> None:
     _pass_split_sizes_as_numbers()
     _gather_unequal_parts()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """`@torch.compile` leaves functions as they are; inductor would be imported where they are defined."""
+    import torch
+
+    original = torch.compile
+    torch.compile = lambda function: function
+    try:
+        yield
+    finally:
+        torch.compile = original
 
 
 @contextlib.contextmanager
