@@ -4,8 +4,8 @@
 
 One session serves all ways (`bench.step`), so that workers, model, prompts, seeds and lengths are the same; they are
 measured in turn, and numbers are medians over the steps of all rounds. What is faster is told by trained tokens a second.
-Weights go on from way to way: lengths are forced, so that the work is the same whatever they are. The JSON file is written
-after each way, so that a stop loses nothing.
+The learning rate is zero: an optimizer step does all its work and changes nothing, so that every step of every way has the
+same weights, without checkpoints of many gigabytes. The JSON file is written after each way, so that a stop loses nothing.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bench.plain import with_plain_workers
+from bench.deadline import Deadline, add_deadline
 from bench.report import Report, command_line
-from bench.step import CONFIG, PLAIN, WAYS, Way, run_way
+from bench.step import CONFIG, PLAIN, WAYS, Measured, Metrics, Way, chosen, measure
 from dagrl.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS
 
 if TYPE_CHECKING:
     from dagrl.config import Config
-
-Metrics = Mapping[str, Any]
 
 CHOICE = (PLAIN, *(way for way in WAYS if way.age <= 2))
 PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "train_step", "refit")
@@ -68,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
     parser.add_argument("--steps", type=int, help="steps of each way and round that count")
     parser.add_argument("--rounds", type=int, default=2, help="times that all ways are measured in turn")
-    parser.add_argument("--ways", help=f"some of: {'; '.join(way.name for way in CHOICE)} (separated by semicolons)")
+    parser.add_argument(
+        "--ways", default="; ".join(way.name for way in CHOICE), help="separated by semicolons; default: %(default)s"
+    )
+    add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -76,37 +77,32 @@ def run(options: argparse.Namespace) -> None:
     from dagrl.config_file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
-    names = [name.strip() for name in options.ways.split(";")] if options.ways else [way.name for way in CHOICE]
-    ways = [way for way in CHOICE if way.name in names]
+    ways = chosen(options.ways)
+    deadline = Deadline(options.deadline)
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
-        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
+        config = at_rest(load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"]))
         results: list[Result] = []
-        for results in measure(config, ways, options.rounds):
+        for measured in measure(config, ways, None, options.rounds, deadline):
+            results = as_results(config, measured)
             if options.json:
                 Report([asdict(result) for result in results], command_line()).write(options.json)
     print_table(results)
+    deadline.tell()
     if options.plot and results:
         plot(results, options.plot)
 
 
-def measure(config: Config, ways: Sequence[Way], rounds: int) -> Iterator[list[Result]]:
-    """Every way in every round, on one session; yields all results so far after each."""
-    from dagrl.loops.grpo_step import grpo_plans
-    from dagrl.loops.start import open_session
-    from dagrl.rewards import RewardRunner
-
-    config = with_plain_workers(config)
-    measured: dict[Way, list[Sequence[Metrics]]] = {}
-    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
-        session.train.call("snapshot_reference")
-        for _ in range(rounds):
-            for way in ways:
-                measured.setdefault(way, []).append(run_way(config, session, reward, way, first_weights=None))
-                yield as_results(config, measured)
+def at_rest(config: Config) -> Config:
+    """The configuration with a learning rate of zero, which one of a run may not have."""
+    megatron = config.policy.megatron_cfg
+    optimizer = megatron.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
+    scheduler = megatron.scheduler.model_copy(update={"lr_warmup_init": 0.0})
+    megatron = megatron.model_copy(update={"optimizer": optimizer, "scheduler": scheduler})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
 
 
-def as_results(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]]]) -> list[Result]:
+def as_results(config: Config, measured: Measured) -> list[Result]:
     """A row for each way that has been measured."""
     results: list[Result] = []
     for way, parts in measured.items():
@@ -116,16 +112,15 @@ def as_results(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]
 
 def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:
     """One row; `times_plain` is over the first row."""
-    from dagrl.preflight import layouts
+    from dagrl.loops.session import devices_of
 
-    steps = [step for part in rounds for step in part]
-    workers = sum(layout.world_size for layout in layouts(config).values())
+    steps, devices = [step for part in rounds for step in part], devices_of(config)
 
     def middle(name: str) -> float:
         return median(float(step.get(name) or 0.0) for step in steps)
 
-    rates = sorted(_total(part, "trained_tokens") / _total(part, TIMING + "total") / workers for part in rounds)
-    rate = _total(steps, "trained_tokens") / _total(steps, TIMING + "total") / workers
+    rates = sorted(_total(part, "trained_tokens") / _total(part, TIMING + "total") / devices for part in rounds)
+    rate = _total(steps, "trained_tokens") / _total(steps, TIMING + "total") / devices
     return Result(
         way=way.name,
         rounds=len(rounds),

@@ -53,6 +53,7 @@ def train_plain(session: Session, reward: RewardRunner) -> None:
     session.lap(tokens=0)
     for _ in range(session.step, session.config.grpo.max_num_steps):
         driver.step()
+    driver.close()
 
 
 class PlainDriver:
@@ -91,6 +92,11 @@ class PlainDriver:
             arguments = [(version, self._described)] * len(self._generation.actors)
             received = self._start(self._generation, "receive_broadcast", arguments)
             self._wait("refit", [sent, received])
+
+    def close(self) -> None:
+        """Have all workers leave the broadcast; after a failure they end themselves."""
+        for group in (self._train, self._generation):
+            group.call("leave_broadcast")
 
     def _join_broadcast(self) -> Described:
         address = self._train.call_function(free_address)[0]

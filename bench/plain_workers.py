@@ -35,13 +35,21 @@ Described = list[tuple[str, tuple[int, ...], str]]
 
 
 class _Timed:
-    """Workers whose calls say how long they ran."""
+    """Workers whose calls say how long they ran, and that can leave the broadcast that they joined."""
+
+    _broadcast: Any = None
 
     def timed(self, method: str, *args: object) -> tuple[float, Any]:
         """The seconds of a call, and its result."""
         started = time.perf_counter()
         result = getattr(self, method)(*args)
         return time.perf_counter() - started, result
+
+    def leave_broadcast(self) -> None:
+        """Close the process group; its threads and buffers would be there for whatever is measured next."""
+        if self._broadcast is not None:
+            self._broadcast.shutdown()
+            self._broadcast = None
 
 
 class PlainMegatronWorker(_Timed, MegatronWorker):
@@ -57,6 +65,7 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
         gathered: list[Any] = [None] * self.context.layout.world_size
         dist.all_gather_object(gathered, mine)
         self._held: list[dict[str, Any]] = gathered
+        self._stages = [self._held_by(stage) for stage in range(self.context.layout.pp)]
         if self.context.rank == 0:
             self._broadcast = _open_group(address, 0, size, self.context.collective_timeout_s, self._device)
         self._described = [(name, tuple(whole.shape), str(whole.dtype)) for name, whole in self._whole_tensors()]
@@ -76,10 +85,8 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every Hugging Face tensor, once, on every worker."""
-        layout, seen = self.context.layout, set()
-        for stage in range(layout.pp):
-            ranks = [rank for rank in range(layout.world_size) if self._in_first_replica(rank, stage)]
-            slices = [_by_tensor(self._slices_of(rank)) for rank in ranks]
+        seen = set()
+        for stage, (ranks, slices) in enumerate(self._stages):
             for name in slices[0]:
                 pieces = [mine.get(name, []) for mine in slices]  # a rank may hold only padding of the vocabulary
                 parts = self._parts(stage, ranks, name, pieces)
@@ -87,6 +94,11 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
                     if whole_name not in seen:  # a tied embedding is held by two stages
                         seen.add(whole_name)
                         yield whole_name, whole
+
+    def _held_by(self, stage: int) -> tuple[list[int], list[dict[str, list[WeightSlice]]]]:
+        """The ranks of a stage's first replica, and what each holds by local tensor: described once, not in every refit."""
+        ranks = [rank for rank in range(self.context.layout.world_size) if self._in_first_replica(rank, stage)]
+        return ranks, [_by_tensor(self._slices_of(rank)) for rank in ranks]
 
     def _in_first_replica(self, rank: int, stage: int) -> bool:
         where = self.context.layout.coordinates(rank)

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from bench.deadline import Deadline, add_deadline
 from bench.report import Report, command_line
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class Way:
     age: int = 0
     order: str = "longest_first"
 
+
+Measured = Mapping[Way, Sequence[Sequence[Metrics]]]
+"""By way, round by round, the metrics of the steps that count."""
 
 PLAIN = Way("plain Ray", plain=True, enabled=False)
 FIFO = Way("sync, fifo", enabled=False, order="fifo")
@@ -85,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="steps of each way that count")
     parser.add_argument("--keep-weights", action="store_true", help="a way begins where the one before ended: no checkpoint")
     parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
+    add_deadline(parser)
     names = "; ".join(way.name for way in (*ON_REQUEST, *WAYS))
     parser.add_argument("--ways", help=f"some of: {names} (separated by semicolons; else all but the first two)")
 
@@ -100,11 +105,14 @@ def run(options: argparse.Namespace) -> None:
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
         results: list[Result] = []
         first_weights = None if options.keep_weights else Path(directory) / "first_weights"
-        for results in measure(config, ways, first_weights, options.rounds):
+        deadline = Deadline(options.deadline)
+        for measured in measure(config, ways, first_weights, options.rounds, deadline):
+            results = as_results(config, measured)
             if options.json:
                 Report([asdict(result) for result in results], command_line()).write(options.json)
     print_table(results)
-    if options.plot:
+    deadline.tell()
+    if options.plot and results:
         plot(results, options.plot)
 
 
@@ -119,8 +127,10 @@ def chosen(text: str) -> list[Way]:
     return [named[name] for name in names]
 
 
-def measure(config: Config, ways: Sequence[Way], first_weights: Path | None, rounds: int) -> Iterator[list[Result]]:
-    """Every way in every round on one session; yields all results so far after each.
+def measure(
+    config: Config, ways: Sequence[Way], first_weights: Path | None, rounds: int, deadline: Deadline
+) -> Iterator[Measured]:
+    """Every way in every round on one session, as far as the deadline allows; yields all steps so far after each.
 
     Each time from the first weights, kept in `first_weights`; None: from those that are there. Lengths are forced, so that
     the work is nearly the same.
@@ -132,23 +142,22 @@ def measure(config: Config, ways: Sequence[Way], first_weights: Path | None, rou
 
     if PLAIN in ways:
         config = with_plain_workers(config)
-    measured: dict[Way, list[Sequence[Metrics]]] = {way: [] for way in ways}
+    measured: dict[Way, list[Sequence[Metrics]]] = {}
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
         session.train.call("snapshot_reference")
         if first_weights is not None:
             session.train.call("save_checkpoint", str(first_weights), {}, timeout_s=config.timeouts.checkpoint_s)
-        for _ in range(rounds):
-            for way in ways:
-                measured[way].append(run_way(config, session, reward, way, first_weights))
-                yield as_results(config, measured)
+        for number in range(1, rounds + 1):
+            for way in deadline.each(ways, lambda way, number=number: f"{way.name} (round {number})"):
+                measured.setdefault(way, []).append(run_way(config, session, reward, way, first_weights))
+                yield measured
 
 
-def as_results(config: Config, measured: Mapping[Way, Sequence[Sequence[Metrics]]]) -> list[Result]:
+def as_results(config: Config, measured: Measured) -> list[Result]:
     """A row for each way that has been measured."""
     results: list[Result] = []
     for way, rounds in measured.items():
-        if rounds:
-            results.append(as_result(config, way, rounds, results[0] if results else None))
+        results.append(as_result(config, way, rounds, results[0] if results else None))
     return results
 
 
@@ -191,24 +200,23 @@ def begin_again(session: Session, config: Config, way: Way, first_weights: Path 
 
 def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:
     """One row from the metrics of its steps in each round; the speed-up is over the first row."""
-    from dagrl.preflight import layouts
+    from dagrl.loops.session import devices_of
 
     def mean(name: str) -> float:
         return median(sum(float(step.get(name, 0.0)) for step in steps) / len(steps) for steps in rounds)
 
     rate = median(_total(steps, "trained_tokens") / _total(steps, "timing_s/total") for steps in rounds)
-    workers = sum(layout.world_size for layout in layouts(config).values())
     return Result(
         way=way.name,
         rounds=len(rounds),
         steps=len(rounds[0]),
         tokens_per_s=rate,
-        tokens_per_s_per_worker=rate / workers,
+        tokens_per_s_per_worker=rate / devices_of(config),
         step_s=mean("timing_s/total"),
         exposed_generation_s=mean("timing_s/exposed_generation"),
         idle_train=mean("idle/train"),
         idle_generation=mean("idle/generation"),
-        update_s=mean("timing_s/refit"),
+        update_s=mean("timing_s/update"),
         update_pause_s=max(float(step.get("timing_s/update_pause", 0.0)) for steps in rounds for step in steps),
         quantum_overhead=mean("perf/quantum_overhead"),
         policy_age_mean=mean("staleness/policy_age_mean"),
