@@ -175,7 +175,7 @@ def layout_of(kind: str, workers: int) -> ParallelLayout:
     width = max(1, min(SHARD, each))
     if workers < roles or each * roles != workers or each % width:
         raise LayoutError(
-            f"--workers {workers}: {kind} has {roles} roles of up to {SHARD} workers, or of a multiple of {SHARD}; "
+            f"--workers {workers}: {' and '.join(ROLES[kind])} get up to {SHARD} workers each, or a multiple of {SHARD}; "
             f"choose {roles} to {roles * SHARD} in steps of {roles}, or a multiple of {roles * SHARD}"
         )
     return ParallelLayout(dp=each // width, tp=width)

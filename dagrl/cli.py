@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dagrl.errors import DagrlError, UserError
+from dagrl.files import require_writable
 from dagrl.imports import require_package
 from dagrl.loops.stop import StopRequestedError
 
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
-BENCHES = (
-    "overhead",
-    "refit",
-    "step",
-    "curves",
-    "optimizer_offload",
-    "packing",
-    "reference_weights",
-    "step_overhead",
-    "compare",
-    "train",
-)
-"""Modules of the package `bench`, each with `add_arguments(parser)` and `run(options)`."""
+BENCHES = {
+    "overhead": "what a step costs before any work is done, over 1 to 64 workers, five ways",
+    "step_overhead": "what a step costs beyond its workers' own time, compiled and eager",
+    "refit": "weights from Megatron's modules to vLLM's, beside broadcasts",
+    "train": "training steps beside a plain Megatron loop: time, MFU, losses",
+    "step": "GRPO steps, synchronous, asynchronous and with updates in flight",
+    "compare": "GRPO steps beside the same step in plain Ray calls",
+    "curves": "reward by step and by minute, synchronous and asynchronous",
+    "packing": "padding, dynamic microbatches and sequence packing",
+    "optimizer_offload": "optimizer state that leaves the GPU for log-probabilities",
+    "reference_weights": "the reference policy in host memory or on the GPU",
+}
+"""Modules of the package `bench`, each with `add_arguments(parser)` and `run(options)`, and a word on each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _complain(str(error))
         return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        if options.debug or error.filename is None:  # without a file's name it is no path that the user could mend
+            raise
+        _complain(f"{error.filename}: {error.strerror}")
+        return 2
     except StopRequestedError:
         _complain("stopped on request; the same command with checkpointing.resume=true goes on from here")
         return INTERRUPTED
@@ -63,8 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Version(argparse.Action):
+    """Prints the installed version; looked up only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"dagrl {version('dagrl')}\n")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dagrl", description="SFT and GRPO on Ray with statically compiled phase graphs.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which version this is")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error, and log more")
@@ -84,8 +101,14 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .svg, .mmd or .md file")
     inspect.set_defaults(command=_inspect)
 
-    bench = commands.add_parser("bench", help="measure; `dagrl bench NAME --help` says more")
-    bench.add_argument("name", choices=BENCHES, help="what to measure")
+    names = "\n".join(f"  {name:18} {what}" for name, what in BENCHES.items())
+    bench = commands.add_parser(
+        "bench",
+        help="measure; `dagrl bench --help` lists what",
+        epilog=f"what to measure (`dagrl bench NAME --help` says more):\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("name", choices=BENCHES, metavar="NAME", help="what to measure, one of those below")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="options of that measurement")
     bench.set_defaults(command=_bench, debug=False)
 
@@ -149,7 +172,19 @@ def _bench(options: argparse.Namespace) -> None:
     )
     module.add_arguments(parser)
     _log("WARNING")
-    module.run(parser.parse_intermixed_args(options.arguments))
+    chosen = parser.parse_intermixed_args(options.arguments)
+    _check_outputs(chosen)
+    module.run(chosen)
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before the minutes that are measured."""
+    for name in ("json", "plot"):
+        path = getattr(options, name, None)
+        if path is not None:
+            require_writable(path.parent, f"--{name} {path}")
+    if getattr(options, "plot", None) is not None:
+        require_package("matplotlib", f"--plot {options.plot}", otherwise=", or leave --plot out")
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
+
+from dagrl.errors import ConfigError
 
 
 def write_whole(path: Path, content: str) -> None:
@@ -35,3 +39,27 @@ def move_aside(path: Path) -> Path | None:
         number += 1
     path.rename(aside)
     return aside
+
+
+def replace_directory(partial: Path, target: Path) -> None:
+    """Give a directory that is complete its name; one that was there before goes, after it and never in part."""
+    old = Path(f"{target}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def require_writable(directory: Path, key: str) -> None:
+    """Raise ConfigError, naming the configuration's `key`, unless files can be made in `directory`, or it in a parent.
+
+    It tries, in the nearest directory that is there, and leaves nothing: permissions alone do not tell.
+    """
+    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryDirectory(prefix=".dagrl-", dir=there).cleanup()
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot write in {there} ({error.strerror}); name another directory") from error

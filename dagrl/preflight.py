@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Literal, cast
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, PhasesConfig, PolicyConfig, VllmConfig
 from dagrl.data import Example, load_splits
 from dagrl.errors import ConfigError, LayoutError
+from dagrl.files import require_writable
 from dagrl.graph import PhaseGraph
 from dagrl.imports import load_attribute, load_callable, load_class, require_package
 from dagrl.layout import ParallelLayout
 from dagrl.machine import cpu_count, gpu_count, gpus_per_worker
 from dagrl.model_init import load_tokenizer, model_description
 from dagrl.phase import Phase, Role, group_transports, methods_of
+from dagrl.record import RunPaths, require_extras
 from dagrl.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 
 if TYPE_CHECKING:
@@ -56,13 +58,11 @@ def preflight(config: Config) -> Inputs:
 
     Raises a UserError that says what to change.
     """
-    _check_choices(config)
-    _check_packages(config)
+    check_settings(config)
+    require_extras(config.logger)
     workers = worker_classes(config)
-    _check_batches(config)
-    _check_off_policy(config)
-    _check_colocated(config)
     _check_machine(config)
+    _check_outputs(config)
     trace_phases(config, workers)
     if config.algorithm == "grpo":
         load_callable(config.reward.function, "reward.function")
@@ -72,6 +72,15 @@ def preflight(config: Config) -> Inputs:
     hf_config = model_description(config.policy, len(tokenizer))
     _check_model(config, hf_config, workers)
     return _read_data(config, tokenizer, hf_config)
+
+
+def check_settings(config: Config) -> None:
+    """What the configuration alone says that cannot be, on whatever machine. Raises a UserError that says what to change."""
+    _check_choices(config)
+    _check_batches(config)
+    _check_off_policy(config)
+    _check_colocated(config)
+    _check_shared_gpus(config)
 
 
 def limit_steps(config: Config, inputs: Inputs) -> Config:
@@ -199,16 +208,6 @@ def _check_microbatches(policy: PolicyConfig, widest: int) -> None:
             )
 
 
-def _check_packages(config: Config) -> None:
-    for enabled, key, package in (
-        (config.logger.tensorboard_enabled, "logger.tensorboard_enabled", "tensorboard"),
-        (config.logger.wandb_enabled, "logger.wandb_enabled", "wandb"),
-        (config.logger.plot_enabled, "logger.plot_enabled", "matplotlib"),
-    ):
-        if enabled:
-            require_package(package, key, otherwise=f", or set {key}=false")
-
-
 def _check_batches(config: Config) -> None:
     dp, size = layouts(config)["train"].dp, config.policy.train_global_batch_size
     if size % dp:
@@ -277,6 +276,24 @@ def _check_colocated(config: Config) -> None:
             "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true: asynchronous training generates "
             "and trains at the same time, while colocated workers take turns on their GPUs; set one of them to false"
         )
+
+
+def _check_shared_gpus(config: Config) -> None:
+    """Workers of one group need a GPU each: NCCL does not connect two processes on one."""
+    share = config.cluster.gpus_per_worker
+    for role, layout in layouts(config).items() if share is not None and 0 < share < 1 else ():
+        if layout.world_size > 1:
+            raise LayoutError(
+                f"cluster.gpus_per_worker is {share:g}, so that several of the {layout.world_size} {role} workers "
+                f"({layout.describe()}) share a GPU, where NCCL cannot connect them; set it to 1, or use one {role} worker"
+            )
+
+
+def _check_outputs(config: Config) -> None:
+    paths = RunPaths.of(config)
+    require_writable(paths.directory, f"output_dir {config.output_dir}")
+    if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
+        require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {config.checkpointing.checkpoint_dir}")
 
 
 def _check_machine(config: Config) -> None:

@@ -19,7 +19,6 @@ Use:
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
@@ -34,8 +33,9 @@ from typing import Protocol
 import yaml
 
 from dagrl.config import Config, LoggerConfig
-from dagrl.errors import ConfigError, MissingDependencyError
+from dagrl.errors import ConfigError
 from dagrl.files import move_aside, write_whole
+from dagrl.imports import require_package
 
 logger = logging.getLogger(__name__)
 
@@ -118,17 +118,13 @@ def prepare_run_directory(config: Config) -> RunPaths:
 
 def require_extras(config: LoggerConfig) -> None:
     """Raise MissingDependencyError if the configuration asks for a package that is not installed."""
-    wanted = {
-        "tensorboard": ("logger.tensorboard_enabled", config.tensorboard_enabled),
-        "wandb": ("logger.wandb_enabled", config.wandb_enabled),
-        "matplotlib": ("logger.plot_enabled", config.plot_enabled),
-    }
-    for package, (key, enabled) in wanted.items():
-        if enabled and importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(
-                f"{key} is true, but the package {package} is not installed. "
-                f"Install it with: pip install 'dagrl[tracking]', or set {key}=false"
-            )
+    for enabled, key, package in (
+        (config.tensorboard_enabled, "logger.tensorboard_enabled", "tensorboard"),
+        (config.wandb_enabled, "logger.wandb_enabled", "wandb"),
+        (config.plot_enabled, "logger.plot_enabled", "matplotlib"),
+    ):
+        if enabled:
+            require_package(package, key, otherwise=f", or set {key}=false")
 
 
 class RunRecord:

@@ -198,6 +198,17 @@ TABLE = [
         ("vllm_kwargs sets async_scheduling", "vllm_cfg"),
         ("policy.generation.vllm_kwargs={async_scheduling: true}",),
     ),
+    Row(
+        "several workers of a group on one GPU",
+        ("cluster.gpus_per_worker is 0.5", "2 train workers", "set it to 1"),
+        ("cluster.gpus_per_worker=0.5", f"{MEGATRON}.tensor_model_parallel_size=2"),
+    ),
+    Row("output that cannot be written", ("output_dir /proc/x: cannot write in /proc",), ("output_dir=/proc/x",)),
+    Row(
+        "checkpoints that cannot be written",
+        ("checkpointing.checkpoint_dir /proc/x/y: cannot write in /proc",),
+        ("checkpointing.checkpoint_dir=/proc/x/y",),
+    ),
     Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
     Row("characters", ("tokenizer_characters", "'1' more than once"), ('policy.random_init.tokenizer_characters="121"',)),

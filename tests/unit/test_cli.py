@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dagrl.cli import main
+from dagrl.cli import BENCHES, main
 from dagrl.config import Config
 from dagrl.errors import ChannelError, ConfigError
 
@@ -22,7 +23,7 @@ EXAMPLE = "examples/sft_quickstart.yaml"
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from dagrl.cli import main\n"
+        "from dagrl.cli import BENCHES, main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "heavy = {'ray', 'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules)\n"
@@ -70,6 +71,60 @@ def test_exit_codes(
     monkeypatch.setattr("dagrl.loops.sft.run_sft", fail)
     assert main(["train", EXAMPLE]) == code
     assert capsys.readouterr().err == f"dagrl: error: {str(error) or 'interrupted'}\n"
+
+
+def test_a_path_that_cannot_be_written_is_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["inspect", EXAMPLE, "-o", "/proc/x/y.svg"]) == 2
+    assert capsys.readouterr().err == "dagrl: error: /proc/x: No such file or directory\n"
+    with pytest.raises(FileNotFoundError):
+        main(["inspect", EXAMPLE, "-o", "/proc/x/y.svg", "--debug"])
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"dagrl {project['version']}\n"
+
+
+def test_bench_says_a_word_on_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    for name, what in BENCHES.items():
+        assert what in shown
+        assert (ROOT / "bench" / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step_overhead", "--workers", "24"], "--workers 24: train and generation get up to 8 workers each"),
+        (["step_overhead", "--workers", "8,7"], "--workers 7: train and generation"),
+        (["step_overhead", "--workers", "1"], "--workers 1: train and generation"),
+        (["step_overhead", "--workers", "12", "--kind", "sft"], "--workers 12: train get up to 8"),
+        (["step_overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
+        (["step_overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
+        (["compare", "--ways", "plain Ray; synch"], "--ways: found synch; choose from plain Ray; sync"),
+    ],
+)
+def test_measurements_refuse_before_they_begin(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", *words]) == 2
+    assert f"dagrl: error: {message}" in capsys.readouterr().err
+
+
+def test_numbers_of_workers_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "step_overhead", "--workers", "a"])
+    assert stopped.value.code == 2
+    assert "'a': expected numbers separated by commas" in capsys.readouterr().err
 
 
 def test_unknown_words(capsys: pytest.CaptureFixture[str]) -> None:

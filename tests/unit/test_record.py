@@ -143,7 +143,7 @@ def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, key: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf"logger\.{key} .*{package} .*dagrl\[tracking\]"):
+    with pytest.raises(MissingDependencyError, match=rf"logger\.{key} .*'{package}'.*dagrl\[tracking\]"):
         RunRecord(config(tmp_path, **{key: True}))
 
 
