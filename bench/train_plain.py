@@ -110,7 +110,7 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     from workers.megatron.microbatches import CutRule, Place, cut_batch
     from workers.megatron.model import build_model, transformer_config
     from workers.megatron.optimizer import _create_state, _make_scheduler, _optimizer_config
-    from workers.megatron.weights import megatron_weight_slices
+    from workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
     cpu.adapt()
     if not hasattr(moe_utils, "te_general_gemm"):  # as `workers.megatron.model.build_model`
@@ -123,7 +123,8 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     settings = built.config if built else transformer_config(architecture, config.policy, layout)
     model = built.chunks[0] if built else _whole_model(architecture, settings, layout, device)
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
-    load_hf(str(config.policy.model_name), megatron_weight_slices(hf_config, layout, context.rank), tensors)
+    slices = megatron_weight_slices(hf_config, layout, context.rank)
+    load_hf(str(config.policy.model_name), slices, parameter_shapes(hf_config), tensors)
     sharded = config.policy.megatron_cfg.optimizer.use_distributed_optimizer
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     wrapped = DistributedDataParallel(settings, ddp, model)

@@ -34,7 +34,7 @@ class CheckpointSaver:
         background = self.config.checkpointing.async_save
         with self.store.writing(state) as directory:
             arguments = (str(directory / "train"), {}, *([True] if background else []))
-            self.train.call("save_checkpoint", *arguments, timeout_s=self.config.timeouts.checkpoint_s)
+            self.train.call("save_checkpoint", *arguments, timeout_s=self._deadline_s)
             for write in parts:
                 write(directory)
         if background:
@@ -52,7 +52,11 @@ class CheckpointSaver:
         if self._pending is None:
             return
         (state, directory), self._pending = self._pending, None
-        seconds = self.config.timeouts.checkpoint_s
         with self.store.discarding(directory):
-            self.train.call("finish_checkpoint", timeout_s=2 * seconds)  # the workers' own deadline comes first
+            self.train.call("finish_checkpoint", timeout_s=self._deadline_s)
             self.store.publish(state, directory)
+
+    @property
+    def _deadline_s(self) -> float:
+        """The workers' own deadline, `timeouts.checkpoint_s`, comes first: they say what is late."""
+        return 2 * self.config.timeouts.checkpoint_s

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,42 @@ class TestedWorker(MegatronWorker):
             threading.Event().wait()
 
         checkpoint._write_buckets = stall
+
+    def reseed(self, seed: int) -> None:
+        """Random states that no checkpoint has."""
+        import torch
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.manual_seed(seed)
+        tracker = get_cuda_rng_tracker()
+        tracker.set_states({name: torch.Generator().manual_seed(seed).get_state() for name in tracker.get_states()})
+
+    def shorten_collectives(self, seconds: float) -> None:
+        """The deadline of the default group, from now on; Megatron's own groups keep theirs."""
+        import torch.distributed as dist
+
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+    def slow_disk(self, seconds: float) -> None:
+        """From now on files of checkpoints take so much longer to be written, and to be read."""
+        from torch.distributed.checkpoint import FileSystemReader
+
+        from workers.megatron import checkpoint
+
+        write, read = checkpoint._write_buckets, FileSystemReader.read_data
+
+        def write_slowly(request: Any, buckets: list[Any]) -> None:
+            time.sleep(seconds)
+            write(request, buckets)
+            checkpoint._write_buckets = write
+
+        def read_slowly(reader: Any, *args: Any) -> Any:
+            time.sleep(seconds)
+            FileSystemReader.read_data = read  # type: ignore[method-assign]
+            return read(reader, *args)
+
+        checkpoint._write_buckets = write_slowly
+        FileSystemReader.read_data = read_slowly  # type: ignore[method-assign]
 
     def resident_bytes(self) -> dict[str, int]:
         """Bytes of each part of the train state that lie on the worker's device."""

@@ -24,7 +24,11 @@ SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 
 Setting = tuple[ParallelLayout, dict[str, Any]]
 CASES: list[tuple[str, Setting, list[Setting]]] = [
     ("qwen3_tied", (TP2PP2, {}), [(DP2, SHARDED), (ParallelLayout(pp=2, vpp=2), {})]),
-    ("qwen3", (DP2, SHARDED), [(SINGLE, {}), (ParallelLayout(tp=4), {})]),  # another padding of the vocabulary
+    (
+        "qwen3",
+        (ParallelLayout(cp=2), SHARDED),
+        [(SINGLE, {}), (ParallelLayout(tp=4), {})],
+    ),  # another padding of the vocabulary
     ("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), [(ParallelLayout(tp=2, ep=2, etp=1), {})]),
     ("qwen3_tied", (DP2, {**BFLOAT16, **SHARDED}), [(ParallelLayout(tp=2), BFLOAT16)]),
 ]
@@ -92,7 +96,25 @@ def test_what_is_written_in_the_background_is_the_state_of_its_start(
         group.call("save_checkpoint", str(tmp_path / "next"), {}, True)  # completes the one before
         assert directory.exists()
         group.call("finish_checkpoint")
+        group.call("reseed", 99)
+        assert all(
+            (now["random.cpu"] != then["random.cpu"]).any() for now, then in zip(group.call("state"), before, strict=True)
+        )
         group.call("load_checkpoint", str(directory))
+        _assert_same_states(group.call("state"), before)
+
+
+def test_a_slow_disk_is_waited_for_as_long_as_checkpoints_may_take(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """One worker's disk takes longer to write and to read than a collective may last."""
+    directory = str(tmp_path / "checkpoint")
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+        before = group.call("state")
+        group.call("shorten_collectives", 1.5)
+        group.call("slow_disk", per_rank=[(0.0,), (2.0,)])
+        group.call("save_checkpoint", directory, {"step": 1})
+        assert group.call("load_checkpoint", directory) == [{"step": 1}] * 2
         _assert_same_states(group.call("state"), before)
 
 

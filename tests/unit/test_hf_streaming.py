@@ -13,10 +13,11 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
+from dagrl.errors import CheckpointError
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice, expand
 from workers.megatron import hf
-from workers.megatron.weights import megatron_weight_slices
+from workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
 LAYERS, FILES = 8, 6
 MODEL: dict[str, Any] = {
@@ -132,7 +133,7 @@ def test_an_import_holds_no_more_than_a_piece_beyond_the_share(
     monkeypatch.setattr(safetensors, "safe_open", counter)
     slices = megatron_weight_slices(MODEL, layout, layout.world_size - 1)
     tensors = local_tensors(slices)
-    hf.load_hf(directory, slices, tensors)
+    hf.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
     share = sum(tensor.nbytes for tensor in tensors.values())
     layer = sum(weight.nbytes for name, weight in weights.items() if name.startswith("model.layers.0."))
     assert counter.most_files == 1 and counter.alive == 0
@@ -151,8 +152,8 @@ def test_an_export_holds_no_more_than_a_file(
     monkeypatch.setattr(hf, "FILE_BYTES", limit)
     slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
     tensors = local_tensors(slices)
-    hf.load_hf(directory, slices, tensors)
-    hf.export_hf(directory, tmp_path / "out", [slices], tensors, rank=0)
+    hf.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
+    hf.export_hf(directory, tmp_path / "out", [slices], tensors, 0, None)
     found = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         assert path.stat().st_size < limit + (1 << 16)  # and its header
@@ -160,3 +161,60 @@ def test_an_export_holds_no_more_than_a_file(
     assert set(found) == set(weights)
     for name, weight in weights.items():
         assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 32}, r"embed_tokens.weight' has shape \[300, 64\], expected \[300, 32\]"),
+        ({"vocab_size": 299}, r"embed_tokens.weight' has shape \[300, 64\], expected \[299, 64\]"),
+        ({"num_hidden_layers": LAYERS - 1}, r"parameters that config.json does not ask for, such as 'model.layers.7"),
+        ({"num_experts": 4}, r"does not ask for, such as 'model.layers.0.mlp.experts.4"),
+        ({"num_hidden_layers": LAYERS + 1}, r"no parameter 'model.layers.8"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    change: dict[str, int], message: str, checkpoint: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    """Also those of which this model's would be a corner."""
+    model = {**MODEL, **change}
+    slices = megatron_weight_slices(model, ParallelLayout(), 0)
+    with pytest.raises(CheckpointError, match=message):
+        hf.load_hf(checkpoint[0], slices, parameter_shapes(model), local_tensors(slices))
+
+
+def test_an_export_takes_the_place_of_the_one_before_when_it_is_whole(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, weights = checkpoint
+    slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
+    tensors, out = local_tensors(slices), tmp_path / "out"
+    hf.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
+    monkeypatch.setattr(hf, "FILE_BYTES", sum(weight.nbytes for weight in weights.values()) // 5)
+    hf.export_hf(directory, out, [slices], tensors, 0, None)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def fails(*args: object) -> None:
+        raise OSError("the disk is full")
+
+    for tensor in tensors.values():
+        tensor.zero_()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="disk is full"):
+        patched.setattr(hf, "_copy_companions", fails)
+        hf.export_hf(directory, out, [slices], tensors, 0, None)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+    monkeypatch.setattr(hf, "FILE_BYTES", 1 << 40)
+    hf.export_hf(directory, out, [slices], tensors, 0, None)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]  # no index of old files
+    assert not any(tensor.any() for tensor in load_file(out / "model.safetensors").values())
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out"]
+
+
+def test_an_export_over_other_files_is_refused(checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="mine has other files"):
+        hf.export_hf(checkpoint[0], tmp_path / "mine", [slices], local_tensors(slices), 0, None)
+    assert (tmp_path / "mine" / "thesis.tex").exists()

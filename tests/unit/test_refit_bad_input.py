@@ -214,4 +214,4 @@ def test_training_does_not_start_from_quantized_weights(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4, 4, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     box = ((0, 4), (0, 4))
     with pytest.raises(CheckpointError, match=r"parameter 'w' is stored as F8_E4M3; training starts from F64, F32"):
-        load_hf(tmp_path, [WeightSlice("w", box, "t", box)], {"t": torch.ones(4, 4)})
+        load_hf(tmp_path, [WeightSlice("w", box, "t", box)], {"w": (4, 4)}, {"t": torch.ones(4, 4)})

@@ -19,20 +19,25 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
+from dagrl.files import replace_directory
 from dagrl.layout import ParallelLayout
 from workers.megatron.optimizer import Trainer
 from workers.megatron.sharding import Target, set_step_count, step_count, targets, written
@@ -46,7 +51,10 @@ Result = TypeVar("Result")
 
 
 class Saving:
-    """One save. Make it on all ranks at once; with `background` it is being written while its maker goes on."""
+    """One save. Make it on all ranks at once; it is being written until `finish`, with `background` from a copy.
+
+    Ranks that wait for another's files do so in `group`, whose deadline is made for that.
+    """
 
     def __init__(
         self,
@@ -55,23 +63,23 @@ class Saving:
         reference: Mapping[str, Tensor] | None,
         state: Mapping[str, Json],
         identity: Mapping[str, Json],
+        group: ProcessGroup,
         *,
         background: bool,
     ) -> None:
         self.directory = Path(directory)
+        self._group = group
         self._partial = Path(f"{directory}.partial")
         self._head = {"format": FORMAT, "identity": identity, "state": state, "reference": reference is not None}
         self._head["layout"] = dict(asdict(trainer.layout))
         self._error: BaseException | None = None
-        _together(lambda: _make_empty(self._partial))
+        _together(group, lambda: _make_empty(self._partial))
         content = _state_dict(trainer, reference)
-        self._request = _together(lambda: _plan(content, self._partial))
+        self._request = _together(group, lambda: _plan(content, self._partial))
         self._buckets = _staged(self._request, copy=background)
         self._files: dict[str, dict[str, int]] = {}
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
-        if not background:
-            self._thread.join()
 
     @property
     def is_written(self) -> bool:
@@ -81,10 +89,10 @@ class Saving:
     def finish(self, timeout_s: float) -> None:
         """Complete the checkpoint and give it its name, on all ranks at once. CheckpointError on all when one failed."""
         self._thread.join(timeout_s)
-        _together(self._check_written, timeout_s)
-        _together(self._finalize)
-        files = {name: entry for part in _gather_objects(self._files) for name, entry in part.items()}
-        _together(lambda: self._publish(files) if dist.get_rank() == 0 else None)
+        _together(self._group, self._check_written, timeout_s)
+        _together(self._group, self._finalize)
+        files = {name: entry for part in _gather_objects(self._group, self._files) for name, entry in part.items()}
+        _together(self._group, lambda: self._publish(files) if dist.get_rank() == 0 else None)
 
     def _check_written(self, timeout_s: float) -> None:
         if self._thread.is_alive():
@@ -111,26 +119,28 @@ class Saving:
         rest = [path for path in sorted(self._partial.iterdir()) if path.name not in files]
         files |= {path.name: fingerprint(path) for path in rest}
         (self._partial / MANIFEST).write_text(json.dumps({**self._head, "files": files}, indent=1))
-        _replace(self._partial, self.directory)
+        replace_directory(self._partial, self.directory)
 
 
 def load_checkpoint(
-    directory: str, trainer: Trainer, identity: Mapping[str, Json]
+    directory: str, trainer: Trainer, identity: Mapping[str, Json], group: ProcessGroup
 ) -> tuple[dict[str, Tensor] | None, dict[str, Json]]:
     """Take up a checkpoint, on all ranks at once: the reference policy's weights if it has them, and the driver's state.
+
+    Ranks wait for each other in `group`, as in `Saving`.
 
     Every byte is verified before anything is changed; CheckpointError on every rank when one of them cannot read its part.
     """
     path = Path(directory)
-    manifest = _together(lambda: _read_manifest(path, identity))
-    _together(lambda: _verify(path, manifest["files"]))
+    manifest = _together(group, lambda: _read_manifest(path, identity))
+    _together(group, lambda: _verify(path, manifest["files"]))
     reference = None
     if manifest["reference"]:
         reference = {name: torch.empty_like(tensor, device="cpu") for name, tensor in trainer.model.tensors().items()}
-    with torch.no_grad():
-        for part in _rounds(targets(trainer, reference)):
-            _load(path, part)
-    _restore(trainer, _load_common(path, trainer, manifest))
+    with torch.no_grad(), _loading_in(group):
+        for part in _rounds(targets(trainer, reference), group):
+            _load(path, part, group)
+        _restore(trainer, _load_common(path, trainer, manifest, group))
     return reference, manifest["state"]
 
 
@@ -195,14 +205,14 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _plan(content: dict[str, Any], partial: Path) -> Any:
+def _plan(content: dict[str, Any], directory: Path) -> Any:
     """Megatron's request to write; a collective.
 
     Its results are to come back through a queue of this process: Megatron's own would start another process.
     """
     filesystem_async._results_queue = queue.Queue()
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-    return dist_checkpointing.save(content, str(partial), strategy, async_sharded_save=True)
+    return dist_checkpointing.save(content, str(directory), strategy, async_sharded_save=True)
 
 
 Bucket = tuple[str, str, tuple[list[Any], list[Any]]]
@@ -239,14 +249,25 @@ def _write_buckets(request: Any, buckets: list[Bucket]) -> None:
         results.put(dict(enumerate(pool.map(write, range(len(buckets))))))
 
 
-def _rounds(found: Iterable[Target]) -> Iterator[list[Target]]:
+@contextmanager
+def _loading_in(group: ProcessGroup) -> Iterator[None]:
+    """Let torch's DCP meet in `group` while it loads; Megatron names none, and the default group's deadline is shorter."""
+    load = distributed_checkpoint.load_state_dict
+    distributed_checkpoint.load_state_dict = partial(load, process_group=group)
+    try:
+        yield
+    finally:
+        distributed_checkpoint.load_state_dict = load
+
+
+def _rounds(found: Iterable[Target], group: ProcessGroup) -> Iterator[list[Target]]:
     """Targets in rounds of about `LOAD_BYTES` of host memory; all ranks make equally many, as loading is collective.
 
     A rank alone makes one round: Megatron deems the layers that are not read now to be on the next rank, which is itself.
     """
     source, more = iter(found), True
     limit = LOAD_BYTES if dist.get_world_size() > 1 else math.inf
-    while any(_gather_objects(more)):
+    while any(_gather_objects(group, more)):
         taken: list[Target] = []
         size = 0
         while more and size < limit:
@@ -258,16 +279,16 @@ def _rounds(found: Iterable[Target]) -> Iterator[list[Target]]:
         yield taken
 
 
-def _load(path: Path, part: list[Target]) -> None:
+def _load(path: Path, part: list[Target], group: ProcessGroup) -> None:
     wanted = {str(number): target.entry for number, target in enumerate(part)}
-    loaded = _together(lambda: _read(path, wanted))
+    loaded = _together(group, lambda: _read(path, wanted))
     for number, target in enumerate(part):
         target.receive(loaded[str(number)])
 
 
-def _load_common(path: Path, trainer: Trainer, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+def _load_common(path: Path, trainer: Trainer, manifest: Mapping[str, Any], group: ProcessGroup) -> Mapping[str, Any]:
     same = manifest["layout"] == asdict(trainer.layout)
-    return _together(lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
+    return _together(group, lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
 
 
 def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -275,22 +296,22 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def _together(action: Callable[..., Result], *args: Any) -> Result:
+def _together(group: ProcessGroup, action: Callable[..., Result], *args: Any) -> Result:
     """Run `action` on every rank; when it fails on one, raise its error on all, so that none waits for another."""
     error: Exception | None = None
     try:
         result = action(*args)
     except Exception as raised:
         error = raised
-    failed = [message for message in _gather_objects(None if error is None else str(error)) if message is not None]
+    failed = [message for message in _gather_objects(group, None if error is None else str(error)) if message is not None]
     if failed:
         raise CheckpointError(failed[0]) from error
     return result
 
 
-def _gather_objects(value: Any) -> list[Any]:
+def _gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group)
     return gathered
 
 
@@ -300,17 +321,6 @@ def _make_empty(directory: Path) -> None:
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
-
-
-def _replace(partial: Path, target: Path) -> None:
-    old = Path(f"{target}.old")
-    if old.exists():
-        shutil.rmtree(old)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 def _read_manifest(target: Path, identity: Mapping[str, Json]) -> dict[str, Any]:

@@ -46,6 +46,16 @@ def start_groups(context: WorkerContext, address: str, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=torch.cuda.is_available())
 
 
+def start_checkpoint_group(checkpoint_s: float) -> ProcessGroup:
+    """One more group of all workers, over Gloo, in which they wait while others write or read files; a collective.
+
+    Its deadline is half as long again as what a worker waits for its own files, so that a late one says so first.
+    """
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5 * checkpoint_s))
+
+
 def abort_groups() -> None:
     """Break every group of this process, from any thread: what waits in a collective here or at a peer raises.
 

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
+from dagrl.files import replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 FILE_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
@@ -39,21 +41,26 @@ def read_hf_config(directory: str | Path) -> dict[str, Json]:
     return content
 
 
-def load_hf(directory: str | Path, slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> None:
+Shapes = Mapping[str, tuple[int, ...]]
+"""The whole shape of each parameter."""
+
+
+def load_hf(directory: str | Path, slices: Sequence[WeightSlice], shapes: Shapes, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` from the safetensors files in `directory`; what no slice covers (vocabulary padding) becomes 0.
 
-    Raises CheckpointError for a parameter that is missing or of another shape.
+    Raises CheckpointError unless the files have all parameters of `shapes`, of those shapes, and no others.
     """
     slices = list(expand(slices))
     _check_covered_here(slices, tensors)
     for tensor in tensors.values():
         tensor.zero_()
     files = _files(Path(directory))
+    _check_names(files, shapes, directory)
     by_file: dict[Path, list[WeightSlice]] = {}
     for piece in slices:
         by_file.setdefault(_file_of(piece.name, files, directory), []).append(piece)
     for path, pieces in by_file.items():
-        _load_file(path, pieces, tensors)
+        _load_file(path, pieces, shapes, tensors)
 
 
 def export_hf(
@@ -62,14 +69,18 @@ def export_hf(
     slices: Sequence[Sequence[WeightSlice]],
     tensors: Mapping[str, Tensor],
     rank: int,
+    group: ProcessGroup | None,
 ) -> None:
     """Write the model of all ranks to `directory`, with the configuration and tokenizer of `source`.
 
-    `slices` are those of every rank, in rank order. All ranks call this together; rank 0 receives and writes.
+    `slices` are those of every rank, in rank order. All ranks call this together; rank 0 receives and writes, while others
+    wait in `group`, which is over Gloo and whose deadline is made for that. The directory is written beside its place and
+    renamed; a model that was there before goes. CheckpointError when anything else is there.
     """
+    _check_replaceable(Path(directory))
     writer = _Writer(Path(directory)) if rank == 0 else None
     for name, pieces in _owners(slices).items():
-        whole = _gather(pieces, tensors, rank)
+        whole = _gather(pieces, tensors, rank, group)
         if writer is not None:
             assert whole is not None
             writer.add(name, whole)
@@ -111,6 +122,17 @@ def _files(directory: Path) -> dict[str, Path]:
         ) from error
 
 
+def _check_names(files: Mapping[str, Path], shapes: Shapes, directory: str | Path) -> None:
+    """Every parameter in the files is one of the model's; a head beside tied embeddings and scales of FP8 go unread."""
+    unread = ("inv_freq", "_scale_inv", "k_scale", "v_scale", "lm_head.weight")
+    others = [name for name in sorted(files) if name not in shapes and not name.endswith(unread)]
+    if others:
+        raise CheckpointError(
+            f"{directory} has {len(others)} parameters that config.json does not ask for, such as {others[0]!r}; "
+            "config.json and the weights are of different models"
+        )
+
+
 def _file_of(name: str, files: Mapping[str, Path], directory: str | Path) -> Path:
     if name not in files:
         raise CheckpointError(
@@ -119,24 +141,24 @@ def _file_of(name: str, files: Mapping[str, Path], directory: str | Path) -> Pat
     return files[name]
 
 
-def _load_file(path: Path, pieces: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> None:
+def _load_file(path: Path, pieces: Sequence[WeightSlice], shapes: Shapes, tensors: Mapping[str, Tensor]) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             for piece in pieces:
                 part = file.get_slice(piece.name)
-                _check_inside(path, piece, part.get_shape())
+                _check_shape(path, piece, part.get_shape(), shapes[piece.name])
                 _check_plain(path, piece, part.get_dtype())
                 local_view(tensors[piece.tensor], piece).copy_(part[tuple(slice(start, stop) for start, stop in piece.box)])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
 
 
-def _check_inside(path: Path, piece: WeightSlice, shape: Sequence[int]) -> None:
-    if len(shape) != len(piece.box) or any(stop > size for (_, stop), size in zip(piece.box, shape, strict=True)):
+def _check_shape(path: Path, piece: WeightSlice, shape: Sequence[int], expected: Sequence[int]) -> None:
+    if list(shape) != list(expected):
         raise CheckpointError(
-            f"{path}: parameter {piece.name!r} has shape {list(shape)}, which does not hold {piece.box}; "
+            f"{path}: parameter {piece.name!r} has shape {list(shape)}, expected {list(expected)}; "
             "config.json and the weights are of different models"
         )
 
@@ -158,7 +180,9 @@ def _owners(slices: Sequence[Sequence[WeightSlice]]) -> dict[str, dict[Box, tupl
     return {name: found[name] for name in sorted(found)}
 
 
-def _gather(pieces: Mapping[Box, tuple[int, WeightSlice]], tensors: Mapping[str, Tensor], rank: int) -> Tensor | None:
+def _gather(
+    pieces: Mapping[Box, tuple[int, WeightSlice]], tensors: Mapping[str, Tensor], rank: int, group: ProcessGroup | None
+) -> Tensor | None:
     """The whole parameter on the host of rank 0; None on the others."""
     import torch
     import torch.distributed as dist
@@ -169,15 +193,15 @@ def _gather(pieces: Mapping[Box, tuple[int, WeightSlice]], tensors: Mapping[str,
     whole = torch.empty(shape, dtype=sample.dtype) if rank == 0 else None
     for box, (owner, piece) in pieces.items():
         if owner == rank:
-            part = local_view(tensors[piece.tensor], piece).contiguous()
+            part = local_view(tensors[piece.tensor], piece).contiguous().cpu()
         elif rank == 0:
-            part = torch.empty([stop - start for start, stop in box], dtype=sample.dtype, device=sample.device)
+            part = torch.empty([stop - start for start, stop in box], dtype=sample.dtype)
         else:
             continue
         if owner != 0:
-            dist.recv(part, owner) if rank == 0 else dist.send(part, 0)
+            dist.recv(part, owner, group) if rank == 0 else dist.send(part, 0, group)
         if whole is not None:
-            whole[tuple(slice(start, stop) for start, stop in box)] = part.cpu()
+            whole[tuple(slice(start, stop) for start, stop in box)] = part
     return whole
 
 
@@ -189,15 +213,19 @@ def _check_covered(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> Non
 
 @dataclass
 class _Writer:
-    """Safetensors files of at most `FILE_BYTES`, named as transformers names them."""
+    """Safetensors files of at most `FILE_BYTES`, named as transformers does; beside `directory` until all are there."""
 
     directory: Path
+    partial: Path = field(init=False)
     pending: dict[str, Tensor] = field(default_factory=dict)
     files: list[list[str]] = field(default_factory=list)
     bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.partial = Path(f"{self.directory}.partial")
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self.pending and sum(_bytes(kept) for kept in self.pending.values()) + _bytes(tensor) > FILE_BYTES:
@@ -209,17 +237,18 @@ class _Writer:
         self._flush()
         names = {self._temporary(i): self._final(i, len(self.files)) for i in range(len(self.files))}
         for temporary, final in names.items():
-            (self.directory / temporary).replace(self.directory / final)
+            (self.partial / temporary).rename(self.partial / final)
         if len(self.files) > 1:
             weight_map = {name: self._final(i, len(self.files)) for i, file in enumerate(self.files) for name in file}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
-            (self.directory / _INDEX).write_text(json.dumps(index, indent=2))
-        _copy_companions(source, self.directory, dtype)
+            (self.partial / _INDEX).write_text(json.dumps(index, indent=2))
+        _copy_companions(source, self.partial, dtype)
+        replace_directory(self.partial, self.directory)
 
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self.pending, self.directory / self._temporary(len(self.files)), metadata={"format": "pt"})
+        save_file(self.pending, self.partial / self._temporary(len(self.files)), metadata={"format": "pt"})
         self.bytes += sum(_bytes(tensor) for tensor in self.pending.values())
         self.files.append(list(self.pending))
         self.pending = {}
@@ -237,11 +266,17 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _check_replaceable(directory: Path) -> None:
+    if directory.exists() and not (directory / "config.json").exists() and any(directory.iterdir()):
+        raise CheckpointError(
+            f"{directory} has other files than a Hugging Face model, and an export replaces all; choose a new directory"
+        )
+
+
 def _copy_companions(source: Path, directory: Path, dtype: str) -> None:
     """Configuration (with the dtype that was written), tokenizer and the like."""
-    if source.resolve() != directory.resolve():
-        for path in _companions(source):
-            shutil.copy2(path, directory / path.name)
+    for path in _companions(source):
+        shutil.copy2(path, directory / path.name)
     config: dict[str, Any] = read_hf_config(source)
     config.pop("torch_dtype", None)
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")

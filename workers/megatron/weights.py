@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from dagrl.config import Json
 from dagrl.layout import ParallelLayout
-from dagrl.refit.slices import WeightSlice
+from dagrl.refit.slices import WeightSlice, expand
 from workers.families import find_family
 from workers.families.megatron import MegatronModules, MegatronRank, padded_vocabulary, whole
 from workers.families.model import Family, Model
@@ -22,6 +22,15 @@ def megatron_weight_slices(
     family, model = find_family(hf_config), Model(hf_config)
     holder = MegatronRank(layout, layout.coordinates(rank), modules or MegatronModules())
     return [held for stage in range(layout.vpp) for held in _stage(family, model, holder, stage)]
+
+
+def parameter_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
+    """Every parameter that a checkpoint of the model has, with its whole shape."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in expand(megatron_weight_slices(hf_config, ParallelLayout(), 0)):
+        known = shapes.get(piece.name, (0,) * len(piece.box))
+        shapes[piece.name] = tuple(max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True))
+    return shapes
 
 
 def _stage(family: Family, model: Model, rank: MegatronRank, stage: int) -> Iterator[WeightSlice]:

@@ -27,6 +27,7 @@ from workers.megatron.architecture import check_layout
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from dagrl.channels.base import Channel, ChannelSpec
     from dagrl.refit.moves import RankPlan
@@ -54,6 +55,7 @@ class MegatronWorker:
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
         self._saving: Saving | None = None
+        self._checkpoint_group: ProcessGroup | None = None
         self._aborted = False
         self._sending = False
         self._kv_scales: KvScales | None = None
@@ -92,16 +94,19 @@ class MegatronWorker:
 
         cpu.adapt()
         from workers.megatron.architecture import read_architecture
-        from workers.megatron.groups import start_groups
+        from workers.megatron.groups import start_checkpoint_group, start_groups
         from workers.megatron.hf import load_hf
         from workers.megatron.model import build_model
         from workers.megatron.optimizer import make_trainer
+        from workers.megatron.weights import parameter_shapes
 
         with self._running():
             start_groups(self.context, address, self.config.seed)
+            self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
             architecture = read_architecture(self._hf_config)
             model = build_model(architecture, self.config.policy, self.context.layout, self._device)
-            load_hf(self._source, self._slices_of(self.context.rank), model.tensors())
+            shapes = parameter_shapes(self._hf_config)
+            load_hf(self._source, self._slices_of(self.context.rank), shapes, model.tensors())
             self._kv_scales = self._make_kv_scales(model)
             return make_trainer(model, self.config, self.context.layout)
 
@@ -124,6 +129,7 @@ class MegatronWorker:
         if self._channel is not None:
             self._channel.close()
         self._trainer = self._sender = self._channel = self._reference = self._saving = None
+        self._checkpoint_group = None
         end_groups()
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
@@ -295,7 +301,8 @@ class MegatronWorker:
             self._finish_saving()
             identity = self._identity
             reference = None if self._reference is None else self._reference.tensors
-            self._saving = Saving(directory, trainer, reference, state, identity, background=background)
+            group = self._files_group
+            self._saving = Saving(directory, trainer, reference, state, identity, group, background=background)
             if not background:
                 self._finish_saving()
 
@@ -319,9 +326,9 @@ class MegatronWorker:
         trainer = self._ready("weights", "optimizer")
         with self._running():
             self._finish_saving()
-            reference, state = load_checkpoint(directory, trainer, self._identity)
+            reference, state = load_checkpoint(directory, trainer, self._identity, self._files_group)
             self._reference = None
-            if reference is not None:
+            if reference is not None and self.config.loss_fn.reference_policy_kl_penalty:
                 self._keep_reference(reference)
         return state
 
@@ -335,7 +342,7 @@ class MegatronWorker:
         from workers.megatron.hf import export_hf
 
         slices = [self._slices_of(rank) for rank in range(self.context.layout.world_size)]
-        export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank)
+        export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank, self._files_group)
 
     def reset_optimizer(self) -> None:
         """Forget moments and schedule, as if training began with the current weights."""
@@ -358,6 +365,12 @@ class MegatronWorker:
         from workers.megatron.checkpoint import identity_of
 
         return identity_of(self.config.policy.precision, self._hf_config)
+
+    @property
+    def _files_group(self) -> ProcessGroup:
+        """Where workers wait for each other's files."""
+        assert self._checkpoint_group is not None, "`setup` makes it"
+        return self._checkpoint_group
 
     @property
     def _temperature(self) -> float:
