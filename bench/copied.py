@@ -1,5 +1,7 @@
 """Bytes that a step copies into shared memory: counted in dagrl's edges, computed for Ray's calls and graphs.
 
+Phases under the eager executor are plain calls, so theirs are computed too.
+
 Counted are the bytes written to rings, mailboxes and links, and those copied out of them, in the driver and in all workers.
 Ray counts nothing; what it copies follows from what it writes:
 
@@ -16,7 +18,9 @@ from typing import Any
 import ray
 
 from bench.variants import Actors, Step
+from dagrl.executors.eager import INLINE_BYTES as PUT_BYTES
 from dagrl.executors.memory import copied_bytes
+from dagrl.executors.packet import payload_bytes
 
 INLINE_BYTES = 100 << 10
 REPLAYS = 20
@@ -33,9 +37,12 @@ def counted(step: Step, value: Any, actors: Actors) -> int:
 
 def computed(variant: str, shape: str, workers: int, value: Any, result: Any) -> int | None:
     """Bytes a step of one of Ray's own ways, on one host; None for what is not one of them."""
+    if variant == "dagrl_eager":
+        return _eager(shape, workers, value, result)
     given, returned = _serialized(value), _serialized(result)
     inputs, results = {
         "scatter-gather": (1, workers * returned),
+        "reduce": (1, workers * returned),
         "chain": (1, workers * given),
         "multiple args": (workers, workers * returned),
     }[shape]
@@ -48,6 +55,13 @@ def computed(variant: str, shape: str, workers: int, value: Any, result: Any) ->
         calls = 1 if shape == "chain" else workers
         return (calls * given if given > INLINE_BYTES else 0) + stored
     return None
+
+
+def _eager(shape: str, workers: int, value: Any, result: Any) -> int:
+    """Of phases under the eager executor, headers of packets left out: a large input is put once for all shards."""
+    given, returned = _serialized(value), _serialized(value if shape == "chain" else result)
+    results = workers * returned if returned > INLINE_BYTES else 0
+    return (given if payload_bytes(value) > PUT_BYTES else 0) + results
 
 
 def _total(actors: Actors) -> int:

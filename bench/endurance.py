@@ -2,8 +2,9 @@
 
     python -m bench.endurance --json bench/results/endurance.json
 
-Two workers. First, replays of one phase: the median of the calmest thousand in the first and in the last tenth (a shared
-machine is not calm all the time), and the memory of all processes along the way. Then cycles of compiling a phase with an
+Two workers. First, replays of one phase: processor time of a replay in all processes together, and its median duration, in
+the thousand of the first and of the last tenth that took least (other jobs of a shared machine lengthen a replay, and take
+little of its processor time); and the memory of all processes along the way. Then cycles of compiling a phase with an
 edge of 64 MB between the workers, replaying it 50 times at its full size, and tearing it down: time of the teardown,
 memory, semaphores and shared memory left behind.
 """
@@ -14,7 +15,6 @@ import argparse
 import gc
 import json
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy.typing as npt
 import ray
 
 from bench.overhead import bench_cluster
-from bench.report import hardware, versions
+from bench.report import command_line, hardware, versions
 from bench.worker import BenchWorker
 from dagrl.executors.node import drain_runs
 from dagrl.layout import ParallelLayout
@@ -52,11 +52,16 @@ def pass_on(train: Shard, value: Input) -> Value:
 
 @dataclass(frozen=True)
 class Replays:
-    """`n` replays: microseconds of one at the start and at the end, and megabytes resident along the way."""
+    """`n` replays: microseconds of one at the start and at the end, and megabytes resident along the way.
+
+    `cpu`: processor time of the driver and the workers together, their other threads included.
+    """
 
     n: int
     first_us: float
     last_us: float
+    first_cpu_us: float
+    last_cpu_us: float
     resident_mb: tuple[float, ...]
 
 
@@ -75,12 +80,14 @@ class Cycles:
 
 def replays(group: WorkerGroup, count: int) -> Replays:
     """Time and memory of `count` replays, at least ten windows of a thousand."""
-    seconds, resident = np.empty(count), []
+    seconds, cpu, resident = np.empty(count), [], []
     with _scheduler(group, 1 << 16) as scheduler:
         scheduler.add(every_worker, warmup_value=b"x")
         scheduler.compile()
         scheduler.warmup()
         for number in range(count):
+            if number % WINDOW == 0:
+                cpu.append(_cpu_s(group))
             started = time.perf_counter()
             scheduler.replay(every_worker, b"x").result()
             seconds[number] = time.perf_counter() - started
@@ -88,7 +95,9 @@ def replays(group: WorkerGroup, count: int) -> Replays:
                 resident.append(_resident_mb(group))
     tenth = max(WINDOW, count // 10)
     first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
-    return Replays(count, round(first * 1e6, 1), round(last * 1e6, 1), tuple(resident))
+    taken = np.diff(cpu)[1:] / WINDOW  # of each window but the first
+    first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
+    return Replays(count, *(round(float(one) * 1e6, 1) for one in (first, last, first_cpu, last_cpu)), tuple(resident))
 
 
 def cycles(group: WorkerGroup, count: int) -> Cycles:
@@ -122,6 +131,11 @@ def _calmest(seconds: npt.NDArray[np.float64]) -> float:
     """Seconds of a replay in the window of a thousand that other processes disturbed least."""
     starts = range(0, len(seconds) - WINDOW + 1, WINDOW)
     return min(float(np.median(seconds[start : start + WINDOW])) for start in starts)
+
+
+def _cpu_s(group: WorkerGroup) -> float:
+    """Processor time that the driver and the workers have used."""
+    return time.process_time() + sum(group.call("cpu_s"))
 
 
 def _resident_mb(group: WorkerGroup) -> float:
@@ -162,8 +176,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    command = " ".join(["python -m bench.endurance", *sys.argv[1:]])
-    found: dict[str, object] = {"hardware": hardware(), "versions": dict(versions()), "command": command}
+    found: dict[str, object] = {"hardware": hardware(), "versions": dict(versions()), "command": command_line()}
     with bench_cluster():
         group = two_workers()
         for name, measure, count in (("replays", replays, options.replays), ("cycles", cycles, options.cycles)):

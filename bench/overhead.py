@@ -20,8 +20,8 @@ from typing import Any
 from bench.copied import computed, counted
 from bench.first_step import first_steps
 from bench.measure import FULL, QUICK, Effort, side_by_side
-from bench.report import Report, Row, as_row, command_line, plot, print_first_steps, print_table
-from bench.variants import SHAPES, VARIANTS, Actors, Step, argument, steps
+from bench.report import Report, Row, as_row, check_plot, command_line, plot, print_first_steps, print_table
+from bench.variants import ARITY, SHAPES, VARIANTS, Actors, Step, argument, steps
 from bench.worker import SMALL, payload
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -34,13 +34,14 @@ FIRST_STEP, FIRST_STEP_WORKERS = "first step", 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: scatter-gather for all sizes, the other shapes for small inputs."""
+    """What is measured: scatter-gather for all sizes, the other shapes for small inputs; `reduce` with each of `arities`."""
 
     workers: tuple[int, ...] = WORKERS
     payloads: tuple[int, ...] = PAYLOADS
     results: tuple[int, ...] = RESULTS
     shapes: tuple[str, ...] = SHAPES
     variants: tuple[str, ...] = VARIANTS
+    arities: tuple[int, ...] = (ARITY,)
     hosts: int = 1
     effort: Effort = FULL
     large_at: tuple[int, ...] | None = None  # numbers of workers with large inputs and results; None: all
@@ -62,12 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
     parser.add_argument("--shapes", type=_names, help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--variants", type=_names, help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--arities", type=_numbers, default=(ARITY,), help="of the trees of shape reduce, e.g. 2,4,8,16")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
+    if options.plot:
+        check_plot(options.plot)
     base = QUICK_PLAN if options.quick else Plan()
     plan = Plan(
         workers=options.workers or base.workers,
@@ -75,6 +79,7 @@ def run(options: argparse.Namespace) -> None:
         results=base.results if options.results is None else options.results,
         shapes=options.shapes or base.shapes,
         variants=options.variants or base.variants,
+        arities=options.arities,
         hosts=options.hosts,
         effort=replace(base.effort, seconds=options.seconds) if options.seconds else base.effort,
         large_at=options.large_at,
@@ -96,20 +101,21 @@ def measure(plan: Plan, so_far: Callable[[list[Row]], None] = lambda rows: None)
         actors = Actors.start(max(plan.workers), host_resources)
         for workers in plan.workers:
             for shape in plan.shapes:
-                rows += _measure_shape(plan, shape, workers, actors.first(workers))
-                so_far(rows)
+                for arity in plan.arities if shape == "reduce" else (ARITY,):
+                    rows += _measure_shape(plan, shape, workers, actors.first(workers), arity)
+                    so_far(rows)
             if plan.first_steps and workers == _nearest(plan.workers, FIRST_STEP_WORKERS):
                 rows.append(_first_steps(plan, workers, actors))
                 so_far(rows)
     return rows
 
 
-def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors) -> list[Row]:
+def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors, arity: int) -> list[Row]:
     """One shape on some workers, compiled once for each size of results."""
     rows: list[Row] = []
     for result_bytes, payloads in _cases(plan, shape, workers).items():
         actors.set_result(result_bytes)
-        with steps(shape, actors, plan.variants, max(payloads), result_bytes) as made:
+        with steps(shape, actors, plan.variants, max(payloads), result_bytes, arity) as made:
             for payload_bytes in payloads:
                 what = {
                     "workers": workers,
@@ -122,9 +128,9 @@ def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors) -> list
                 timings = side_by_side(made, inputs, plan.effort)
                 for step in made:
                     row = as_row(timings[step.variant], variant=step.variant, shape=shape, **what)
-                    rows.append(
-                        {**row, **_copied(step, shape, actors, plan.hosts, inputs[step.variant], value, result_bytes)}
-                    )
+                    own = {"arity": arity} if shape == "reduce" else {}
+                    copied = _copied(step, shape, actors, plan.hosts, inputs[step.variant], value, result_bytes)
+                    rows.append({**row, **own, **copied})
     return rows
 
 
@@ -132,6 +138,8 @@ def _copied(step: Step, shape: str, actors: Actors, hosts: int, given: Any, valu
     """The bytes that a step copies, and how that is known; nothing where it is not."""
     if step.variant == "dagrl_compiled":
         return {"copied_bytes": counted(step, given, actors), "copied_by": "counted"}
+    if step.variant == "dagrl_eager" and shape == "multiple args":
+        value = given  # one batch for all shards
     known = computed(step.variant, shape, len(actors.flat), value, payload(result_bytes)) if hosts == 1 else None
     return {} if known is None else {"copied_bytes": known, "copied_by": "computed"}
 
@@ -145,7 +153,7 @@ def _first_steps(plan: Plan, workers: int, actors: Actors) -> Row:
 
 def _cases(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
     """For each size of results, the sizes of inputs."""
-    if shape == "chain":
+    if shape in ("chain", "reduce"):
         return {SMALL: (SMALL,)}
     if shape == "multiple args":
         return {SMALL: tuple(size for size in plan.payloads if size in (SMALL, MIB))}

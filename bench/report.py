@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.gpus import gpus
+from dagrl.errors import ConfigError
+from dagrl.imports import require_package
 from dagrl.machine import package_versions
 
 PACKAGES = (
@@ -64,8 +67,10 @@ def versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command as it was typed."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command as a shell takes it: `dagrl ...`, or `python -m module ...` of a module that was run by itself."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    own = spec is not None and spec.name.partition(".")[0] == "bench"
+    return shlex.join([*(["python", "-m", spec.name] if own else ["dagrl"]), *sys.argv[1:]])
 
 
 def print_table(report: Report, shape: str = "scatter-gather") -> None:
@@ -77,12 +82,14 @@ def print_table(report: Report, shape: str = "scatter-gather") -> None:
     variants = list(dict.fromkeys(str(row["variant"]) for row in rows))
     title = f"{shape}: median / p99 in us, times the hand-written graph, bytes copied into memory\n{report.hardware}"
     table = Table(title=title, title_justify="left")
-    for name in ("workers", "hosts", "payload", "result", *variants):
+    arities = any("arity" in row for row in rows)
+    for name in ("workers", "hosts", "payload", "result", *(["arity"] if arities else []), *variants):
         table.add_column(name, justify="right")
     for case, by_variant in _cases(rows).items():
         flat = by_variant.get("ray_flat_graph")
         cells = [_cell(by_variant.get(variant), flat) for variant in variants]
-        table.add_row(str(case[0]), str(case[1]), _size(case[2]), _size(case[3]), *cells)
+        arity = [str(case[4])] if arities else []
+        table.add_row(str(case[0]), str(case[1]), _size(case[2]), _size(case[3]), *arity, *cells)
     Console(width=max(120, Console().width)).print(table)
 
 
@@ -99,22 +106,37 @@ def print_first_steps(report: Report) -> None:
             )
 
 
-def plot(report: Report, path: Path, shape: str = "scatter-gather") -> None:
-    """Medians over the number of workers, one panel for each payload, with p99 as a thin line above."""
+def check_plot(path: Path) -> None:
+    """Raise ConfigError, before anything is measured, for a picture that could not be drawn afterwards."""
+    require_package("matplotlib", "--plot")
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in kinds:
+        raise ConfigError(f"--plot {path}: no picture has the ending {path.suffix!r}; use one of {', '.join(sorted(kinds))}")
+
+
+def plot(report: Report, path: Path) -> None:
+    """Medians over the number of workers, one panel for each payload, with p99 as a thin line above.
+
+    Of scatter-gather; of the first shape, if that was not measured.
+    """
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    rows = [row for row in report.rows if row.get("shape", shape) == shape and row["hosts"] == 1]
+    shapes = [str(row["shape"]) for row in report.rows]
+    shape = "scatter-gather" if "scatter-gather" in shapes else shapes[0]
+    rows = [row for row in report.rows if row["shape"] == shape]
     sizes = sorted({(int(row["payload_bytes"]), int(row["result_bytes"])) for row in rows})
     figure, panels = pyplot.subplots(1, len(sizes), figsize=(4.2 * len(sizes), 4.2), squeeze=False)
     for panel, size in zip(panels[0], sizes, strict=True):
-        for variant in dict.fromkeys(str(row["variant"]) for row in rows):
+        for variant in dict.fromkeys(_line(row) for row in rows):
             points = sorted(
                 (int(row["workers"]), float(row["p50_us"]), float(row["p99_us"]))
                 for row in rows
-                if row["variant"] == variant and (row["payload_bytes"], row["result_bytes"]) == size
+                if _line(row) == variant and (row["payload_bytes"], row["result_bytes"]) == size
             )
             (line,) = panel.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=variant)
             panel.plot([p[0] for p in points], [p[2] for p in points], color=line.get_color(), linewidth=0.6, alpha=0.6)
@@ -125,7 +147,8 @@ def plot(report: Report, path: Path, shape: str = "scatter-gather") -> None:
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("us a step (thin: p99)")
     panels[0][0].legend(fontsize=8)
-    figure.suptitle(f"{shape}: {report.hardware}", fontsize=9)
+    hosts = ", ".join(f"{count} hosts, " for count in sorted({int(row["hosts"]) for row in rows}) if count > 1)
+    figure.suptitle(f"{shape}: {hosts}{report.hardware}", fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -137,12 +160,19 @@ def as_row(timing: object, **what: str | int) -> Row:
     return {**what, **asdict(timing)}  # type: ignore[call-overload]
 
 
-def _cases(rows: Sequence[Row]) -> dict[tuple[int, int, int, int], dict[str, Row]]:
-    cases: dict[tuple[int, int, int, int], dict[str, Row]] = {}
+def _cases(rows: Sequence[Row]) -> dict[tuple[int, ...], dict[str, Row]]:
+    """The rows of the variants that were measured side by side, by workers, hosts, bytes of input and result, and arity."""
+    cases: dict[tuple[int, ...], dict[str, Row]] = {}
     for row in rows:
-        case = (int(row["workers"]), int(row["hosts"]), int(row["payload_bytes"]), int(row["result_bytes"]))
+        case = tuple(int(row.get(key, 0)) for key in ("workers", "hosts", "payload_bytes", "result_bytes", "arity"))
         cases.setdefault(case, {})[str(row["variant"])] = row
     return cases
+
+
+def _line(row: Row) -> str:
+    """What a line of the plot shows: a variant; one whose trees have an arity with it."""
+    tree = "arity" in row and str(row["variant"]).startswith("dagrl")
+    return f"{row['variant']}, arity {row['arity']}" if tree else str(row["variant"])
 
 
 def _cell(row: Row | None, flat: Row | None) -> str:

@@ -1,8 +1,9 @@
-"""The five ways to run one step on N workers that the overhead benchmark compares, and the four shapes of a step.
+"""The five ways to run one step on N workers that the overhead benchmark compares, and the shapes of a step.
 
 Shapes carry the names of Ray's own microbenchmarks (`ray/_private/ray_experimental_perf.py`): `scatter-gather` (one input
 to all, a result of each; `single-actor` with one worker), `chain` (through all workers, one after the other), `multiple
-args` (an input of its own for each worker).
+args` (an input of its own for each worker). `reduce` is what dagrl's own phases are: one input to all, results joined on the
+workers in a tree of an arity; Ray's ways have the driver read and join them.
 
 Each executor has actors of its own; plain calls share those of the eager one. Ray's graphs poll while they wait, so the
 actors of the hand-written graph are stopped (SIGSTOP) while another variant is measured.
@@ -29,7 +30,8 @@ from dagrl.shapes import Batch, Bucket, Field
 from dagrl.worker_group import WorkerGroup
 
 VARIANTS = ("ray_calls", "ray_calls_put", "ray_flat_graph", "dagrl_compiled", "dagrl_eager")
-SHAPES = ("scatter-gather", "chain", "multiple args")
+SHAPES = ("scatter-gather", "chain", "multiple args", "reduce")
+ARITY = SchedulerOptions().arity
 
 IN_FLIGHT = 2
 ENVELOPE = 1 << 16
@@ -57,7 +59,18 @@ def multiple_args(train: Shard, batch: Input) -> Value:
     return train.map("step", batch)
 
 
-PHASES: dict[str, Phase] = {"scatter-gather": scatter_gather, "chain": chain, "multiple args": multiple_args}
+@phase
+def reduced(train: Shard, value: Input) -> Value:
+    """Every worker gets the input; results are joined on the workers."""
+    return train.reduce("merge", train.map("step", value))
+
+
+PHASES: dict[str, Phase] = {
+    "scatter-gather": scatter_gather,
+    "chain": chain,
+    "multiple args": multiple_args,
+    "reduce": reduced,
+}
 
 
 @dataclass(frozen=True)
@@ -116,15 +129,15 @@ def _start_actor(host: Sequence[str]) -> Any:
 
 @contextmanager
 def steps(
-    shape: str, actors: Actors, variants: Sequence[str], payload_bytes: int, result_bytes: int
+    shape: str, actors: Actors, variants: Sequence[str], payload_bytes: int, result_bytes: int, arity: int = ARITY
 ) -> Iterator[list[Step]]:
-    """The variants of one shape, compiled for payloads and results of up to these sizes."""
+    """The variants of one shape, compiled for payloads and results of up to these sizes; dagrl's trees have this arity."""
     makers = {
         "ray_calls": _calls,
         "ray_calls_put": _calls_put,
         "ray_flat_graph": _flat_graph,
-        "dagrl_compiled": _dagrl("compiled"),
-        "dagrl_eager": _dagrl("eager"),
+        "dagrl_compiled": _dagrl("compiled", arity),
+        "dagrl_eager": _dagrl("eager", arity),
     }
     closers: list[Callable[[], None]] = []
     made = []
@@ -148,7 +161,14 @@ def _calls(shape: str, actors: Actors, payload_bytes: int, result_bytes: int) ->
         return (lambda value: ray.get(_pass_on(actors.plain, value))), (), _nothing
     if shape == "multiple args":
         return (lambda rows: ray.get([a.step.remote(row) for a, row in zip(actors.plain, rows, strict=True)])), (), _nothing
+    if shape == "reduce":
+        return (lambda value: _merge(ray.get([actor.step.remote(value) for actor in actors.plain]))), (), _nothing
     return (lambda value: ray.get([actor.step.remote(value) for actor in actors.plain])), (), _nothing
+
+
+def _merge(parts: list[object]) -> object:
+    """What a driver does that joins results itself."""
+    return BenchWorker().merge(parts)
 
 
 def _calls_put(shape: str, actors: Actors, payload_bytes: int, result_bytes: int) -> Made:
@@ -189,23 +209,26 @@ def _flat_graph(shape: str, actors: Actors, payload_bytes: int, result_bytes: in
 
     if shape == "multiple args":
         return (lambda rows: ray.get(graph.execute(*rows))), actors.flat_pids, close
+    if shape == "reduce":
+        return (lambda value: _merge(ray.get(graph.execute(value)))), actors.flat_pids, close
     return (lambda value: ray.get(graph.execute(value))), actors.flat_pids, close
 
 
-def _dagrl(executor: Any) -> Callable[[str, Actors, int, int], Made]:
+def _dagrl(executor: Any, arity: int) -> Callable[[str, Actors, int, int], Made]:
     def make(shape: str, actors: Actors, payload_bytes: int, result_bytes: int) -> Made:
         mine = actors.compiled if executor == "compiled" else actors.plain
         count = len(mine)
         layout = ParallelLayout(dp=count) if shape == "multiple args" else ParallelLayout(tp=count)
         group = WorkerGroup.from_actors(mine, layout)
         # small results are joined on the workers, into one list that must fit
-        returned = {"chain": payload_bytes, "multiple args": result_bytes}.get(shape, result_bytes * count) + ENVELOPE
+        returned = {"chain": payload_bytes, "scatter-gather": result_bytes * count}.get(shape, result_bytes) + ENVELOPE
         scheduler = Scheduler(
             [group],
             SchedulerOptions(
                 executor=executor,
                 fallback="error",
                 max_in_flight=IN_FLIGHT,
+                arity=arity,
                 result_bytes=returned,
                 compile_s=DEADLINE_S,
                 replay_s=DEADLINE_S,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,10 @@ class BenchWorker:
     def copied(self) -> int:
         """Bytes that this process has copied into edges and out of them."""
         return copied_bytes()
+
+    def cpu_s(self) -> float:
+        """Processor time that this process has used."""
+        return time.process_time()
 
     def pid(self) -> int:
         """The worker's process."""

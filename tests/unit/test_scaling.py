@@ -1,0 +1,101 @@
+"""The cost model of a step on more workers than were measured: it finds the costs that rows were made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.report import Report, Row, check_plot, command_line, plot
+from bench.scaling import MIB, PER_HOST, Line, fit_array, fit_line, fit_tree, levels, table
+from bench.worker import SMALL
+from dagrl.errors import ConfigError
+
+
+def row(us: float, workers: int, payload: int = SMALL, variant: str = "dagrl_compiled", **more: str | int) -> Row:
+    shape = {"variant": variant, "shape": "scatter-gather", "workers": workers, "hosts": 1}
+    return shape | {"payload_bytes": payload, "result_bytes": SMALL, "p50_us": us, "p99_us": 2 * us, "n": 9} | more
+
+
+def report(rows: list[Row]) -> Report:
+    return Report(rows, "command", "hardware", {})
+
+
+@pytest.mark.parametrize(("hosts", "depth"), [(1, 0), (2, 1), (9, 1), (10, 2), (73, 2), (74, 3), (585, 3), (586, 4)])
+def test_the_depth_of_a_tree_in_which_each_host_sends_to_eight_more(hosts: int, depth: int) -> None:
+    assert levels(hosts) == depth
+
+
+@pytest.mark.parametrize("shape", ["scatter-gather", "chain"])
+def test_a_line_is_found_without_the_size_that_it_is_checked_on(shape: str) -> None:
+    rows = [row(40 + 2.5 * n, n, shape=shape) for n in (1, 8, 64)] + [row(240.0, 32, shape=shape)]
+    others = [
+        row(1.0, 8, variant="ray_calls", shape=shape),
+        row(1.0, 8, payload=MIB, shape=shape),
+        row(1.0, 8, shape="other"),
+    ]
+    line = fit_line([report(others), report(rows)], "dagrl_compiled", 32, shape)
+    assert (line.constant_us, line.each_us) == pytest.approx((40, 2.5))
+    assert line.predict(1000) == pytest.approx(2540)
+    assert line.error == pytest.approx(120 / 240 - 1)
+
+
+def test_no_cost_is_negative() -> None:
+    line = fit_line([report([row(100.0, 1), row(50.0, 8), row(1.0, 32)])], "dagrl_compiled", 32)
+    assert line.each_us == 0.0 and 50.0 < line.constant_us < 100.0
+    through_zero = fit_line([report([row(10.0, 1), row(1000.0, 8), row(1.0, 32)])], "dagrl_compiled", 32)
+    assert through_zero.constant_us == 0.0
+
+
+@pytest.mark.parametrize(("variant", "for_each"), [("dagrl_compiled", False), ("ray_calls", True)])
+def test_what_an_array_adds_is_found_beside_the_small_step_of_its_own_report(variant: str, for_each: bool) -> None:
+    def rows(slower: float, sizes: tuple[float, ...]) -> list[Row]:
+        found = []
+        for n in (1, 8, 32):
+            small = slower + 3.0 * n
+            added = {mib: 20 + 35 * mib * (n if for_each else 1) for mib in sizes}
+            found += [row(small, n, variant=variant)]
+            found += [row(small + us, n, int(mib * MIB), variant) for mib, us in added.items()]
+        return found
+
+    array = fit_array([report(rows(50, (1.0,))), report(rows(500, (1 / 16, 16.0)))], variant, 32)
+    assert (array.array_us, array.mib_us, array.error) == pytest.approx((20, 35, 0), abs=1e-6)
+    assert array.predict(100, 4.0) == pytest.approx(20 + 35 * 4 * (100 if for_each else 1))
+
+
+def test_hosts_add_a_way_for_each_level_of_their_tree() -> None:
+    line = Line("dagrl_compiled", 40.0, 2.5, 32, 120.0)
+    tree = fit_tree(line, report([row(40 + 2.5 * n + extra, n, hosts=2) for n, extra in ((8, 100.0), (16, 140.0))]))
+    assert (tree.way_us, tree.rows) == (pytest.approx(120.0), 2)
+    assert tree.predict(PER_HOST) == pytest.approx(line.predict(PER_HOST))
+    assert tree.predict(PER_HOST * 16) == pytest.approx(line.predict(PER_HOST * 16) + 2 * 120.0)
+    rows = table(
+        [
+            (
+                "dagrl_compiled",
+                tree,
+                fit_array([report([row(10, n, p) for n in (1, 32) for p in (SMALL, MIB)])], "dagrl_compiled", 32),
+            )
+        ]
+    )
+    assert "| 1,024 | 2.8 ms |" in rows
+
+
+def test_any_shape_on_any_number_of_hosts_can_be_drawn(tmp_path: Path) -> None:
+    """Before, a report of two hosts, or of chains alone, failed after it had been measured."""
+    rows = [row(10.0 * n, n, shape="chain", hosts=2) for n in (2, 4)]
+    plot(report(rows), tmp_path / "chain.png")
+    plot(report([row(9.0, 2, shape="reduce", arity=arity) for arity in (2, 8)]), tmp_path / "reduce.svg")
+    assert (tmp_path / "chain.png").stat().st_size > 1000
+    assert "arity 8" in (tmp_path / "reduce.svg").read_text()
+
+
+def test_a_picture_that_could_not_be_drawn_is_refused_at_once(tmp_path: Path) -> None:
+    check_plot(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match=r"--plot .*a\.xyz: no picture has the ending '\.xyz'; use one of .*png"):
+        check_plot(tmp_path / "a.xyz")
+
+
+def test_a_recorded_command_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/dagrl", "bench", "overhead", "--shapes", "multiple args,chain"])
+    assert command_line() == "dagrl bench overhead --shapes 'multiple args,chain'"
