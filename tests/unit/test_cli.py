@@ -120,6 +120,14 @@ def test_measurements_refuse_before_they_begin(
     assert f"dagrl: error: {message}" in capsys.readouterr().err
 
 
+def test_settings_of_measurements_are_in_the_wheel() -> None:
+    """All that the modules of `bench` read beside themselves; the quickstart's is in the repository alone."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for path in (ROOT / "bench").rglob("*.yaml"):
+        package = ".".join(path.relative_to(ROOT).parts[:-1])
+        assert any(path.match(pattern) for pattern in data[package]), path
+
+
 def test_numbers_of_workers_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "step_overhead", "--workers", "a"])
