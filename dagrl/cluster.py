@@ -27,6 +27,9 @@ CHATTY = "ray.dag"
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
+LEAN = {"RAY_prestart_worker_first_driver": "0"}
+"""No workers before they are asked for: ours have environments of their own, for which Ray starts others."""
+
 PRIORITY = {"RAY_worker_niceness": "0"}
 """Ray runs workers at niceness 15. With GPUs they launch kernels, and would wait for whatever else the host does."""
 
@@ -37,7 +40,7 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
 
     `environment` is set in every worker process. Semaphores that killed workers left behind are removed at the end.
     """
-    os.environ.update(QUIET | (PRIORITY if gpus_per_worker(config) else {}))
+    os.environ.update(QUIET | LEAN | (PRIORITY if gpus_per_worker(config) else {}))
     import ray
 
     before = semaphores()
