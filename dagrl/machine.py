@@ -19,8 +19,13 @@ def cpu_count() -> int:
 
 def gpu_count() -> int:
     """NVIDIA GPUs that this process may use: those of `CUDA_VISIBLE_DEVICES`, or all that the driver shows."""
-    present = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
-    return min(present, len(visible_gpus(tuple(map(str, range(present))))))
+    return len(gpu_ids())
+
+
+def gpu_ids() -> list[str]:
+    """Of the same GPUs, the indices or UUIDs that `CUDA_VISIBLE_DEVICES` may name."""
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return visible_gpus(tuple(map(str, range(present))))[:present]
 
 
 def visible_gpus(present: Sequence[str]) -> list[str]:

@@ -31,6 +31,11 @@ def ask_for_death(directory: Path, place: str, version: int) -> None:
     (directory / f"{place}.{version}").touch()
 
 
+def has_died(directory: Path, place: str) -> bool:
+    """Whether a worker died there."""
+    return (directory / f"{place}.died").exists()
+
+
 def died_at(directory: Path, place: str) -> float:
     """Seconds since the epoch."""
     return float((directory / f"{place}.died").read_text())

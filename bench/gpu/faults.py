@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at
+from bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
 from bench.report import Report, command_line
 
 if TYPE_CHECKING:
@@ -56,13 +56,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--places", default=",".join(PLACES), help="where a worker dies, in this order")
+    parser.add_argument("--places", default=",".join(PLACES), help="where a worker dies, one after the other")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_intermixed_args()
-    faults = measure(options.config, options.overrides, options.places.split(","))
+    faults = measure(options.config, options.overrides, places_of(options.places))
     print_table(faults)
     if options.json:
         Report([asdict(fault) for fault in faults], command_line()).write(options.json)
+
+
+def places_of(text: str) -> list[str]:
+    """The places of `--places`, in the order in which workers die there. Raises SystemExit for one that is none."""
+    asked = text.split(",")
+    if unknown := sorted(set(asked) - set(PLACES)):
+        raise SystemExit(f"--places: found {', '.join(unknown)}; choose from {','.join(PLACES)}")
+    return [place for place in PLACES if place in asked]
 
 
 def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES) -> list[Fault]:
@@ -91,9 +99,9 @@ def with_dying_workers(config: Config) -> Config:
 
 def _run_all(configs: Sequence[Config], directory: Path, workers: int) -> None:
     """Side by side, on GPUs of their own where there are enough."""
-    from dagrl.machine import gpu_count
+    from dagrl.machine import gpu_ids
 
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpu_count())))).split(",")
+    gpus = gpu_ids()
     apart = len(gpus) >= len(configs) * workers
     context = multiprocessing.get_context("spawn")
     running = []
@@ -132,6 +140,11 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
 
 
 def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
+    if not has_died(directory / "deaths", place):
+        raise SystemExit(
+            f"no worker died in {place}, at policy version {DEATH_AT[place]}: the run did not come to it. It needs more steps "
+            "than that, and algorithm grpo for any place but all_reduce"
+        )
     died = died_at(directory / "deaths", place)
     heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
     ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
