@@ -142,8 +142,8 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
 def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
     if not has_died(directory / "deaths", place):
         raise SystemExit(
-            f"no worker died in {place}, at policy version {DEATH_AT[place]}: the run did not come to it. It needs more steps "
-            "than that, and algorithm grpo for any place but all_reduce"
+            f"no worker died in {place}, at policy version {DEATH_AT[place]}: the run did not come to it. It needs more "
+            "steps than that, and algorithm grpo for any place but all_reduce"
         )
     died = died_at(directory / "deaths", place)
     heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
