@@ -237,7 +237,7 @@ class RefitConfig(Section):
     replicate_in_host: bool = True  # a byte goes to a host once, and from there to the others that want it
     cuda_graph: bool = True  # GPUs: from the second refit on, replay it as one captured CUDA graph
     gpus_per_host: PositiveInt = 8  # dagrl inspect: how ranks lie on hosts
-    in_host_gb_per_s: PositiveFloat = 450.0  # dagrl inspect: a link's speed a direction, within a host and between hosts
+    in_host_gb_per_s: PositiveFloat = 450.0  # a link's speed a direction, in a host and between hosts: orders messages
     between_hosts_gb_per_s: PositiveFloat = 50.0
 
 

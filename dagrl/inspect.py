@@ -18,9 +18,9 @@ from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.model_init import load_tokenizer, model_description
-from dagrl.preflight import layouts, load_phase, trace_phases, worker_classes
+from dagrl.preflight import check_settings, layouts, load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
-from dagrl.refit.summary import LinkSpeeds
+from dagrl.refit.schedule import LinkSpeeds
 
 if TYPE_CHECKING:
     from dagrl.loops.start import PhasePlan
@@ -59,6 +59,7 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
     everything else as comments of Mermaid. Raises a UserError for what preflight would refuse in layouts and phases.
     """
     draw = _drawer(output)
+    check_settings(config)
     reports = phase_reports(config, phase)
     texts = [str(report) for report in reports]
     if any(report.plan.name == REFIT for report in reports):
@@ -102,6 +103,7 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
         bucket_bytes=config.refit.bucket_bytes,
         hosts=_hosts(config, len(sources), len(destinations)),
         replicate_in_host=config.refit.replicate_in_host,
+        speeds=LinkSpeeds.of_config(config.refit),
     )
 
 
@@ -155,5 +157,5 @@ def _refit_text(config: Config) -> str:
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
     train = layouts(config)["train"].world_size
-    speeds = LinkSpeeds(config.refit.in_host_gb_per_s * 1e9, config.refit.between_hosts_gb_per_s * 1e9)
-    return f"{plan.summary().text(speeds)}\n  the first {train} ranks are train workers, the others generation workers"
+    text = plan.summary().text(LinkSpeeds.of_config(config.refit))
+    return f"{text}\n  the first {train} ranks are train workers, the others generation workers"

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from dagrl.channels.base import ChannelSpec
 from dagrl.errors import RefitPlanError
 from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
 from dagrl.worker_group import WorkerGroup, call_together, free_address
 
@@ -29,6 +30,7 @@ def connect_refit(
     channel_timeout_s: float,
     bucket_bytes: int | None = None,
     replicate_in_host: bool = True,
+    speeds: LinkSpeeds | None = None,
 ) -> RefitPlan:
     """Plan the refit from `train` to `generation` and prepare every worker of both for it.
 
@@ -48,6 +50,7 @@ def connect_refit(
         bucket_bytes=bucket_bytes,
         hosts=hosts,
         replicate_in_host=replicate_in_host,
+        speeds=speeds,
     )
     logger.debug("refit plan: %s", plan.summary())
     address = train.call_function(free_address, timeout_s=timeout_s)[0]

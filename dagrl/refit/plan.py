@@ -32,8 +32,9 @@ from dagrl.refit.cover import (
     source_name,
 )
 from dagrl.refit.moves import ITEM_BYTES, Move, RankPlan, TransferBucket, aligned, message_bytes
+from dagrl.refit.order import Position, order_rounds
 from dagrl.refit.quantize import FP8, in_blocks
-from dagrl.refit.schedule import Block, Pair, Placement, Position, choose_routes, make_blocks, order_rounds
+from dagrl.refit.schedule import Block, LinkSpeeds, Pair, Placement, choose_routes, make_blocks
 from dagrl.refit.slices import Box, Scales, WeightSlice, volume
 from dagrl.refit.summary import PlanSummary
 
@@ -92,13 +93,10 @@ class RefitPlan:
         return RankPlan(rank, self.size, self.digest, sends, receives)
 
     def summary(self) -> PlanSummary:
-        """Bytes per pair and link, balance, staging memory."""
-        pairs: dict[Pair, int] = defaultdict(int)
-        for bucket in self.buckets:
-            pairs[bucket.source, bucket.destination] += bucket.nbytes
-        rounds = 1 + max((bucket.round for bucket in self.buckets), default=-1)
+        """Bytes per pair and link, balance, staging memory, time."""
         largest = max((bucket.nbytes for bucket in self.buckets), default=0)
-        return PlanSummary(dict(pairs), self.sources, self.destinations, 2 * largest, rounds, len(self.buckets), self.hosts)
+        messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
+        return PlanSummary(messages, self.sources, self.destinations, 2 * largest, self.hosts)
 
     def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
         moves = tuple(
@@ -136,13 +134,14 @@ def plan_refit(
     bucket_bytes: int | None = None,
     hosts: Sequence[int] | None = None,
     replicate_in_host: bool = True,
+    speeds: LinkSpeeds | None = None,
 ) -> RefitPlan:
     """Plan the transfer of every box that `destinations[i]` describe from the ranks `sources[j]` that hold it.
 
     `dtype` is that of source tensors whose slices name none (`float32`, `bfloat16`, ...). `aliases` maps a destination's
     parameter to the one that feeds it where the sources lack its own name (`TIED_HEAD`). `hosts` has the host of each
     channel rank; then sources on the same host are preferred, and with `replicate_in_host` a byte goes to each other host
-    once, to one of the ranks there that want it, which passes it on to the rest.
+    once, to one of the ranks there that want it, which passes it on to the rest. `speeds` are what messages are ordered for.
 
     Raises RefitPlanError naming the parameter when only one side has it, when shapes differ, when a part of it is held by
     no source, when an element would be written twice, when dtypes cannot be cast, or when FP8 blocks would be cut.
@@ -157,7 +156,7 @@ def plan_refit(
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
     limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
-    maker = _Planner(index, wanted, len(sources), dtype, aliases or {}, limit, placement)
+    maker = _Planner(index, wanted, len(sources), dtype, aliases or {}, limit, placement, speeds or LinkSpeeds())
     buckets = maker.buckets()
     pieces = {len(sources) + rank: maker.pieces[number] for number, (_, ranks) in enumerate(wanted) for rank in ranks}
     digest = _digest(held, wanted, buckets, (dtype, aliases, limit, replicate_in_host))
@@ -176,9 +175,10 @@ class _Planner:
         aliases: Mapping[str, str],
         limit: int,
         placement: Placement | None,
+        speeds: LinkSpeeds,
     ) -> None:
         self._index, self._sources, self._dtype = index, sources, dtype
-        self._aliases, self._limit, self._placement = aliases, limit, placement
+        self._aliases, self._limit, self._placement, self._speeds = aliases, limit, placement, speeds
         self._ranks_of = [tuple(sources + rank for rank in ranks) for _, ranks in wanted]
         self._list_of = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
         self._covers: dict[tuple[str, Box, bool], list[Part]] = {}
@@ -224,13 +224,17 @@ class _Planner:
         filled = {pair: self._fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
         relayed, after = self._relays(filled, routes.relays)
         filled |= relayed
-        sizes = {pair: [nbytes for _, nbytes in buckets] for pair, buckets in filled.items()}
+        durations = {pair: [self._nanoseconds(pair, nbytes) for _, nbytes in buckets] for pair, buckets in filled.items()}
         ordered = tuple(
             PlannedBucket(number, source, to, *filled[source, to][position])
-            for number, source, to, position in order_rounds(sizes, after)
+            for number, source, to, position in order_rounds(durations, after)
         )
         self._check_complete(ordered)
         return ordered
+
+    def _nanoseconds(self, pair: Pair, nbytes: int) -> int:
+        crosses = self._placement is not None and self._placement.crosses(*pair)
+        return 1 + round(1e9 * self._speeds.seconds(nbytes, crosses))
 
     def _fill(self, pair: Pair, blocks: Sequence[Block]) -> list[tuple[tuple[Block, ...], int]]:
         """Buckets of one pair, `(blocks, bytes)`, each of at most `limit` bytes.

@@ -1,12 +1,16 @@
-"""Which replica sends each part, who passes it on, in which order buckets go: what decides a refit's speed."""
+"""Which replica sends each part, and who passes it on: half of what decides a refit's speed (`order.py` is the other)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dagrl.refit.cover import Part
+
+if TYPE_CHECKING:
+    from dagrl.config import RefitConfig
 
 LEAST_SHARE = 1024
 
@@ -28,11 +32,32 @@ class Block:
 
 
 @dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes per second and direction of one rank, by default an H200's datasheet: NVLink in a host, NDR between hosts."""
+
+    in_host: float = 450e9
+    between_hosts: float = 50e9
+
+    @classmethod
+    def of_config(cls, refit: RefitConfig) -> LinkSpeeds:
+        """As a configuration has them, in GB/s."""
+        return cls(refit.in_host_gb_per_s * 1e9, refit.between_hosts_gb_per_s * 1e9)
+
+    def seconds(self, nbytes: int, crosses: bool) -> float:
+        """How long a message travels; `crosses`: from one host to another."""
+        return nbytes / (self.between_hosts if crosses else self.in_host)
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where channel ranks are: the host of each, and whether a byte crosses between hosts once for each host."""
 
     hosts: tuple[int, ...]
     replicate_in_host: bool
+
+    def crosses(self, sender: int, receiver: int) -> bool:
+        """Whether what goes between two ranks leaves a host."""
+        return self.hosts[sender] != self.hosts[receiver]
 
 
 @dataclass
@@ -175,60 +200,3 @@ class _Chooser:
             found = tuple(rank for rank in holders if self._placement.hosts[rank] == host)
             self._near[holders, host] = found
         return found
-
-
-Position = tuple[int, int, int]
-"""(sender, receiver, position among the buckets of the pair)"""
-
-
-def order_rounds(
-    sizes: Mapping[Pair, Sequence[int]], after: Mapping[Position, Position] | None = None
-) -> Iterator[tuple[int, int, int, int]]:
-    """Buckets in rounds, as (round, sender, receiver, position within the pair).
-
-    `sizes` has the bytes of each pair's buckets. In a round every rank sends at most one bucket and receives at most one;
-    those with the most left come first, so that the busiest link is never idle while it could work. A bucket in `after`
-    waits for a round later than that of the bucket it is given.
-    """
-    after = after or {}
-    waiting: dict[int, dict[int, int]] = defaultdict(dict)  # receiver -> sender -> next position
-    to_send: dict[int, int] = defaultdict(int)
-    to_receive: dict[int, int] = defaultdict(int)
-    for (sender, receiver), buckets in sizes.items():
-        waiting[receiver][sender] = 0
-        to_send[sender] += sum(buckets)
-        to_receive[receiver] += sum(buckets)
-    done: dict[Position, int] = {}
-    number = 0
-    while waiting:
-        busy: set[int] = set()
-        for receiver in sorted(waiting, key=lambda rank: (-to_receive[rank], rank)):
-            best, most = -1, (-1, 0)
-            for sender, position in waiting[receiver].items():
-                rank = (to_send[sender], -sender)
-                if rank > most and sender not in busy and _ready(after, done, (sender, receiver, position), number):
-                    best, most = sender, rank
-            if best < 0:
-                continue
-            busy.add(best)
-            position = waiting[receiver][best]
-            nbytes = sizes[best, receiver][position]
-            to_send[best] -= nbytes
-            to_receive[receiver] -= nbytes
-            done[best, receiver, position] = number
-            _advance(waiting, receiver, best, len(sizes[best, receiver]))
-            yield number, best, receiver, position
-        number += 1
-
-
-def _ready(after: Mapping[Position, Position], done: Mapping[Position, int], bucket: Position, number: int) -> bool:
-    before = after.get(bucket)
-    return before is None or done.get(before, number) < number
-
-
-def _advance(waiting: dict[int, dict[int, int]], receiver: int, sender: int, buckets: int) -> None:
-    waiting[receiver][sender] += 1
-    if waiting[receiver][sender] == buckets:
-        del waiting[receiver][sender]
-        if not waiting[receiver]:
-            del waiting[receiver]

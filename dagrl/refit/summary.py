@@ -1,35 +1,47 @@
-"""A refit plan in numbers: bytes per pair and per link, balance, staging memory, the floor at given link speeds."""
+"""A refit plan in numbers: bytes per pair and per link, balance, staging memory, time at given link speeds."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from dagrl.refit.schedule import Pair
+from dagrl.refit.order import simulate
+from dagrl.refit.schedule import LinkSpeeds, Pair
 
 SHOWN_PAIRS = 64
 
 
 @dataclass(frozen=True)
-class LinkSpeeds:
-    """Bytes per second and direction of one rank, by default an H200's datasheet: NVLink in a host, NDR between hosts."""
-
-    in_host: float = 450e9
-    between_hosts: float = 50e9
-
-
-@dataclass(frozen=True)
 class PlanSummary:
-    """Bytes of a plan. `pairs` maps (sender, receiver), as channel ranks, to bytes; `hosts` is empty when unknown."""
+    """Bytes of a plan. `messages` are `(round, sender, receiver, bytes)`, in order, of channel ranks.
 
-    pairs: Mapping[Pair, int]
+    `staging_bytes` is the largest of a rank; `hosts` is empty when unknown.
+    """
+
+    messages: Sequence[tuple[int, int, int, int]]
     sources: int
     destinations: int
     staging_bytes: int
-    rounds: int
-    buckets: int
     hosts: tuple[int, ...] = ()
+
+    @cached_property
+    def pairs(self) -> dict[Pair, int]:
+        """Bytes by (sender, receiver)."""
+        found: dict[Pair, int] = defaultdict(int)
+        for _, sender, receiver, nbytes in self.messages:
+            found[sender, receiver] += nbytes
+        return dict(found)
+
+    @property
+    def rounds(self) -> int:
+        """Of the rank that takes part in most of them."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for number, sender, receiver, _ in self.messages:
+            found[sender].add(number)
+            found[receiver].add(number)
+        return max(map(len, found.values()), default=0)
 
     @property
     def sent(self) -> tuple[int, ...]:
@@ -60,10 +72,25 @@ class PlanSummary:
         """The least time that the busiest link needs, in seconds: no schedule of this plan is faster."""
         needed: dict[tuple[int, int, bool], float] = defaultdict(float)  # (rank, sends or receives, to another host)
         for pair, count in self.pairs.items():
-            crosses = self._host(pair[0]) != self._host(pair[1])
+            crosses = self._crosses(*pair)
             for side, rank in enumerate(pair):
-                needed[rank, side, crosses] += count / (speeds.between_hosts if crosses else speeds.in_host)
+                needed[rank, side, crosses] += speeds.seconds(count, crosses)
         return max(needed.values(), default=0.0)
+
+    def busiest_s(self, speeds: LinkSpeeds) -> float:
+        """The least time that the busiest rank needs, in seconds, when it sends one message at a time and receives one."""
+        needed: dict[tuple[int, int], float] = defaultdict(float)
+        for pair, count in self.pairs.items():
+            for side, rank in enumerate(pair):
+                needed[rank, side] += speeds.seconds(count, self._crosses(*pair))
+        return max(needed.values(), default=0.0)
+
+    def schedule_s(self, speeds: LinkSpeeds) -> float:
+        """How long the rounds take, in seconds, where links keep their speed and packing hides behind messages."""
+        return simulate(
+            (number, sender, receiver, speeds.seconds(nbytes, self._crosses(sender, receiver)))
+            for number, sender, receiver, nbytes in self.messages
+        )
 
     def _bytes(self, side: int) -> dict[int, int]:
         found: dict[int, int] = defaultdict(int)
@@ -74,6 +101,9 @@ class PlanSummary:
     def _host(self, rank: int) -> int:
         return self.hosts[rank] if self.hosts else 0
 
+    def _crosses(self, sender: int, receiver: int) -> bool:
+        return self._host(sender) != self._host(receiver)
+
     def __str__(self) -> str:
         return self.text(LinkSpeeds())
 
@@ -81,9 +111,10 @@ class PlanSummary:
         """The plan as printed; pairs beyond the largest `SHOWN_PAIRS` are only counted."""
         lines = [
             f"refit of {_mb(sum(self.received))} from {self.sources} to {self.destinations} ranks, "
-            f"{self.buckets} buckets in {self.rounds} rounds, at most {_mb(self.staging_bytes)} of staging a rank",
+            f"{len(self.messages)} buckets, at most {self.rounds} rounds and {_mb(self.staging_bytes)} of staging a rank",
             f"sent by a rank: {_spread(self.sent)}; received by a rank: {_spread(self.received)}",
-            f"floor {_seconds(self.floor_s(speeds))} at {speeds.in_host / 1e9:g} GB/s in a host"
+            f"schedule {_seconds(self.schedule_s(speeds))}, floor {_seconds(self.busiest_s(speeds))} of the busiest rank, "
+            f"{_seconds(self.floor_s(speeds))} of the busiest link, at {speeds.in_host / 1e9:g} GB/s in a host"
             + (f" and {speeds.between_hosts / 1e9:g} GB/s between hosts" if self.hosts else ""),
         ]
         lines += [self._link_text()] if len(set(self.hosts)) > 1 else []

@@ -12,7 +12,7 @@ import torch
 
 from dagrl.errors import RefitPlanError
 from dagrl.layout import ParallelLayout
-from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
 from dagrl.refit.quantize import dequantize_blocks, quantize_blocks
 from dagrl.refit.slices import expand
 from tests.unit.full_models import DEEPSEEK_V3, LARGEST, QWEN3_4B, QWEN3_30B, QWEN3_235B, TABLE, Mapping, parameters
@@ -44,9 +44,12 @@ def plan_of(row: Mapping, model: dict[str, Any], dtype: str = "bfloat16", **opti
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row not in LARGEST], ids=str)
 def test_planned_at_full_size(row: Mapping) -> None:
-    """Every generation rank receives what it holds; a whole replica what the model has, and what its ranks repeat."""
-    plan = plan_of(row, row.model)
-    received = plan.summary().received
+    """Every generation rank receives what it holds; a whole replica what the model has, and what its ranks repeat.
+
+    Across hosts of 8, in little more time than the busiest rank needs for its messages alone.
+    """
+    summary = plan_of(row, row.model, hosts=row.hosts).summary()
+    received = summary.received
     held = [0] * row.tp
     for rank in range(row.tp):
         for one in vllm_weight_slices(row.model, VllmRank(row.tp, rank, fp8=row.fp8)):
@@ -56,8 +59,10 @@ def test_planned_at_full_size(row: Mapping) -> None:
         assert held[index % row.tp] <= count < 1.001 * held[index % row.tp] + 1000
     if row.tp == 1:
         assert abs(received[0] / (2 * parameters(row.model)) - 1) < 1e-4
-    sent = plan.summary().sent
-    assert max(sent) <= 1.15 * sum(sent) / len(sent) or row.train.pp > 1  # a stage with the embedding has more to send
+    assert max(summary.sent) <= 1.2 * sum(summary.sent) / len(summary.sent)  # 1.18: FP8 leaves the embedding as it is
+    speeds = LinkSpeeds()
+    assert summary.floor_s(speeds) <= summary.busiest_s(speeds)
+    assert 0.999 <= summary.schedule_s(speeds) / summary.busiest_s(speeds) <= 1.25
 
 
 def _volume(box: tuple[tuple[int, int], ...]) -> int:
@@ -79,7 +84,7 @@ from tests.unit.test_refit_table import plan_of
 row = LARGEST[int(sys.argv[1])]
 start = time.process_time()
 size = row.train.world_size + row.tp * row.dp
-plan = plan_of(row, row.model, hosts=[rank // 8 for rank in range(size)])
+plan = plan_of(row, row.model, hosts=row.hosts)
 text = str(plan.summary())
 plan.for_rank(0), plan.for_rank(size - 1)
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

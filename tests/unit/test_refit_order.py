@@ -1,0 +1,95 @@
+"""The order of a refit's messages: what closed forms say of small ones, and what holds for any."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagrl.refit.order import order_rounds, simulate
+from dagrl.refit.schedule import Pair
+
+
+def time_of(
+    durations: dict[Pair, list[int]], after: dict[tuple[int, int, int], tuple[int, int, int]] | None = None
+) -> float:
+    ordered = order_rounds(durations, after)
+    return simulate((number, sender, to, durations[sender, to][at]) for number, sender, to, at in ordered)
+
+
+def test_what_a_simulation_counts() -> None:
+    assert simulate([]) == 0
+    assert simulate([(0, 0, 2, 3.0), (0, 1, 3, 5.0)]) == 5  # side by side
+    assert simulate([(0, 0, 2, 3.0), (1, 1, 2, 5.0)]) == 8  # one receiver
+    assert simulate([(0, 0, 2, 3.0), (1, 2, 3, 5.0)]) == 8  # passed on
+    assert simulate([(0, 0, 2, 3.0), (0, 2, 3, 1.0), (1, 4, 3, 1.0), (1, 0, 2, 1.0)]) == 4  # rank 2 waits for its group
+
+
+@pytest.mark.parametrize(
+    ("durations", "best"),
+    [
+        ({(0, 2): [4], (0, 3): [4], (1, 2): [4], (1, 3): [4]}, 8),  # two permutations
+        ({(s, r): [1] for s in range(8) for r in range(8, 16)}, 8),  # a latin square
+        ({(0, 1): [1, 9, 1], (2, 3): [11]}, 11),
+        ({(0, 2): [9], (0, 3): [1], (1, 3): [9], (1, 2): [1]}, 10),  # slow messages together, fast ones together
+    ],
+)
+def test_small_ones_are_as_fast_as_can_be(durations: dict[Pair, list[int]], best: int) -> None:
+    assert time_of(durations) == best
+
+
+def test_ranks_of_a_host_pass_on_while_others_still_hear_from_outside() -> None:
+    """Eight leaders get an eighth each by slow links, and pass it on to the seven others: as fast as the links allow."""
+    slow, fast, hosts = 90, 10, range(8, 16)
+    durations = {(rank - 8, rank): [slow] * 4 for rank in hosts}
+    durations |= {(leader, rank): [fast] * 4 for leader in hosts for rank in hosts if rank != leader}
+    after = {
+        (leader, rank, at): (leader - 8, leader, at)
+        for leader in hosts
+        for rank in hosts
+        if rank != leader
+        for at in range(4)
+    }
+    assert time_of(durations, after) == 4 * (slow + 7 * fast)
+
+
+@given(st.data())
+def test_rounds_of_any_messages(data: st.DataObject) -> None:
+    """One message each way, those of a pair in order, what is passed on after it came; and never twice the busiest pair."""
+    senders, hosts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    leaders = range(senders, senders + hosts)
+    length = st.lists(st.integers(1, 50), min_size=1, max_size=4)
+    durations: dict[Pair, list[int]] = {
+        (sender, to): data.draw(length) for sender in range(senders) for to in leaders if data.draw(st.booleans())
+    }
+    relayed = data.draw(st.booleans())
+    after = {}
+    if relayed:
+        for (sender, leader), buckets in list(durations.items()):
+            to = leader + hosts  # a follower of its own
+            first = len(durations.get((leader, to), []))
+            durations[leader, to] = [*durations.get((leader, to), []), *(max(1, one // 9) for one in buckets)]
+            after |= {(leader, to, first + at): (sender, leader, at) for at in range(len(buckets))}
+    ordered = list(order_rounds(durations, after))
+    assert Counter((s, r, at) for _, s, r, at in ordered) == Counter(
+        (s, r, at) for (s, r), buckets in durations.items() for at in range(len(buckets))
+    )
+    assert (
+        max(
+            [*Counter((n, s) for n, s, _, _ in ordered).values(), *Counter((n, r) for n, _, r, _ in ordered).values()],
+            default=1,
+        )
+        == 1
+    )
+    rounds = {(s, r, at): number for number, s, r, at in ordered}
+    assert all(rounds[s, r, at] < rounds[s, r, at + 1] for s, r, at in rounds if (s, r, at + 1) in rounds)
+    assert all(rounds[before] < rounds[bucket] for bucket, before in after.items())
+    assert [entry[0] for entry in ordered] == sorted(entry[0] for entry in ordered)
+    loads: dict[int, int] = defaultdict(int)
+    for (sender, to), buckets in durations.items():
+        loads[sender] += sum(buckets)
+        loads[to] += sum(buckets)
+    if not relayed:  # while a message waits, one of its ranks is busy
+        assert time_of(durations) <= max((loads[s] + loads[r] for s, r in durations), default=0)
