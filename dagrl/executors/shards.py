@@ -34,7 +34,7 @@ class ShardsGraph(PhaseGraph):
 
 
 def side_by_side(graph: PhaseGraph, shards: int, splits: bool) -> ShardsGraph:
-    """`shards` copies of the graph of one shard in one."""
+    """`shards` copies of the graph of one shard in one. `splits`: as in `ShardsGraph`; a batch of one shard is its own."""
     size = len(graph.nodes)
     return ShardsGraph(
         phase=graph.phase,
@@ -42,7 +42,7 @@ def side_by_side(graph: PhaseGraph, shards: int, splits: bool) -> ShardsGraph:
         nodes=tuple(_copy(graph, node, shard) for shard in range(shards) for node in graph.nodes),
         outputs=tuple(shard * size + number for shard in range(shards) for number in graph.outputs),
         shards=shards,
-        splits=splits,
+        splits=splits and shards > 1,
     )
 
 
