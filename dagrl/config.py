@@ -150,7 +150,7 @@ class GenerationConfig(Section):
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     quantum_engine_steps: PositiveInt = 16  # engine steps in one replay of `generate`; with quantum_seconds the first size
-    quantum_seconds: PositiveFloat | None = None  # what a quantum may last: sizes then follow what was measured
+    quantum_seconds: PositiveFloat | None = None  # what an update waits for quanta at most: sizes follow
     request_order: Literal["longest_first", "fifo"] = "longest_first"  # by the past lengths of their prompts
     forced_lengths: ForcedLengths | None = None
     colocated: ColocatedConfig = ColocatedConfig()

@@ -11,13 +11,15 @@ updates in flight, AReaL (Fu et al. 2025, arXiv:2505.24298) for ages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
-from dagrl.loops.experience import Experience
+from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, refit, start_policy
 from dagrl.loops.session import Session
+from dagrl.metrics import UPDATE
 from dagrl.rewards import RewardRunner
 
 
@@ -25,7 +27,7 @@ def train_async(session: Session, reward: RewardRunner) -> None:
     """All GRPO steps that are left, as `train_grpo`; with `max_trajectory_age_steps: 0` its losses exactly."""
     settings = session.config.grpo.async_grpo
     last = session.config.sft.max_num_steps + session.config.grpo.max_num_steps
-    learning: Future[Metrics] | None = None
+    learning: Future[tuple[Metrics, float]] | None = None
     metrics = Metrics()
     with (
         Experience(session, reward, max_age_steps=settings.max_trajectory_age_steps) as experience,
@@ -38,24 +40,31 @@ def train_async(session: Session, reward: RewardRunner) -> None:
                 session.stop.check()
                 if (groups := experience.take()) is not None:
                     metrics |= experience.metrics(groups)
-                    learning = thread.submit(learn, session, groups, session.step + 1)
+                    learning = thread.submit(timed_learn, session, groups, session.step + 1)
             if learning is None or not learning.done():
                 with exposed(metrics) if learning is None else nullcontext():
                     experience.work(learning)
                 continue
-            metrics |= learning.result()
-            learning = None
-            metrics |= update(session, experience, in_flight=settings.in_flight_weight_updates)
+            learned, ended = learning.result()
+            learning, metrics = None, metrics | learned
+            if not settings.in_flight_weight_updates:
+                with exposed(metrics):
+                    experience.finish_running()
+            metrics |= update(session, experience, ended)
             finish_step(session, experience, metrics)
             metrics = Metrics()
 
 
-def update(session: Session, experience: Experience, *, in_flight: bool) -> Metrics:
-    """Give generation the new weights, between two quanta; how long it stood still."""
-    if not in_flight:
-        experience.finish_running()
+def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> tuple[Metrics, float]:
+    """`learn`, and when it ended (`time.perf_counter`)."""
+    return learn(session, groups, step), time.perf_counter()
+
+
+def update(session: Session, experience: Experience, ended: float) -> Metrics:
+    """Give generation the weights that training ended with, between two quanta; how long that took, and what stood still."""
     version = session.step + 1
     metrics = refit(session, version)
+    metrics[UPDATE] = time.perf_counter() - ended
     experience.advance(version)
     return metrics
 

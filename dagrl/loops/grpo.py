@@ -6,10 +6,12 @@ asynchronous loop, `dagrl.loops.async_grpo`, takes the same steps side by side.
 
 from __future__ import annotations
 
+import time
+
 from dagrl.config import Config
-from dagrl.loops.async_grpo import train_async
+from dagrl.loops.async_grpo import train_async, update
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, refit, start_policy
+from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import run_session
@@ -36,8 +38,7 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
                 groups = generate_batch(session, experience)
             metrics |= experience.metrics(groups)
             metrics |= learn(session, groups, step)
-            metrics |= refit(session, step)
-            experience.advance(step)
+            metrics |= update(session, experience, time.perf_counter())
             finish_step(session, experience, metrics)
 
 

@@ -97,20 +97,21 @@ def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "step_s", "overhead_s", "expected"),
+    ("seconds", "in_flight", "step_s", "overhead_s", "expected"),
     [
-        (None, 0.01, 0.001, 16),  # no bound: the configured size
-        (1.0, 0.01, 0.0002, 2),  # 0.2 ms is 1 % of two steps of 10 ms
-        (1.0, 0.01, 0.002, 20),
-        (0.1, 0.01, 0.002, 10),  # the bound on time wins
-        (0.001, 0.01, 0.002, 1),  # but one step there must be
+        (None, 2, 0.01, 0.001, 16),  # no bound: the configured size
+        (1.0, 1, 0.01, 0.0002, 2),  # 0.2 ms is 1 % of two steps of 10 ms
+        (1.0, 2, 0.01, 0.002, 20),
+        (0.1, 1, 0.01, 0.002, 10),  # the bound on time wins
+        (0.1, 2, 0.01, 0.002, 5),  # and is one of all quanta in flight together
+        (0.001, 1, 0.01, 0.002, 1),  # but one step there must be
     ],
 )
-def test_quantum_size(seconds: float | None, step_s: float, overhead_s: float, expected: int) -> None:
-    size = QuantumSize(16, seconds)
+def test_quantum_size(seconds: float | None, in_flight: int, step_s: float, overhead_s: float, expected: int) -> None:
+    size = QuantumSize(16, seconds, in_flight)
     assert size.next() == 16
     for _ in range(100):
         size.record(8, 8 * step_s, overhead_s)
     assert size.next() == expected
     if seconds is not None and expected > 1:
-        assert expected * step_s <= seconds + 1e-9
+        assert in_flight * expected * step_s <= seconds + 1e-9
