@@ -1,8 +1,9 @@
-"""The process that runs a user's function: `python -m dagrl.function_process FD module:function KEY batched|single`.
+"""The process that runs a user's function: `python -m dagrl.function_process FD module:function KEY batched|single
+TIMEOUT_S TIMEOUT_KEY`.
 
 Started by `dagrl.function_runner`. It answers every list of columns on the connection `FD` with one answer a row, or with a
 text that says what the function raised, and ends when the other end is closed or its parent dies. A coroutine function is
-awaited; one that takes single rows is awaited for all rows of a call at once.
+awaited; one that takes single rows is awaited for all rows of a call at once, each under the deadline.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import inspect
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dagrl.function_runner import Failed
+from dagrl.function_runner import Deadline, Failed
 from dagrl.imports import load_callable
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -26,9 +28,9 @@ def main() -> None:
     """Serve until the connection is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor, path, key, how = sys.argv[1:]
+    descriptor, path, key, how, timeout_s, timeout_key = sys.argv[1:]
     function = load_callable(path, key)
-    answers = answer_batch if how == "batched" else answer_singly
+    answers = answer_batch if how == "batched" else partial(answer_singly, deadline=Deadline(float(timeout_s), timeout_key))
     with Connection(int(descriptor)) as connection:
         connection.send("ready")
         while True:
@@ -48,20 +50,24 @@ def answer_batch(function: Callable[..., Any], columns: Sequence[list[str]]) -> 
         return _message(error)
 
 
-def answer_singly(function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
-    """One answer a row, or a `Failed`; coroutines of all rows run side by side."""
-    return asyncio.run(_gather(function, list(zip(*columns, strict=True))))
+def answer_singly(function: Callable[..., Any], columns: Sequence[list[str]], deadline: Deadline) -> list[Any] | str:
+    """One answer a row, or a `Failed`; coroutines of all rows run side by side, and end at the deadline one by one."""
+    return asyncio.run(_gather(function, list(zip(*columns, strict=True)), deadline))
 
 
-async def _gather(function: Callable[..., Any], rows: Sequence[tuple[str, ...]]) -> list[Any]:
-    return list(await asyncio.gather(*(_one(function, row) for row in rows)))
+async def _gather(function: Callable[..., Any], rows: Sequence[tuple[str, ...]], deadline: Deadline) -> list[Any]:
+    return list(await asyncio.gather(*(_one(function, row, deadline) for row in rows)))
 
 
-async def _one(function: Callable[..., Any], row: tuple[str, ...]) -> Any:
+async def _one(function: Callable[..., Any], row: tuple[str, ...], deadline: Deadline) -> Any:
+    limit = asyncio.timeout(deadline.seconds)
     try:
-        result = function(*row)
-        return await result if inspect.isawaitable(result) else result
+        async with limit:
+            result = function(*row)
+            return await result if inspect.isawaitable(result) else result
     except Exception as error:
+        if limit.expired():
+            return Failed(deadline.missed)
         return Failed(_message(error))
 
 

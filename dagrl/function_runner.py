@@ -2,7 +2,8 @@
 
 A function that hangs (a regular expression can, holding the interpreter's lock) is killed with its process, and one that
 raises costs the row it raised for: such rows are answered with `Failed`. Functions take lists of texts and return a list
-(`batched`), or take one text of each list and return one answer; either may be a coroutine function.
+(`batched`), or take one text of each list and return one answer; either may be a coroutine function. The coroutines of
+single rows run side by side, and one that hangs is cancelled alone.
 
     with FunctionRunner("my_task:reward", "reward.function", timeout_s=10.0) as runner:
         future = runner.submit(prompts, completions, references)       # answered beside the caller, in `workers` processes
@@ -31,6 +32,23 @@ MOST_LOSSES = 3
 
 START_S = 60.0
 """Seconds within which the process has imported the function."""
+
+
+GRACE_S = 1.0
+"""Seconds beyond their deadline in which the process says which coroutines have missed it."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Seconds that a call may take, and the key of the configuration that says so."""
+
+    seconds: float
+    key: str
+
+    @property
+    def missed(self) -> str:
+        """What is said of an answer that did not come in time."""
+        return f"no answer within {self.key} = {self.seconds:g} s"
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,8 @@ class FunctionRunner:
         """
         load_callable(path, key)
         self._check = check
-        self._processes = [_FunctionProcess(path, key, batched, timeout_s, timeout_key) for _ in range(workers)]
+        deadline = Deadline(timeout_s, timeout_key)
+        self._processes = [_FunctionProcess(path, key, batched, deadline) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_FunctionProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
@@ -95,7 +114,10 @@ class FunctionRunner:
         try:
             whole = process.ask(columns)
             whole = self._checked(whole, len(columns[0])) if not isinstance(whole, str) else whole
-            return self._one_by_one(process, columns, whole) if isinstance(whole, str) else whole
+            if not isinstance(whole, str):
+                return whole
+            # a single row is not asked again: that would take the time, and have the effects, of two calls
+            return [Failed(whole)] if len(columns[0]) == 1 else self._one_by_one(process, columns, whole)
         finally:
             self._idle.put(process)
 
@@ -134,9 +156,10 @@ class FunctionRunner:
 class _FunctionProcess:
     """One process; started when first asked, and again after it was lost."""
 
-    def __init__(self, path: str, key: str, batched: bool, timeout_s: float, timeout_key: str) -> None:
-        self._command = [path, key, "batched" if batched else "single"]
-        self._timeout = (timeout_s, timeout_key)
+    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline) -> None:
+        self._command = [path, key, "batched" if batched else "single", str(deadline.seconds), deadline.key]
+        self._deadline = deadline
+        self._patience_s = deadline.seconds + (0.0 if batched else GRACE_S)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closed = False
@@ -148,13 +171,12 @@ class _FunctionProcess:
 
     def ask(self, columns: Sequence[Sequence[str]]) -> Answers | str:
         """The answers to all rows, or what went wrong."""
-        timeout_s, key = self._timeout
         try:
             connection = self._running()
             connection.send([list(column) for column in columns])
-            if not connection.poll(timeout_s):
+            if not connection.poll(self._patience_s):
                 self.close()
-                return f"no answer within {key} = {timeout_s:g} s"
+                return self._deadline.missed
             answer = connection.recv()
         except (EOFError, OSError):
             self.close()
