@@ -19,32 +19,42 @@ Floats = npt.NDArray[np.float64]
 STD_EPSILON = 1e-6  # as NeMo-RL: a group of almost equal rewards is not blown up without bound
 
 
-def group_advantages(rewards: npt.ArrayLike, *, leave_one_out: bool, normalize: bool) -> Floats:
+def group_advantages(
+    rewards: npt.ArrayLike, *, leave_one_out: bool, normalize: bool, counted: npt.ArrayLike | None = None
+) -> Floats:
     """Advantage of each generation, `[prompts, generations]` float64: its reward minus its group's baseline.
 
     The baseline is the mean of the group, or with `leave_one_out` the mean of the *other* generations of the group, which
     keeps the policy gradient unbiased. With `normalize`, advantages are divided by the group's standard deviation (sample
     standard deviation, n - 1, of the whole group). A group whose rewards are all equal teaches nothing: exactly 0.
 
+    Generations that are not `counted` (a mask like `rewards`; their rewards are unknown) have the advantage 0 and no part in
+    the baseline and the deviation of their group. A group in which fewer than two are counted teaches nothing.
+
     Example: rewards `[[0, 0, 0, 1]]` give `[[-.25, -.25, -.25, .75]]`, and with leave-one-out `[[-1/3, -1/3, -1/3, 1]]`.
 
     Raises DataError when `rewards` has another shape, has groups of one, or has values that are not finite.
     """
     table = _checked(rewards)
-    advantages: Floats = table - table.mean(axis=1, keepdims=True)
+    mask = np.ones(table.shape, np.bool_) if counted is None else np.asarray(counted, np.bool_)
+    others = np.maximum(mask.sum(axis=1, keepdims=True) - 1, 1)  # [prompts, 1]; groups of one are left out below
+    mean = np.where(mask, table, 0.0).sum(axis=1, keepdims=True) / (others + 1)
+    advantages: Floats = np.where(mask, table - mean, 0.0)
+    deviation = np.sqrt((advantages**2).sum(axis=1, keepdims=True) / others)
     if leave_one_out:
         # r - mean(others) = (r - mean(all)) n / (n - 1)
-        advantages *= table.shape[1] / (table.shape[1] - 1)
+        advantages *= (others + 1) / others
     if normalize:
-        advantages /= table.std(axis=1, ddof=1, keepdims=True) + STD_EPSILON
-    advantages[zero_variance_groups(table)] = 0.0  # exactly: the mean of equal floats may differ from them by rounding
+        advantages /= deviation + STD_EPSILON
+    advantages[zero_variance_groups(table, mask)] = 0.0  # exactly: the mean of equal floats may differ from them by rounding
     return advantages
 
 
-def zero_variance_groups(rewards: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Which groups have equal rewards throughout, `[prompts]` bool."""
+def zero_variance_groups(rewards: npt.ArrayLike, counted: npt.ArrayLike | None = None) -> npt.NDArray[np.bool_]:
+    """Which groups have equal rewards in all generations that count, or fewer than two of these, `[prompts]` bool."""
     table = np.asarray(rewards, dtype=np.float64)
-    spread: npt.NDArray[np.bool_] = table.max(axis=1) == table.min(axis=1)
+    mask = np.ones(table.shape, np.bool_) if counted is None else np.asarray(counted, np.bool_)
+    spread: npt.NDArray[np.bool_] = np.where(mask, table, -np.inf).max(axis=1) <= np.where(mask, table, np.inf).min(axis=1)
     return spread
 
 

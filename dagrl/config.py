@@ -258,7 +258,7 @@ class GrpoConfig(Section):
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
     use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and generate others in their place
-    dynamic_sampling_max_gen_batches: PositiveInt = 10  # batches generated for one step before the run gives up
+    dynamic_sampling_max_gen_batches: PositiveInt = 10  # batches dropped for one step before the run gives up
     overlong_filtering: bool = False  # completions cut off by their length teach nothing
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
@@ -302,11 +302,11 @@ class FunctionConfig(Section):
     batched: bool = True  # the function takes lists of texts; off: one sample
     timeout_s: PositiveFloat = 10.0
     num_workers: PositiveInt = 1  # processes that run it
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples; more, or all of them, end the run
 
 
 class RewardConfig(FunctionConfig):
     function: str = "dagrl.rewards:exact_match"
-    max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples; more ends the run
     shuffle: bool = False  # give every sample another sample's reward: a control run that cannot learn
 
 

@@ -4,7 +4,7 @@ An environment is a function named by `environment.function`. It takes `(prompts
 texts of one length, where a completion is everything after the prompt so far: the policy's turns and the environment's own
 answers. It returns for each what it says next, or None when the sequence has ended. With `batched: false` it takes one text
 of each; it may be a coroutine function. It runs as rewards do (`dagrl.function_runner`): under a deadline, and a sequence
-for which it raises or hangs ends there.
+for which it raises or hangs ends there, is counted, and teaches nothing.
 
     def calculator(prompts, completions, references):
         return [f"={evaluate(text)}\\n" if text.endswith("?") else None for text in completions]
@@ -33,10 +33,11 @@ FAILED = "environment_failed"
 
 @dataclass(frozen=True)
 class Reply:
-    """What the environment says, or None and the reason why the sequence ends."""
+    """What the environment says, or None and the reason why the sequence ends; `failure` is what it raised."""
 
     text: str | None
     reason: str = ENDED
+    failure: str = ""
 
 
 class EnvironmentRunner:
@@ -46,6 +47,7 @@ class EnvironmentRunner:
         """Raises ConfigError when the import path leads nowhere."""
         assert config.function is not None
         self.max_turns = config.max_turns
+        self.workers = config.num_workers
         self._tokenizer = tokenizer
         self._runner = FunctionRunner.configured(config.function, "environment", config, _checked)
 
@@ -55,10 +57,11 @@ class EnvironmentRunner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._runner.close()
 
-    def submit(self, prompt: Prompt, completion: str) -> Future[list[Reply]]:
-        """The environment's reply to one sequence, made beside the caller."""
+    def submit(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Future[list[Reply]]:
+        """The environment's replies to n sequences, made beside the caller in one call."""
         replies: Future[list[Reply]] = Future()
-        asked = self._runner.submit([prompt.text], [completion], [prompt.reference])
+        references = [prompt.reference for prompt in prompts]
+        asked = self._runner.submit([prompt.text for prompt in prompts], completions, references)
         asked.add_done_callback(lambda done: _pass_on(done, replies))
         return replies
 
@@ -70,7 +73,7 @@ class EnvironmentRunner:
 
 def _pass_on(asked: Future[Answers], replies: Future[list[Reply]]) -> None:
     if asked.cancelled():
-        replies.set_result([Reply(None, FAILED)])
+        replies.cancel()
     elif (error := asked.exception()) is not None:
         replies.set_exception(error)
     else:
@@ -78,7 +81,7 @@ def _pass_on(asked: Future[Answers], replies: Future[list[Reply]]) -> None:
 
 
 def _reply(answer: Any) -> Reply:
-    return Reply(None, FAILED) if isinstance(answer, Failed) else Reply(answer)
+    return Reply(None, FAILED, answer.message) if isinstance(answer, Failed) else Reply(answer)
 
 
 def _checked(answer: Any) -> str | None:

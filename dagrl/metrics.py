@@ -11,6 +11,7 @@ import numpy as np
 REWARD_MEAN = "reward/mean"  # of a step's samples, as the reward function gave it
 KL = "policy/kl"  # to the reference policy, per token
 ENTROPY = "policy/entropy"  # nats per token
+ENVIRONMENT_FAILURES = "environment/failures"  # of a step's samples, those that the environment failed for
 CLIP_RATIO = "policy/clip_ratio"  # share of tokens whose ratio PPO's clip cut
 TOKENS_PER_SEC = "perf/tokens_per_sec"  # of prompts and completions trained on
 TOKENS_PER_SEC_PER_GPU = "perf/tokens_per_sec_per_gpu"  # by the run's GPUs; by its workers on a machine without

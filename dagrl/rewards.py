@@ -2,7 +2,7 @@
 
 A reward function takes `(prompts, completions, references)`, three lists of texts of one length, and returns one float each
 (or takes one text of each, with `reward.batched: false`); it may be a coroutine function. It runs in processes of its own
-(`dagrl.function_runner`): a sample for which it raises or hangs has the reward 0, and is counted.
+(`dagrl.function_runner`): a sample for which it raises or hangs is counted, and no part of a loss, a baseline or a mean.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dagrl.function_runner import Answers, Failed, FunctionRunner
 logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
@@ -34,11 +35,16 @@ def exact_match(prompts: list[str], completions: list[str], references: list[str
 
 @dataclass(frozen=True)
 class Rewards:
-    """One reward a sample, 0 for those that failed, and the number of failures with the first one's message."""
+    """One reward for each sample that was `answered`, 0 for the others, and the message of the first of those."""
 
     values: FloatArray  # [n]
-    failed: int = 0
+    answered: BoolArray  # [n]
     message: str = ""
+
+    @property
+    def failed(self) -> int:
+        """Samples without a reward."""
+        return int((~self.answered).sum())
 
 
 def shuffled(rewards: FloatArray, seed: int, step: int) -> FloatArray:
@@ -51,7 +57,7 @@ class RewardRunner:
 
     def __init__(self, config: RewardConfig) -> None:
         """Raises ConfigError when the import path leads nowhere."""
-        self._function = config.function
+        self._max_failed_share = config.max_failed_share
         self._runner = FunctionRunner.configured(config.function, "reward", config, _checked)
 
     def __enter__(self) -> Self:
@@ -63,16 +69,15 @@ class RewardRunner:
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Rewards:
         """Rewards [n] of n samples. The whole list goes to the function at once; one sample at a time only if that fails.
 
-        Raises RunError when it fails for every sample, as the function itself is then at fault.
+        Raises RunError as `check_failures` does.
         """
         rewards = rewards_of(self.submit(prompts, completions, references).result())
-        if rewards.failed and rewards.failed == len(rewards.values):
-            raise RunError(f"reward.function {self._function} failed for all {rewards.failed} samples: {rewards.message}")
-        if rewards.failed:
-            logger.warning(
-                "reward.function failed for %d of %d samples: %s", rewards.failed, len(rewards.values), rewards.message
-            )
+        self.check(rewards)
         return rewards
+
+    def check(self, rewards: Rewards) -> None:
+        """Raise RunError when too many are missing; see `check_failures`."""
+        check_failures("reward", rewards.failed, len(rewards.values), rewards.message, self._max_failed_share)
 
     def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Answers]:
         """The answers to n samples, made beside the caller; see `rewards_of`."""
@@ -83,20 +88,33 @@ def rewards_of(answers: Answers) -> Rewards:
     """Rewards from what the function answered."""
     messages = [answer.message for answer in answers if isinstance(answer, Failed)]
     values = np.array([0.0 if isinstance(answer, Failed) else answer for answer in answers], np.float32)
-    return Rewards(values, len(messages), messages[0] if messages else "")
+    answered = np.array([not isinstance(answer, Failed) for answer in answers], np.bool_)
+    return Rewards(values, answered, messages[0] if messages else "")
 
 
-def check_failures(parts: Sequence[Rewards], limit: float) -> None:
-    """Raise RunError when the share of failed samples in all parts together passes `reward.max_failed_share`."""
-    failed, total = sum(part.failed for part in parts), sum(len(part.values) for part in parts)
+def join_rewards(parts: Sequence[Rewards]) -> Rewards:
+    """The rewards of all parts, in their order."""
+    messages = [part.message for part in parts if part.message]
+    values = np.concatenate([part.values for part in parts] or [np.zeros(0, np.float32)])
+    answered = np.concatenate([part.answered for part in parts] or [np.zeros(0, np.bool_)])
+    return Rewards(values, answered, messages[0] if messages else "")
+
+
+def check_failures(section: str, failed: int, total: int, message: str, limit: float) -> None:
+    """Warn of the samples, `failed` of `total`, that the function of a `section` of the configuration has failed for.
+
+    Raises RunError when their share passes `<section>.max_failed_share`, the `limit`; and when all have failed, as the
+    function itself is then at fault.
+    """
+    if failed and failed == total:
+        raise RunError(f"{section}.function failed for all {total} samples: {message}")
     if failed > limit * total:
-        message = next(part.message for part in parts if part.failed)
         raise RunError(
-            f"reward.function failed for {failed} of {total} samples, a larger share than reward.max_failed_share = "
+            f"{section}.function failed for {failed} of {total} samples, a larger share than {section}.max_failed_share = "
             f"{limit:g}: {message}"
         )
     if failed:
-        logger.warning("reward.function failed for %d of %d samples", failed, total)
+        logger.warning("%s.function failed for %d of %d samples: %s", section, failed, total, message)
 
 
 def overlong_penalty(lengths: npt.ArrayLike, config: RewardShapingConfig, max_new_tokens: int) -> FloatArray:

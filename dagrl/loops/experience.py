@@ -11,6 +11,7 @@ The synchronous and the asynchronous loop differ in nothing but when they call t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack
@@ -21,8 +22,10 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from dagrl.advantages import zero_variance_groups
 from dagrl.config import Config, Json
 from dagrl.data import Sampler
+from dagrl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.environments import EnvironmentRunner
 from dagrl.errors import RunError
 from dagrl.function_runner import Answers
@@ -30,9 +33,18 @@ from dagrl.loops.rollout import RolloutGroup, Rollouts, Sample, new_group, reque
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
-from dagrl.metrics import DROPPED, REWARD_MEAN, STALENESS, VALIDATION
+from dagrl.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
 from dagrl.preflight import generation_config
-from dagrl.rewards import FloatArray, RewardRunner, Rewards, check_failures, overlong_penalty, rewards_of
+from dagrl.rewards import (
+    BoolArray,
+    FloatArray,
+    RewardRunner,
+    Rewards,
+    check_failures,
+    join_rewards,
+    overlong_penalty,
+    rewards_of,
+)
 from dagrl.tokenization import Prompt
 from dagrl.trajectories import TrajectoryBuffer
 
@@ -45,12 +57,16 @@ WAIT_S = 1.0  # between two looks at the stop signal while there is nothing to g
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A group's samples with their rewards; `values` [n] are the rewards with what shaping added."""
+    """A group's samples with their rewards; `values` [n] are the rewards with what shaping added.
+
+    `counted` [n] is False for samples that the reward function or the environment failed for: they teach nothing.
+    """
 
     group: RolloutGroup
     samples: list[Sample]
     rewards: Rewards
     values: FloatArray
+    counted: BoolArray
 
 
 @dataclass
@@ -76,8 +92,9 @@ class Experience:
         self.rollouts = Rollouts(session, self._environment())
         self._scoring: list[_Scoring] = []
         self._validated: list[RolloutGroup] = []
-        self._scored: list[Rewards] = []  # since the last batch was taken, dropped groups included
-        self._keys: dict[int, int] = {}  # group number -> position of its prompt in the data
+        self._scored: list[ScoredGroup] = []  # since the last batch was taken, dropped groups included
+        self._equal_groups = 0  # of these, dropped for their equal rewards
+        self._dropped_before: Counter[str] = Counter()  # by processes before this one, by reason
 
     def __enter__(self) -> Self:
         self._session.savers.append(self.save)
@@ -87,8 +104,10 @@ class Experience:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, StopRequestedError):  # a checkpoint will be saved, and the environment can still answer now
+            self.rest()
             wait(self.rollouts.pending, self._session.config.environment.timeout_s)
             self.rest()
+            self.rollouts.leave_questions()
         self._stack.close()
 
     def fill(self) -> None:
@@ -114,7 +133,8 @@ class Experience:
     def take(self) -> list[ScoredGroup] | None:
         """A batch for the next training step, or None while there is none.
 
-        Raises RunError when too many rewards failed, or dynamic sampling finds no groups to learn from.
+        Raises RunError when the reward function or the environment failed for too many samples, or dynamic sampling finds no
+        groups to learn from.
         """
         taken = self.buffer.take()
         if taken is None:
@@ -156,7 +176,12 @@ class Experience:
         samples = [sample for group in groups for sample in samples_of(self._session, group)]
         with self._session.clock.measure("reward"):
             rewards = self._reward(*_texts(samples))
-        return {VALIDATION + "reward": float(rewards.values.mean())}
+        self._check_environment(samples)
+        return {
+            VALIDATION + "reward": _mean(rewards, samples),
+            VALIDATION + "reward_failures": float(rewards.failed),
+            **self._environment_failures(samples, VALIDATION + ENVIRONMENT_FAILURES.replace("/", "_")),
+        }
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """What the groups of a batch are like, how old they are for the step that trains on them, and what was dropped."""
@@ -164,20 +189,26 @@ class Experience:
         made = [np.array(sample.completion.versions)[np.array(sample.completion.sampled)] for sample in samples]
         ages = self.buffer.version - np.concatenate(made)
         lengths = [len(sample.completion.tokens) for sample in samples]
+        rewards = join_rewards([group.rewards for group in groups])
         return {
-            REWARD_MEAN: float(np.concatenate([group.rewards.values for group in groups]).mean()),
-            "reward/failures": float(sum(group.rewards.failed for group in groups)),
+            REWARD_MEAN: _mean(rewards, samples),
+            "reward/failures": float(rewards.failed),
+            **self._environment_failures(samples, ENVIRONMENT_FAILURES),
             "completion_tokens": float(np.mean(lengths)),
             "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
             "turns": float(np.mean([sample.completion.turns for sample in samples])),
             STALENESS + "policy_age_mean": float(ages.mean()),
             STALENESS + "policy_age_max": float(ages.max()),
-            **{DROPPED + reason: float(count) for reason, count in self.buffer.counts().dropped.items()},
+            **{DROPPED + reason: float(count) for reason, count in self._dropped().items()},
         }
 
     def state(self) -> dict[str, Json]:
         """Where the data stands, for the driver's state in a checkpoint."""
-        return {"grpo_sampler": self.sampler.state(), "grpo_next_group": self.buffer.next_number}
+        return {
+            "grpo_sampler": self.sampler.state(),
+            "grpo_next_group": self.buffer.next_number,
+            "grpo_dropped": dict(self._dropped()),
+        }
 
     def restore(self, counters: Mapping[str, Json], directory: Path) -> None:
         """Go on from a checkpoint: the data's position, and the groups that were not yet trained on."""
@@ -185,6 +216,7 @@ class Experience:
         position = saved.state if saved is not None else counters
         self.sampler.restore(cast("Mapping[str, Json]", position["grpo_sampler"]))
         self.buffer.next_number = cast(int, position["grpo_next_group"])
+        self._dropped_before = Counter(cast("Mapping[str, int]", position["grpo_dropped"]))
         for group in () if saved is None else saved.groups:
             self._restart(group)
         self.advance(self._session.step)
@@ -245,27 +277,45 @@ class Experience:
         self._scoring = [item for item in self._scoring if not item.answers.done()]
         config = self._session.config
         for item in done:
-            rewards = rewards_of(item.answers.result())
-            self._scored.append(rewards)
-            if config.grpo.use_dynamic_sampling and rewards.values.max() == rewards.values.min():
+            group = _scored_group(config, item, rewards_of(item.answers.result()))
+            self._scored.append(group)
+            if config.grpo.use_dynamic_sampling and zero_variance_groups([group.rewards.values], [group.counted])[0]:
+                self._equal_groups += 1
                 self.buffer.drop(item.group.number, ZERO_VARIANCE)
             else:
-                self.buffer.finish(item.group.number, _scored_group(config, item, rewards))
+                self.buffer.finish(item.group.number, group)
+
+    def _dropped(self) -> Counter[str]:
+        """Groups given up since the run began, by reason."""
+        return self._dropped_before + Counter(self.buffer.counts().dropped)
 
     def _check_failures(self) -> None:
-        scored, self._scored = self._scored, []
-        check_failures(scored, self._session.config.reward.max_failed_share)
+        scored, self._scored, self._equal_groups = self._scored, [], 0
+        self._reward.check(join_rewards([group.rewards for group in scored]))
+        self._check_environment([sample for group in scored for sample in group.samples])
+
+    def _check_environment(self, samples: Sequence[Sample]) -> None:
+        failures = [sample.completion.failure for sample in samples if not _answered(sample)]
+        limit = self._session.config.environment.max_failed_share
+        check_failures("environment", len(failures), len(samples), next(iter(failures), ""), limit)
+
+    def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
+        """Samples that the environment failed for, as a metric; none where there is no environment."""
+        if self._session.config.environment.function is None:
+            return {}
+        return {name: float(sum(not _answered(sample) for sample in samples))}
 
     def _check_yield(self) -> None:
         """End a run whose groups are all dropped, rather than generate for ever."""
         config = self._session.config.grpo
-        if len(self._scored) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
-            scored = len(self._scored)
+        if self._equal_groups > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
+            scored, equal = len(self._scored), self._equal_groups
             self._check_failures()
             raise RunError(
-                f"{scored} groups were generated for one step, and fewer than grpo.num_prompts_per_step = "
-                f"{config.num_prompts_per_step} of them had rewards that differ: the task is too hard or too easy, or its "
-                "reward is wrong. Raise grpo.dynamic_sampling_max_gen_batches, or set grpo.use_dynamic_sampling=false"
+                f"{equal} of {scored} groups generated for one step, of grpo.num_prompts_per_step = "
+                f"{config.num_prompts_per_step}, were dropped because their rewards are equal: the task is too hard or too "
+                "easy, or its reward is wrong. Raise grpo.dynamic_sampling_max_gen_batches, or set "
+                "grpo.use_dynamic_sampling=false"
             )
 
 
@@ -274,7 +324,23 @@ def _scored_group(config: Config, item: _Scoring, rewards: Rewards) -> ScoredGro
     if shaping.enabled:
         lengths = [len(sample.completion.tokens) for sample in item.samples]
         values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
-    return ScoredGroup(item.group, item.samples, rewards, values)
+    return ScoredGroup(item.group, item.samples, rewards, values, _counted(rewards, item.samples))
+
+
+def _answered(sample: Sample) -> bool:
+    """Whether the environment did not fail for it."""
+    return sample.completion.finish_reason != ENVIRONMENT_FAILED
+
+
+def _counted(rewards: Rewards, samples: Sequence[Sample]) -> BoolArray:
+    """Samples [n] that neither the reward function nor the environment failed for."""
+    return rewards.answered & np.array([_answered(sample) for sample in samples], np.bool_)
+
+
+def _mean(rewards: Rewards, samples: Sequence[Sample]) -> float:
+    """Mean reward of the samples that count; 0 if none does."""
+    counted = rewards.values[_counted(rewards, samples)]
+    return float(counted.mean()) if len(counted) else 0.0
 
 
 def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:

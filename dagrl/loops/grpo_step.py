@@ -52,10 +52,11 @@ def start_policy(session: Session, experience: Experience) -> None:
 def learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> Metrics:
     """One training step on a batch of groups, up to the new weights in the train workers."""
     samples = [sample for group in groups for sample in group.samples]
-    drop = session.config.grpo.overlong_filtering
-    batch, metrics = with_logprobs(
-        session, train_batch(samples, advantages(session.config, groups, step), drop_truncated=drop)
-    )
+    counted = np.concatenate([group.counted for group in groups])
+    if session.config.grpo.overlong_filtering:
+        counted &= [sample.completion.finish_reason != "length" for sample in samples]
+    advantage = advantages(session.config, groups, step)
+    batch, metrics = with_logprobs(session, train_batch(samples, advantage, counted))
     session.stop.check()  # the last point at which the weights are those of the last finished step
     metrics |= optimize(session, batch)
     return metrics | calibrate(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
@@ -100,20 +101,24 @@ def exposed(metrics: Metrics) -> Iterator[None]:
 
 def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
     """Advantage of each sample, [samples] float32."""
-    values = np.concatenate([group.values for group in groups])
-    values = shuffled(values, config.seed, step) if config.reward.shuffle else values
+    values, counted = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "counted"))
+    if config.reward.shuffle:
+        values[counted] = shuffled(values[counted], config.seed, step)
     table = group_advantages(
         values.reshape(len(groups), -1),
         leave_one_out=config.grpo.use_leave_one_out_baseline,
         normalize=config.grpo.normalize_rewards,
+        counted=counted.reshape(len(groups), -1),
     )
     return table.reshape(-1).astype(np.float32)
 
 
-def train_batch(samples: Sequence[Sample], advantage: npt.NDArray[np.float32], *, drop_truncated: bool = False) -> Batch:
+def train_batch(
+    samples: Sequence[Sample], advantage: npt.NDArray[np.float32], counted: npt.NDArray[np.bool_] | None = None
+) -> Batch:
     """Samples as rows, token aligned: the loss mask and the advantages are on the tokens that the policy made alone.
 
-    With `drop_truncated`, completions that were cut off by their length have no token in the loss.
+    Samples that are not `counted` [samples] have no token in the loss.
     """
     shape = (len(samples), max(len(sample) for sample in samples))
     tokens = np.zeros(shape, np.int64)
@@ -123,7 +128,7 @@ def train_batch(samples: Sequence[Sample], advantage: npt.NDArray[np.float32], *
         tokens[row, :start] = sample.prompt.tokens
         tokens[row, start:end] = sample.completion.tokens
         generation_logprobs[row, start:end] = sample.completion.logprobs
-        if not (drop_truncated and sample.completion.finish_reason == "length"):
+        if counted is None or counted[row]:
             mask[row, start:end] = sample.completion.sampled
     return Batch(
         {

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from dagrl.config import ForcedLengths
 from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
-from dagrl.environments import EnvironmentRunner, Reply
+from dagrl.environments import ENDED, EnvironmentRunner, Reply
 from dagrl.generation import FinishedRequest, Generated
 from dagrl.loops.session import Session
 from dagrl.preflight import bucket_widths, generation_config
@@ -48,6 +48,8 @@ class Episode:
     """One sequence that is being made: what follows its prompt, token by token.
 
     `sampled` is False on tokens that an environment wrote; those have the log-probability 0 and the version of their turn.
+    `awaiting`: the last turn has ended, and the environment has not answered it yet. `failure` is what the environment
+    raised, where the finish reason is `environment_failed`.
     """
 
     prompt: Prompt
@@ -60,6 +62,8 @@ class Episode:
     finish_reason: str = ""
     turns: int = 0
     turn_start: int = 0
+    awaiting: bool = False
+    failure: str = ""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
@@ -112,6 +116,18 @@ class RolloutGroup:
         return all(episode.finish_reason for episode in self.episodes)
 
 
+Turn = tuple[RolloutGroup, Episode]
+"""A sequence whose turn has ended."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Sequences that the environment was asked about in one call."""
+
+    turns: Sequence[Turn]
+    replies: Future[list[Reply]]
+
+
 @dataclass
 class _Quantum:
     replay: Replay
@@ -130,12 +146,12 @@ class Rollouts:
         self._longest_first = generation.request_order == "longest_first"
         slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(slots) for _ in range(layout.dp)]
-        self._size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds)
+        self._size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT)
         self.history = LengthHistory(float(generation.max_new_tokens))
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting, or in an engine
         self._waiting: dict[int, Waiting] = {}
-        self._answers: list[tuple[RolloutGroup, Episode, Future[list[Reply]]]] = []
+        self._asked: list[_Asked] = []
         self._quanta: deque[_Quantum] = deque()
         self._next_request = 0
         self._read_at = time.perf_counter()
@@ -158,15 +174,16 @@ class Rollouts:
 
     @property
     def pending(self) -> list[Future[list[Reply]]]:
-        """Questions to the environment that are not answered."""
-        return [future for _, _, future in self._answers]
+        """Calls of the environment that are not answered."""
+        return [asked.replies for asked in self._asked]
 
     def start(self, group: RolloutGroup) -> None:
         """Let a group's sequences begin, or go on where they have tokens already."""
         assert group.number not in self._groups
         self._groups[group.number] = group
+        self._ask([(group, episode) for episode in group.episodes if episode.awaiting])
         for episode in group.episodes:
-            if not episode.finish_reason:
+            if not (episode.finish_reason or episode.awaiting):
                 self._request(group, episode)
 
     def advance(self) -> list[RolloutGroup]:
@@ -185,6 +202,10 @@ class Rollouts:
         self._take_answers()
         return self._take_complete()
 
+    def leave_questions(self) -> None:
+        """Let go of the environment, which closes: what it was asked stays asked (`Episode.awaiting`), for a checkpoint."""
+        self._asked.clear()
+
     def abort(self, numbers: Iterable[int]) -> None:
         """Give up groups, with what they have made so far; call `settle` first, so that the engines are at rest."""
         for number in numbers:
@@ -192,7 +213,6 @@ class Rollouts:
             for episode in group.episodes:
                 episode.finish_reason = episode.finish_reason or ABORTED
         gone = [request for request, (group, _) in self._requests.items() if group.number not in self._groups]
-        self._answers = [item for item in self._answers if item[0].number in self._groups]
         if gone:
             assert self._session.generation is not None and not self._quanta
             self._session.generation.call("abort_requests", gone)
@@ -213,6 +233,7 @@ class Rollouts:
             copy = Episode(
                 episode.prompt, episode.seed, episode.max_new_tokens, list(episode.tokens), list(episode.logprobs),
                 list(episode.versions), list(episode.sampled), episode.finish_reason, episode.turns, episode.turn_start,
+                episode.awaiting, episode.failure,
             )  # fmt: skip
             if (made := partial.get(requests.get(id(episode), -1))) is not None:
                 copy.append(made)
@@ -245,11 +266,11 @@ class Rollouts:
         spent, self._read_at = min(timing.seconds, now - self._read_at), now
         steps = max(part.engine_steps for part in results)
         self._size.record(steps, timing.busy_s, max(0.0, spent - timing.busy_s))
-        for part in results:
-            for row in range(len(part)):
-                self._finish(part.request(row))
+        made = [part.request(row) for part in results for row in range(len(part))]
+        self._ask([turn for request in made if (turn := self._finish(request)) is not None])
 
-    def _finish(self, made: FinishedRequest) -> None:
+    def _finish(self, made: FinishedRequest) -> Turn | None:
+        """Take up a finished request; its turn, if the environment is to answer it."""
         group, episode = self._requests[made.request_id]
         self._forget(made.request_id)
         episode.append(made)
@@ -258,23 +279,40 @@ class Rollouts:
         self.history.record(group.key, len(episode.tokens) - episode.turn_start)
         if self._environment is None or made.finish_reason != "stop" or episode.turns >= self._environment.max_turns:
             episode.finish_reason = made.finish_reason
-        else:
-            self._answers.append((group, episode, self._environment.submit(episode.prompt, self._text(episode))))
+            return None
+        return group, episode
+
+    def _ask(self, turns: Sequence[Turn]) -> None:
+        """Ask the environment about these sequences, in one call for each of its processes."""
+        for _, episode in turns:
+            episode.awaiting = self._environment is not None
+            episode.finish_reason = "" if episode.awaiting else ENDED  # a resumed run may have no environment any more
+        if self._environment is None:
+            return
+        for first in range(min(self._environment.workers, len(turns))):
+            part = turns[first :: self._environment.workers]
+            replies = self._environment.submit([episode.prompt for _, episode in part], self._texts(part))
+            self._asked.append(_Asked(part, replies))
 
     def _take_answers(self) -> None:
-        answered = [item for item in self._answers if item[2].done()]
-        self._answers = [item for item in self._answers if not item[2].done()]
-        for group, episode, future in answered:
-            (reply,) = future.result()
-            assert self._environment is not None
-            tokens = [] if reply.text is None else self._environment.encode(reply.text)
-            if not tokens:
-                episode.finish_reason = reply.reason
-            elif len(episode) + len(tokens) >= self._room:
-                episode.finish_reason = "length"
-            else:
-                episode.answer(tokens)
-                self._request(group, episode)
+        answered = [asked for asked in self._asked if asked.replies.done()]
+        self._asked = [asked for asked in self._asked if not asked.replies.done()]
+        for asked in answered:
+            for (group, episode), reply in zip(asked.turns, asked.replies.result(), strict=True):
+                if not episode.finish_reason:  # not aborted meanwhile
+                    self._go_on(group, episode, reply)
+
+    def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
+        assert self._environment is not None
+        episode.awaiting, episode.failure = False, reply.failure
+        tokens = [] if reply.text is None else self._environment.encode(reply.text)
+        if not tokens:
+            episode.finish_reason = reply.reason
+        elif len(episode) + len(tokens) >= self._room:
+            episode.finish_reason = "length"
+        else:
+            episode.answer(tokens)
+            self._request(group, episode)
 
     def _forget(self, request: int) -> None:
         del self._requests[request]
@@ -300,7 +338,7 @@ class Rollouts:
                 "tokens": tokens,
                 "lengths": np.array([len(episode) for episode in episodes], np.int64),
                 "request_ids": np.array(requests, np.int64),
-                "seeds": np.array([episode.seed for episode in episodes], np.int64),
+                "seeds": np.array([turn_seed(episode) for episode in episodes], np.int64),
                 "max_new_tokens": np.array(
                     [min(episode.turn_left, self._room - len(episode)) for episode in episodes], np.int64
                 ),
@@ -308,8 +346,9 @@ class Rollouts:
             }
         )
 
-    def _text(self, episode: Episode) -> str:
-        return cast("str", self._session.inputs.tokenizer.decode(episode.tokens, skip_special_tokens=True))
+    def _texts(self, turns: Sequence[Turn]) -> list[str]:
+        tokens = [episode.tokens for _, episode in turns]
+        return cast("list[str]", self._session.inputs.tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
 
 def new_group(
@@ -334,6 +373,11 @@ def request_seeds(seed: int, stream: int, count: int) -> list[int]:
     """Seeds [count] of a group's requests: they depend on the run's seed and the group's number alone."""
     drawn: npt.NDArray[np.int64] = np.random.default_rng((seed, stream)).integers(0, 2**31 - 1, count, dtype=np.int64)
     return cast("list[int]", drawn.tolist())
+
+
+def turn_seed(episode: Episode) -> int:
+    """The seed of the request that goes on from here: engines draw from the start of a seed's numbers for each request."""
+    return request_seeds(episode.seed, len(episode.tokens), 1)[0] if episode.tokens else episode.seed
 
 
 def request_slots(max_num_seqs: int) -> int:

@@ -77,6 +77,8 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
             "finish_reason": episode.finish_reason,
             "turns": episode.turns,
             "turn_start": episode.turn_start,
+            "awaiting": episode.awaiting,
+            "failure": episode.failure,
         }
         for episode in (group.episodes if saved.whole else ())
     ]

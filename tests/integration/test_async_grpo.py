@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
+from dagrl.errors import RunError
 from dagrl.loops import grpo_step
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
@@ -157,12 +160,18 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
 
 
 @pytest.mark.parametrize("in_flight", [True, False], ids=["in flight", "finish first"])
-def test_ages_versions_and_numbers(tmp_path: Path, trained: Trained, in_flight: bool) -> None:
+def test_ages_versions_and_numbers(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, in_flight: bool
+) -> None:
+    # as if all groups were scored for one step: without dynamic sampling, that many are no reason to give up
+    monkeypatch.setattr(Experience, "_check_failures", lambda self: None)
+    finish_running = Experience.finish_running
+    monkeypatch.setattr(Experience, "finish_running", lambda self: (time.sleep(0.05), finish_running(self)))
     settings = {**ASYNC, "in_flight_weight_updates": in_flight, "max_trajectory_age_steps": 2 if in_flight else 1}
     config = configuration(
         tmp_path,
         "ages",
-        grpo={"async_grpo": settings, "max_num_steps": 8},
+        grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1},
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004}},
         loss_fn={"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
     )
@@ -175,6 +184,10 @@ def test_ages_versions_and_numbers(tmp_path: Path, trained: Trained, in_flight: 
     lines = steps_of(config)
     assert max(line["staleness/policy_age_max"] for line in lines) == max(ages)
     assert all(0 <= line[f"idle/{role}"] <= 1 for line in lines for role in ("train", "generation"))
+    for line in lines:
+        assert line["timing_s/total"] > line["timing_s/update"] >= line["timing_s/refit"]
+        if not in_flight:  # training waits while running sequences finish
+            assert min(line["timing_s/exposed_generation"], line["timing_s/update"] - line["timing_s/refit"]) >= 0.05
 
 
 @pytest.mark.parametrize("choice", ["save", pytest.param("regenerate", marks=pytest.mark.slow)])
@@ -237,20 +250,30 @@ def test_a_generation_worker_killed_in_a_quantum_costs_a_restart(tmp_path: Path,
 def test_groups_that_teach_nothing_are_replaced_and_environments_continue_sequences(
     tmp_path: Path, trained: Trained
 ) -> None:
-    config = configuration(
-        tmp_path,
-        "dynamic",
-        grpo={"use_dynamic_sampling": True, "max_num_steps": 3, "val_at_start": False, "val_period": 0},
-        reward={"function": "tests.integration.unigram_task:likes_some"},
-        environment={"function": "tests.integration.unigram_task:says_nines", "max_turns": 4},
-    )
-    run_grpo(config)
+    """What was dropped counts on after a resume; a run in which all groups are dropped ends."""
+    lines = []
+    for steps in (2, 3):
+        config = configuration(
+            tmp_path,
+            "dynamic",
+            grpo={"use_dynamic_sampling": True, "max_num_steps": steps, "val_at_start": False, "val_period": 0},
+            reward={"function": "tests.integration.unigram_task:likes_some"},
+            environment={"function": "tests.integration.unigram_task:says_nines", "max_turns": 4},
+            checkpointing={"save_period": 1, "resume": True},
+        )
+        run_grpo(config)
+        lines.append(steps_of(config))
     groups = [group for batch in trained for group in batch]
     assert [len(batch) for batch in trained] == [PROMPTS] * 3
     assert all(int(group.samples[0].prompt.text[:-1]) % 2 for group in groups)
     assert all(group.rewards.values.max() > group.rewards.values.min() for group in groups)
-    assert steps_of(config)[-1]["dropped/zero_variance"] > 0
+    dropped = [line["dropped/zero_variance"] for line in lines[1]]
+    assert 0 < dropped[0] <= dropped[1] <= dropped[2] == groups[-1].group.number + 1 - 3 * PROMPTS
     check_turns([sample for group in groups for sample in group.samples])
+    nothing = config.grpo.model_copy(update={"dynamic_sampling_max_gen_batches": 1, "max_num_steps": 4})
+    never = config.reward.model_copy(update={"function": "dagrl.rewards:exact_match"})
+    with pytest.raises(RunError, match=r"\d of \d groups generated for one step.* because their rewards are equal"):
+        run_grpo(config.model_copy(update={"grpo": nothing, "reward": never}))
 
 
 def check_turns(samples: list[Sample]) -> None:
@@ -262,10 +285,18 @@ def check_turns(samples: list[Sample]) -> None:
         written = [token for token, sampled in zip(episode.tokens, episode.sampled, strict=True) if not sampled]
         assert len(written) == 2 * len(turn_ends(episode.sampled)) and len(set(written)) <= 1
         assert episode.turns <= 3, "the environment answers twice"
+    firsts = [(turns[0], turns[1]) for turns in map(turns_of, several) if len(turns) > 1]
+    assert sum(first == second for first, second in firsts) < len(firsts) / 2, "a turn must not repeat the draws of another"
     row, episode = several[0], several[0].completion
     batch = grpo_step.train_batch([row], np.ones(1, np.float32))
     assert batch["loss_mask"][0, len(row.prompt) : len(row)].tolist() == [float(made) for made in episode.sampled]
     assert not batch["loss_mask"][0, : len(row.prompt)].any()
+
+
+def turns_of(sample: Sample) -> list[list[int]]:
+    """The tokens that the policy made, turn by turn."""
+    pairs = zip(sample.completion.tokens, sample.completion.sampled, strict=True)
+    return [[token for token, _ in turn] for sampled, turn in groupby(pairs, key=lambda pair: pair[1]) if sampled]
 
 
 def turn_ends(sampled: list[bool]) -> list[int]:

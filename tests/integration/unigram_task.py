@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 from dagrl.data import Example, Splits
@@ -39,3 +40,23 @@ def says_nines(prompts: list[str], completions: list[str], references: list[str]
     return [
         None if prompt == "3=" or text.count("99") >= 2 else "99" for prompt, text in zip(prompts, completions, strict=True)
     ]
+
+
+def says_nines_slowly(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
+    """The same, after a while, so that questions are open at any moment."""
+    time.sleep(0.03)
+    return says_nines(prompts, completions, references)
+
+
+def likes_sevens_and_fails(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
+    """Raises for completions with an eight and for those of prompt 4."""
+    if any("8" in text or prompt == "4=" for prompt, text in zip(prompts, completions, strict=True)):
+        raise ValueError("no eights")
+    return likes_sevens(prompts, completions, references)
+
+
+def says_nines_and_fails(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
+    """As `says_nines`; raises for completions with a zero."""
+    if any("0" in text for text in completions):
+        raise ValueError("no zeros")
+    return says_nines(prompts, completions, references)

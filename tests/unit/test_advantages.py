@@ -48,6 +48,22 @@ def test_leave_one_out_is_the_mean_of_the_others(prompts: int, generations: int,
         assert found[prompt, generation] == pytest.approx(reward - others.mean(), abs=1e-9)
 
 
+@given(st.integers(2, 6), st.booleans(), st.booleans(), st.data())
+def test_generations_that_do_not_count_are_as_if_they_were_not_there(
+    generations: int, leave_one_out: bool, normalize: bool, data: st.DataObject
+) -> None:
+    rewards = np.array([data.draw(st.lists(st.floats(-10, 10), min_size=generations, max_size=generations))])
+    counted = np.array([data.draw(st.lists(st.booleans(), min_size=generations, max_size=generations))])
+    found = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize, counted=counted)
+    assert (found[~counted] == 0.0).all()
+    if counted.sum() < 2:
+        assert (found == 0.0).all() and zero_variance_groups(rewards, counted).all()
+        return
+    alone = group_advantages([rewards[counted]], leave_one_out=leave_one_out, normalize=normalize)
+    np.testing.assert_allclose(found[counted], alone[0], rtol=1e-9, atol=1e-12)
+    assert zero_variance_groups(rewards, counted).tolist() == zero_variance_groups([rewards[counted]]).tolist()
+
+
 def test_rewards_are_not_changed() -> None:
     rewards = np.array([[0.0, 1.0]])
     group_advantages(rewards, leave_one_out=True, normalize=True)

@@ -17,6 +17,7 @@ from dagrl.rewards import (
     Rewards,
     check_failures,
     exact_match,
+    join_rewards,
     math_answer,
     overlong_penalty,
     rewards_of,
@@ -55,6 +56,16 @@ async def slowly(prompt, completion, reference):
         raise ValueError("no such answer")
     return float(len(completion))
 
+async def stuck(prompt, completion, reference):
+    import asyncio
+    await asyncio.sleep(3600 if completion == "hang" else 0.3)
+    return float(len(completion))
+
+def noted(prompts, completions, references):
+    with open(prompts[0], "a") as file:
+        file.write(completions[0] + "\\n")
+    return picky(prompts, completions, references)
+
 async def slowly_batched(prompts, completions, references):
     import asyncio
     await asyncio.sleep(0.01)
@@ -78,7 +89,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(function: str, completions: list[str], timeout_s: float = 5.0) -> tuple[list[float], int, str]:
-    with RewardRunner(RewardConfig(function=function, timeout_s=timeout_s)) as runner:
+    with RewardRunner(RewardConfig(function=function, timeout_s=timeout_s, max_failed_share=1.0)) as runner:
         rewards = runner(["p"] * len(completions), completions, ["r"] * len(completions))
     return rewards.values.tolist(), rewards.failed, rewards.message
 
@@ -163,11 +174,39 @@ def test_calls_run_beside_the_caller_in_several_processes(functions: str) -> Non
         assert time.monotonic() - started < 0.75, "two processes: 0.4 s, not 0.8 s"
 
 
+def test_a_coroutine_that_hangs_costs_itself_and_no_second_call(functions: str) -> None:
+    with RewardRunner(RewardConfig(function=f"{functions}:stuck", batched=False, timeout_s=1.0)) as runner:
+        runner(["p"], ["c"], ["r"])  # the process has started
+        started = time.monotonic()
+        rewards = runner(["p"] * 20, ["hang", *["ab"] * 19], ["r"] * 20)
+        assert time.monotonic() - started < 4, "20 samples of 0.3 s each, one after the other, take 6 s"
+    assert rewards.values.tolist() == [0.0, *[2.0] * 19]
+    assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
+
+
+def test_a_single_sample_is_asked_once(functions: str, tmp_path: Path) -> None:
+    noted = tmp_path / "calls"
+    with RewardRunner(RewardConfig(function=f"{functions}:noted", max_failed_share=1.0)) as runner:
+        assert rewards_of(runner.submit([str(noted)], ["raise"], ["r"]).result()).message == "ValueError: no such answer"
+    assert noted.read_text() == "raise\n"
+
+
 def test_more_failures_than_tolerated_end_the_run() -> None:
-    parts = [Rewards(np.zeros(8, np.float32), failed=3, message="ValueError: why"), Rewards(np.zeros(8, np.float32))]
-    check_failures(parts, 0.2)
-    with pytest.raises(RunError, match=r"3 of 16 samples, a larger share than .*max_failed_share = 0.1: ValueError: why"):
-        check_failures(parts, 0.1)
+    failing = Rewards(np.zeros(8, np.float32), np.arange(8) >= 3, "ValueError: why")
+    joined = join_rewards([Rewards(np.ones(8, np.float32), np.ones(8, np.bool_)), failing])
+    assert (joined.failed, len(joined.values), joined.message) == (3, 16, "ValueError: why")
+    check_failures("reward", 3, 16, joined.message, 0.2)
+    with pytest.raises(RunError, match=r"3 of 16 samples, .* than reward\.max_failed_share = 0\.1: ValueError: why"):
+        check_failures("reward", 3, 16, joined.message, 0.1)
+    with pytest.raises(RunError, match=r"environment.function failed for all 2 samples: why"):
+        check_failures("environment", 2, 2, "why", 1.0)
+
+
+def test_failures_of_a_call_are_held_against_the_tolerated_share(functions: str) -> None:
+    with RewardRunner(RewardConfig(function=f"{functions}:picky", max_failed_share=0.4)) as runner:
+        assert runner(["p"] * 3, ["raise", "a", "b"], ["r"] * 3).failed == 1
+        with pytest.raises(RunError, match=r"2 of 3 samples, a larger share than reward\.max_failed_share = 0\.4"):
+            runner(["p"] * 3, ["raise", "a", "raise"], ["r"] * 3)
 
 
 def test_overlong_penalty_is_dapos_equation_13() -> None:

@@ -1,0 +1,173 @@
+"""Sequences of several turns through saves, stops and resumes: no question is lost, none is passed over."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from dagrl.config import Config
+from dagrl.errors import RunError
+from dagrl.loops import grpo_step
+from dagrl.loops.grpo import run_grpo
+from dagrl.loops.rollout import Episode
+from dagrl.loops.stop import StopRequestedError
+from dagrl.loops.trajectory_file import read_trajectories
+from dagrl.shapes import Batch
+from tests.integration.test_async_grpo import (
+    ASYNC,
+    PROMPTS,
+    Trained,
+    configuration,
+    numbers_of,
+    one_cluster,
+    steps_of,
+    stop_after,
+    trained,
+)
+
+__all__ = ["one_cluster", "trained"]  # fixtures
+
+EOS, NINE = 1, "9"
+STEPS = 3
+
+
+def turns_configuration(output: Path, **checkpointing: Any) -> Config:
+    return configuration(
+        output,
+        "turns",
+        grpo={"async_grpo": ASYNC, "max_num_steps": STEPS, "val_period": 0, "val_at_start": False},
+        data={"task_args": {"train_s": 0.02, "engine_step_s": 0.002}},
+        environment={"function": "tests.integration.unigram_task:says_nines_slowly", "max_turns": 3, "timeout_s": 20.0},
+        checkpointing={"save_period": 1, **checkpointing},
+    )
+
+
+def checkpoints(config: Config) -> list[Path]:
+    return sorted((Path(config.output_dir) / config.name / "checkpoints").iterdir())
+
+
+def awaiting(directory: Path) -> dict[tuple[int, int], Episode]:
+    """Sequences in a checkpoint whose question to the environment was not answered, by group and place in it."""
+    saved = read_trajectories(directory)
+    assert saved is not None
+    return {
+        (item.group.number, place): episode
+        for item in saved.groups
+        for place, episode in enumerate(item.group.episodes)
+        if episode.awaiting
+    }
+
+
+def episodes_of(batches: Trained) -> Iterator[Episode]:
+    return (episode for batch in batches for group in batch for episode in group.group.episodes)
+
+
+def check_answered(episode: Episode) -> None:
+    """After an end of turn the environment speaks, or the sequence has ended."""
+    for (token, sampled), (_, next_sampled) in pairwise(zip(episode.tokens, episode.sampled, strict=True)):
+        if sampled and token % 16 == EOS:
+            assert not next_sampled, "the policy went on after its end of sequence"
+    assert episode.finish_reason in {"stop", "length"} and not episode.awaiting
+
+
+def test_a_question_that_a_checkpoint_finds_open_is_asked_again(tmp_path: Path, trained: Trained) -> None:
+    config = turns_configuration(tmp_path)
+    run_grpo(config)
+    chosen = next(directory for directory in checkpoints(config)[:-1] if awaiting(directory))
+    for later in checkpoints(config):
+        if later > chosen:
+            shutil.rmtree(later)
+    open_questions, seen = awaiting(chosen), len(trained)
+    run_grpo(turns_configuration(tmp_path, resume=True))
+    assert [line["step"] for line in steps_of(config)] == list(range(1, STEPS + 1))
+    finals = {group.group.number: group.group for batch in trained[seen:] for group in batch}
+    longer = 0
+    for (number, place), asked in open_questions.items():
+        final = finals[number].episodes[place]
+        assert final.tokens[: len(asked.tokens)] == asked.tokens
+        assert not any(final.sampled[len(asked.tokens) : len(asked.tokens) + 2]), "the environment's two nines come next"
+        longer += len(final.tokens) > len(asked.tokens)
+    assert longer
+    for episode in episodes_of(trained):
+        check_answered(episode)
+
+
+def failing(output: Path, share: float) -> Config:
+    return configuration(
+        output,
+        f"failing {share}",
+        grpo={"max_num_steps": 3, "val_period": 3, "val_at_start": False},
+        environment={"function": "tests.integration.unigram_task:says_nines_and_fails", "max_failed_share": share},
+        reward={"function": "tests.integration.unigram_task:likes_sevens_and_fails", "max_failed_share": 0.9},
+        checkpointing={"enabled": False},
+    )
+
+
+def test_samples_that_a_function_failed_for_teach_nothing(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted; loss, baseline and mean are those of the other samples alone."""
+    batches: list[Batch] = []
+    with_logprobs = grpo_step.with_logprobs
+    monkeypatch.setattr(grpo_step, "with_logprobs", lambda *args: batches.append(args[1]) or with_logprobs(*args))
+    config = failing(tmp_path, share=0.9)
+    run_grpo(config)
+    for batch, groups, line in zip(batches, trained, steps_of(config), strict=True):
+        samples = [sample for group in groups for sample in group.samples]
+        asked = [sample.completion.finish_reason != "environment_failed" for sample in samples]
+        judged = ["8" not in sample.text and sample.prompt.text != "4=" for sample in samples]
+        good = np.array(asked) & np.array(judged)
+        assert [group.counted.tolist() for group in groups] == good.reshape(len(groups), -1).tolist()
+        assert batch["loss_mask"].any(axis=1).tolist() == good.tolist()
+        rewards = np.array([sample.text.count("7") / max(len(sample.text), 1) for sample in samples])
+        assert line["reward/mean"] == pytest.approx(rewards[good].mean(), abs=1e-6)
+        assert (line["reward/failures"], line["environment/failures"]) == (judged.count(False), asked.count(False))
+        check_baselines(batch, rewards.reshape(len(groups), -1), good.reshape(len(groups), -1))
+    failures = [line[f"{name}/failures"] for line in steps_of(config) for name in ("reward", "environment")]
+    assert sum(failures[::2]) > 0 and sum(failures[1::2]) > 0
+    validation = {f"validation/{name}" for name in ("reward", "reward_failures", "environment_failures")}
+    assert validation <= steps_of(config)[-1].keys()
+
+
+def check_baselines(batch: Batch, rewards: npt.NDArray[np.float64], good: npt.NDArray[np.bool_]) -> None:
+    """The defaults: the baseline is the mean of the others, over the deviation of all; here of those that count."""
+    found = batch["advantages"].max(axis=1) + batch["advantages"].min(axis=1)  # 0 outside the loss, one value inside
+    for row, values, kept in zip(found.reshape(rewards.shape), rewards, good, strict=True):
+        known = values[kept]
+        expected = np.zeros_like(values)
+        if len(known) > 1 and known.max() > known.min():
+            others = (known.sum() - known) / (len(known) - 1)
+            expected[kept] = (known - others) / (known.std(ddof=1) + 1e-6)
+        np.testing.assert_allclose(row, expected, atol=1e-4)
+
+
+def test_an_environment_that_fails_too_often_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"environment\.function failed for .*\.max_failed_share = 0\.01: .*no zeros"):
+        run_grpo(failing(tmp_path, share=0.01))
+
+
+def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quanta read while a run stops raise new questions; neither they nor their groups are lost, none counts as failed."""
+    config = turns_configuration(tmp_path, save_period=100)
+    stop_after(monkeypatch, steps=1)
+    with pytest.raises(StopRequestedError):
+        run_grpo(config)
+    monkeypatch.undo_stop()  # type: ignore[attr-defined]
+    before = len(steps_of(config))
+    assert len(checkpoints(config)) == 1 and 1 <= before < STEPS
+    saved = read_trajectories(checkpoints(config)[0])
+    assert saved is not None
+    assert all(episode.finish_reason in {"", "stop", "length"} for item in saved.groups for episode in item.group.episodes)
+    seen = len(trained)
+    run_grpo(turns_configuration(tmp_path, resume=True))
+    done = trained[:before] + trained[seen:]
+    assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
+    for episode in episodes_of(done):
+        check_answered(episode)
