@@ -357,7 +357,7 @@ def _read_data(config: Config, tokenizer: PreTrainedTokenizerFast, hf_config: Ma
 
 def _demonstrations(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Demonstration]:
     room = bucket_widths(config.policy)[-1]
-    rows = encode_demonstrations(examples, tokenizer)
+    rows = encode_demonstrations(examples, tokenizer, config.data.assistant_turns)
     return keep_fitting(rows, room, config.data.too_long, "the largest bucket")
 
 

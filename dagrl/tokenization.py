@@ -1,12 +1,15 @@
 """Turns examples into tokens: prompts to generate from, and sequences whose responses carry the loss.
 
 Prompts and responses are tokenized apart, so that a prompt has the same tokens in training and in generation. A plain
-response ends with the end-of-sequence token; in a conversation the chat template says where an assistant's turn ends.
+response ends with the end-of-sequence token; in a conversation the chat template says where an assistant's turn ends. Some
+templates render a turn differently once others follow (Qwen3's: an empty thought before the last answer alone), so that no
+row has every turn as it is generated; `data.assistant_turns` says what is learned then.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Row = TypeVar("Row", "Prompt", "Demonstration")
+Turns = Literal["all", "each", "last"]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what transformers' mask of assistant tokens needs
 
 
 @dataclass(frozen=True)
@@ -65,18 +71,21 @@ def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFa
     return prompts
 
 
-def encode_demonstrations(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Demonstration]:
-    """One sequence an example, with its loss mask."""
+def encode_demonstrations(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, assistant_turns: Turns = "all"
+) -> list[Demonstration]:
+    """The sequences of each example, in order, with loss masks: one, or of a conversation as `assistant_turns` says."""
     plain = [example for example in examples if not example.messages]
     prompts = iter(_tokens(tokenizer, [example.prompt for example in plain], plain, special=True))
     responses = iter(_tokens(tokenizer, [example.response for example in plain], plain, special=False))
     eos = [tokenizer.eos_token_id]
-    return [
-        _encode_conversation(example, tokenizer)
-        if example.messages
-        else _demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source)
-        for example in examples
-    ]
+    rows: list[Demonstration] = []
+    for example in examples:
+        if example.messages:
+            rows += _encode_conversation(example, tokenizer, assistant_turns)
+        else:
+            rows.append(_demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source))
+    return rows
 
 
 def collate(rows: Sequence[Demonstration]) -> Batch:
@@ -108,21 +117,45 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
     return fitting
 
 
-def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
-    """Loss on what each assistant's turn adds to the rendered conversation before it."""
+def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast, turns: Turns) -> list[Demonstration]:
+    """Loss on all assistant's turns in one row, on each in a row of its own, or on the last one alone."""
+    ends = [count for count, message in enumerate(example.messages, start=1) if message.role == "assistant"]
+    if turns == "all" and _GENERATION.search(str(tokenizer.chat_template)):
+        return [_encode_marked(example, tokenizer)]
+    if turns == "all":
+        return [_encode_turns(example, tokenizer, ends)]
+    return [_encode_turns(example, tokenizer, [end]) for end in (ends if turns == "each" else ends[-1:])]
+
+
+def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
+    """Loss on what the chat template itself marks as generated."""
+    _render(example.messages, tokenizer, example, opened=False)  # what the template refuses is said there
+    encoded = tokenizer.apply_chat_template(
+        _turns(example.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    if not any(encoded["assistant_masks"][1:]):
+        raise DataError(
+            f"{example.source}: the chat template marks nothing of the conversation as generated; set "
+            "data.assistant_turns=each, or mend its {% generation %} blocks (policy.tokenizer.chat_template)"
+        )
+    marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    return _demonstration([([token], bool(learned)) for token, learned in marked], example.source)
+
+
+def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Sequence[int]) -> Demonstration:
+    """The conversation up to the last of `ends`; loss on what each turn that ends there adds to what was rendered before."""
     pieces: list[tuple[str, bool]] = []
     done = ""
-    for count, message in enumerate(example.messages, start=1):
-        if message.role != "assistant":
-            continue
+    for end in ends:
         for text, learned in (
-            (_render(example.messages[: count - 1], tokenizer, example, opened=True), False),
-            (_render(example.messages[:count], tokenizer, example, opened=False), True),
+            (_render(example.messages[: end - 1], tokenizer, example, opened=True), False),
+            (_render(example.messages[:end], tokenizer, example, opened=False), True),
         ):
             if not text.startswith(done):
                 raise DataError(
-                    f"{example.source}: the chat template renders earlier turns differently once later ones follow, so the "
-                    "loss mask cannot be told; use a template that only appends (policy.tokenizer.chat_template)"
+                    f"{example.source}: the chat template renders earlier turns differently once later ones follow, so one "
+                    "row cannot teach them all; set data.assistant_turns=each or last, or use a template that only appends "
+                    "or has {% generation %} blocks (policy.tokenizer.chat_template)"
                 )
             pieces.append((text[len(done) :], learned))
             done = text
@@ -135,11 +168,14 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, exa
         raise ConfigError(
             f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
-    turns = [{"role": message.role, "content": message.content} for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opened))
+        return str(tokenizer.apply_chat_template(_turns(messages), tokenize=False, add_generation_prompt=opened))
     except Exception as error:  # Jinja's own errors, and what templates raise by themselves
         raise DataError(f"{example.source}: the chat template refuses the conversation: {error}") from error
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def _tokens(

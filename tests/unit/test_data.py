@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +24,19 @@ CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+QWEN3 = (
+    "{% set ns = namespace(last_query=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set answer = ('<think></think>' if loop.index0 > ns.last_query else '') + m.content + '.' %}[assistant]{{ answer }}"
+    "{% else %}[{{ m.role }}]{{ m.content }}.{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SUMS = Example(
+    "",
+    "4!",
+    (Message("user", "1+1="), Message("assistant", "2"), Message("user", "and 2+2="), Message("assistant", "4!")),
+    "line 3",
 )
 FORGETFUL = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
 
@@ -78,18 +92,52 @@ def test_loss_mask_is_that_of_a_template_with_generation_tags() -> None:
         "{% endgeneration %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    turns = [("user", "1+1="), ("assistant", "2"), ("user", "and 2+2="), ("assistant", "4!")]
     tokenizer = character_tokenizer(CHARACTERS, tagged)
-    (row,) = encode_demonstrations([Example("", "4!", tuple(Message(*turn) for turn in turns))], tokenizer)
     expected = tokenizer.apply_chat_template(
-        [{"role": role, "content": text} for role, text in turns],
+        [{"role": message.role, "content": message.content} for message in SUMS.messages],
         return_dict=True,
         return_assistant_tokens_mask=True,
         add_special_tokens=False,
     )
-    assert row.tokens.tolist() == expected["input_ids"]
-    assert row.loss_mask.tolist() == expected["assistant_masks"]
     assert sum(expected["assistant_masks"]) == len("2") + len("4!") + 2
+    untagged = re.sub("{% (end)?generation %}", "", tagged)
+    for template in (tagged, untagged):
+        (row,) = encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, template))
+        assert row.tokens.tolist() == expected["input_ids"]
+        assert row.loss_mask.tolist() == expected["assistant_masks"]
+    with pytest.raises(DataError, match=r"line 3: the chat template marks nothing .* data\.assistant_turns=each"):
+        encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, untagged + "{% generation %}{% endgeneration %}"))
+
+
+def test_turns_of_a_template_that_rewrites_earlier_ones() -> None:
+    """Qwen3's rule: an answer after the last question opens with an empty thought, those before it do not."""
+    tokenizer = character_tokenizer(CHARACTERS, QWEN3)
+    with pytest.raises(DataError, match=r"renders earlier turns differently .* data\.assistant_turns=each or last"):
+        encode_demonstrations([SUMS], tokenizer)
+    first, last = encode_demonstrations([SUMS], tokenizer, "each")
+    assert tokenizer.decode(first.tokens) == "[user]1+1=.[assistant]<think></think>2."
+    assert tokenizer.decode(last.tokens) == "[user]1+1=.[assistant]2.[user]and 2+2=.[assistant]<think></think>4!."
+    assert learned(first) == ["<think></think>2."]
+    assert learned(last) == ["<think></think>4!."]
+    (only,) = encode_demonstrations([SUMS], tokenizer, "last")
+    assert (only.tokens.tolist(), only.loss_mask.tolist()) == (last.tokens.tolist(), last.loss_mask.tolist())
+    (prompt,) = encode_prompts([SUMS], tokenizer)
+    assert last.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
+    plain = [Example("1+1=", "2"), SUMS, Example("2+2=", "4")]
+    assert [learned(row) for row in encode_demonstrations(plain, tokenizer, "each")] == [
+        ["2<eos>"],
+        ["<think></think>2."],
+        ["<think></think>4!."],
+        ["4<eos>"],
+    ]
+
+
+def test_marked_turns_of_a_template_that_rewrites_earlier_ones() -> None:
+    marked = QWEN3.replace("{{ answer }}", "{% generation %}{{ answer }}{% endgeneration %}")
+    tokenizer = character_tokenizer(CHARACTERS, marked)
+    (row,) = encode_demonstrations([SUMS], tokenizer)
+    assert tokenizer.decode(row.tokens) == "[user]1+1=.[assistant]2.[user]and 2+2=.[assistant]<think></think>4!."
+    assert learned(row) == ["2.", "<think></think>4!."]
 
 
 def test_datasets_on_disk(tmp_path: Path) -> None:
@@ -193,8 +241,9 @@ def test_sampler_shuffles_and_knows_its_data() -> None:
     sampler = Sampler(100, seed=1)
     first, second = sampler.take(100), sampler.take(100)
     assert first != second != list(range(100)) != first
-    with pytest.raises(CheckpointError, match="use the same data and seed"):
-        Sampler(99, seed=1).restore(sampler.state())
+    for other in (Sampler(99, seed=1), Sampler(100, seed=2), Sampler(100, seed=1, shuffle=False)):
+        with pytest.raises(CheckpointError, match=r"use the same data, data\.seed and data\.shuffle"):
+            other.restore(sampler.state())
 
 
 def gsm8k() -> Path:
