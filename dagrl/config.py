@@ -277,11 +277,13 @@ class SftConfig(Section):
 
 
 class DataConfig(Section):
-    """`path` is a JSONL file of prompt/response or messages, a Hugging Face dataset on disk (what `save_to_disk` wrote, or a
-    Parquet or Arrow file), or `task` the import path of a callable that makes examples.
+    """`path` is a JSONL file of prompt/response or messages, a Hugging Face dataset on disk (what `save_to_disk` wrote, a
+    Parquet or Arrow file, a directory of data files) or on the Hub (`owner/name`), or `task` the import path of a callable
+    that makes examples.
     """
 
     path: str | None = None
+    subset: str | None = None  # of a dataset that has several, such as `main` of openai/gsm8k
     val_path: str | None = None  # None: `val_fraction` of `path` is held out, unless val_split names a split of it
     split: str = "train"  # of a dataset with several
     val_split: str | None = None
@@ -293,6 +295,9 @@ class DataConfig(Section):
     messages_key: str = "messages"
     shuffle: bool = True
     seed: int = 0
+    # Assistant's turns that SFT learns of a conversation: all, in one row, if the chat template only appends or marks what
+    # is generated; each in a row that ends with it, as it is rendered when it is generated; or the last alone.
+    assistant_turns: Literal["all", "each", "last"] = "all"
     too_long: Literal["error", "drop"] = "error"  # what becomes of an example longer than the largest bucket
 
 
