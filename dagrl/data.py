@@ -1,4 +1,4 @@
-"""Examples from JSONL files, Hugging Face datasets on disk or a task: reading, splitting, and an order that can be resumed.
+"""Examples from JSONL files, Hugging Face datasets or a task: reading, splitting, and an order that can be resumed.
 
 A line of a file is `{"prompt": ..., "response": ...}` (other names: `data.prompt_key`, `data.response_key`) or
 `{"messages": [{"role": ..., "content": ...}, ...]}`; the rows of a dataset have the same columns (`dagrl.hf_data`). Errors
@@ -67,7 +67,7 @@ def read_examples(path: str | Path, split: str, config: DataConfig) -> list[Exam
     """The examples of a JSONL file, or of a dataset and its split. Raises DataError with where it found what is wrong."""
     if not is_dataset(path):
         return read_jsonl(path, config)
-    examples = [_example_of(dict(row), source, config) for source, row in read_rows(path, split)]
+    examples = [_example_of(dict(row), source, config) for source, row in read_rows(path, split, config.subset)]
     if not examples:
         raise DataError(f"the dataset {str(path)!r} has no rows")
     return examples
@@ -204,18 +204,23 @@ class Sampler:
 
     def state(self) -> dict[str, Json]:
         """What `restore` needs to go on from here."""
-        return {"count": self._count, "seed": self._seed, "epoch": self._epoch, "position": self._position}
+        return {**self._order_of(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError when it is of other data or another seed."""
-        expected = {"count": self._count, "seed": self._seed}
+        """Go on where `state` was taken. Raises CheckpointError when it is of other data or another order."""
+        expected = self._order_of()
         found = {name: state.get(name) for name in expected}
         if found != expected:
             raise CheckpointError(
-                f"the data position was saved with {found}, this run has {expected}; use the same data and seed"
+                f"the data position was saved with {found}, this run has {expected}; "
+                "use the same data, data.seed and data.shuffle"
             )
         self._epoch, self._position = cast(int, state["epoch"]), cast(int, state["position"])
         self._order = self._permutation()
+
+    def _order_of(self) -> dict[str, Json]:
+        """What the order of an epoch follows from."""
+        return {"count": self._count, "seed": self._seed, "shuffle": self._shuffle}
 
     def _permutation(self) -> list[int]:
         if not self._shuffle:

@@ -166,9 +166,35 @@ def test_datasets_on_disk(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"one, row 0: no key 'prompt'; found 'q', 'a', 'unused'"):
         load_splits(DataConfig(path=str(tmp_path / "one")))
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "pairs.parquet").read_bytes()[:200])
-    for path in (tmp_path, tmp_path / "torn.parquet"):
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "empty", tmp_path / "torn.parquet"):
         with pytest.raises(DataError, match="cannot be read as a Hugging Face dataset"):
             load_splits(DataConfig(path=str(path)))
+
+
+def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the Hub has them, splits in their names; and by a name on the Hub, of which the cache of `datasets` has a copy."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(5)]
+    files = tmp_path / "sums"
+    files.mkdir()
+    for name, held in {
+        "train-00000-of-00002": rows[:3],
+        "train-00001-of-00002": rows[3:],
+        "test-00000-of-00001": rows[:1],
+    }.items():
+        datasets.Dataset.from_list(held).to_parquet(str(files / f"{name}.parquet"))
+    found = load_splits(DataConfig(path=str(files), val_split="test"))
+    assert [(e.prompt, e.response) for e in found.train] == [(row["prompt"], row["response"]) for row in rows]
+    assert len(found.validation) == 1
+    (tmp_path / "cache" / "sums").rename(tmp_path / "cache" / "somebody___sums")
+    assert len(load_splits(DataConfig(path="somebody/sums", subset="default", val_fraction=0)).train) == 5
+    with pytest.raises(DataError, match=r"'nobody/sums' cannot be read as a Hugging Face dataset, on disk or on the Hub"):
+        load_splits(DataConfig(path="nobody/sums"))
+    with pytest.raises(DataError, match=r"the data file 'nobody/sums\.jsonl' cannot be read"):
+        load_splits(DataConfig(path="nobody/sums.jsonl"))
 
 
 def test_a_dataset_without_its_package_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
