@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.deadline import Deadline, add_deadline
 from bench.report import Report, command_line
 from bench.step import Way, begin_again
 
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="draw the curves to this file (png, svg)")
     parser.add_argument("--steps", type=int, default=40, help="GRPO steps of a run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each way")
+    add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -67,20 +69,22 @@ def run(options: argparse.Namespace) -> None:
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
     curves: list[Curve] = []
+    deadline = Deadline(options.deadline)
     with tempfile.TemporaryDirectory() as directory:
         given = [*OVERRIDES, f"grpo.max_num_steps={options.steps}", f"output_dir={directory}", *options.overrides]
         config = load_config(options.config, given)
-        for curve in measure(config, options.seeds, Path(directory) / "first_weights"):
+        for curve in measure(config, options.seeds, Path(directory) / "first_weights", deadline):
             curves.append(curve)
             if options.json:
                 Report([asdict(curve) for curve in curves], command_line()).write(options.json)
     print_table(curves)
-    if options.plot:
+    deadline.tell()
+    if options.plot and curves:
         plot(curves, options.plot)
 
 
-def measure(config: Config, seeds: int, first_weights: Path) -> Iterator[Curve]:
-    """Yields every way's curve of the first seed, then of the next."""
+def measure(config: Config, seeds: int, first_weights: Path, deadline: Deadline) -> Iterator[Curve]:
+    """Yields every way's curve of the first seed, then of the next, as far as the deadline allows."""
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.sft import train_sft
     from dagrl.loops.start import open_session
@@ -92,7 +96,7 @@ def measure(config: Config, seeds: int, first_weights: Path) -> Iterator[Curve]:
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(first_weights), {})
         for seed in range(seeds):
-            for way in WAYS:
+            for way in deadline.each(WAYS, lambda way, seed=seed: f"{way.name} (seed {seed})"):
                 yield run_way(config, session, reward, way, seed, first_weights)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.copied import computed, counted
+from bench.deadline import Deadline, add_deadline
 from bench.first_step import first_steps
 from bench.measure import FULL, QUICK, Effort, side_by_side
 from bench.report import Report, Row, as_row, check_plot, command_line, plot, print_first_steps, print_table
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arities", type=_numbers, default=(ARITY,), help="of the trees of shape reduce, e.g. 2,4,8,16")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
+    add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -86,28 +88,35 @@ def run(options: argparse.Namespace) -> None:
         first_steps=base.first_steps if options.first_steps is None else options.first_steps,
     )
     keep = (lambda rows: Report(rows, command_line()).write(options.json)) if options.json else (lambda rows: None)
-    report = Report(measure(plan, keep), command_line())
+    deadline = Deadline(options.deadline)
+    report = Report(measure(plan, deadline, keep), command_line())
     for shape in plan.shapes:
         print_table(report, shape)
     print_first_steps(report)
-    if options.plot:
+    deadline.tell()
+    if options.plot and report.rows:
         plot(report, options.plot)
 
 
-def measure(plan: Plan, so_far: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
-    """All rows of a plan, on a cluster of its own; `so_far` is called whenever there are more."""
+def measure(plan: Plan, deadline: Deadline, so_far: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+    """All rows of a plan that the deadline allows, on a cluster of its own; `so_far` is called whenever there are more."""
     rows: list[Row] = []
     with bench_cluster(plan.hosts) as host_resources:
         actors = Actors.start(max(plan.workers), host_resources)
         for workers in plan.workers:
-            for shape in plan.shapes:
-                for arity in plan.arities if shape == "reduce" else (ARITY,):
-                    rows += _measure_shape(plan, shape, workers, actors.first(workers), arity)
-                    so_far(rows)
-            if plan.first_steps and workers == _nearest(plan.workers, FIRST_STEP_WORKERS):
+            for shape, arity in deadline.each(_shapes(plan), f"{{0[0]}} of {workers} workers".format):
+                rows += _measure_shape(plan, shape, workers, actors.first(workers), arity)
+                so_far(rows)
+            first = plan.first_steps and workers == _nearest(plan.workers, FIRST_STEP_WORKERS)
+            if first and deadline.allows("first steps"):
                 rows.append(_first_steps(plan, workers, actors))
                 so_far(rows)
     return rows
+
+
+def _shapes(plan: Plan) -> list[tuple[str, int]]:
+    """Each shape and arity."""
+    return [(shape, arity) for shape in plan.shapes for arity in (plan.arities if shape == "reduce" else (ARITY,))]
 
 
 def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors, arity: int) -> list[Row]:

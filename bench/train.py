@@ -17,9 +17,8 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -29,12 +28,13 @@ from typing import Any
 
 import numpy as np
 
+from bench.deadline import Deadline, add_deadline
 from bench.models import SHAPES, Shape, write_model
 from bench.report import Report, command_line
 from bench.train_inputs import train_batch
 from bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
 from dagrl.config import Config
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.shapes import Batch
 
@@ -88,9 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro", type=int, default=2, help="sequences of a microbatch")
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument(
-        "--seconds", type=float, default=3600.0, help="begin no case after this time; say which are left out"
-    )
+    add_deadline(parser)
     parser.add_argument("--tiny", action="store_true", help="two narrow layers and a small vocabulary, in float32")
     parser.add_argument("--json", type=Path, help="write the rows to this file, after every case")
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
@@ -99,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
     cases = [parse_case(text, options.tiny) for text in options.cases]
-    started, rows, problems = time.monotonic(), [], []
+    deadline, rows, problems = Deadline(options.deadline), [], {}
     workers = max(case.layout.world_size for case in cases)
     with ExitStack() as stack:
         models = writing(cases, options, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
@@ -107,20 +105,20 @@ def run(options: argparse.Namespace) -> None:
         ours = stack.enter_context(DagrlSteps(workers))
         plain.connect()
         wait(models.values())
-        for case in cases:
-            if time.monotonic() - started > options.seconds:
-                problems.append(f"{case.name}: left out, {options.seconds:.0f} s are over")
-                continue
+        for case in deadline.each(cases, lambda case: case.name):
             try:
                 rows += measure(case, options, models[case.shape.name].result(), ours, plain)
             except Exception:  # the next case may well run
-                problems.append(f"{case.name}:\n{traceback.format_exc()}")
+                problems[case.name] = traceback.format_exc()
             rows = compared(rows)
             if options.json:
                 Report([asdict(row) for row in rows], command_line(), hardware=ours.hardware).write(options.json)
     print_table(rows, ours.hardware, problems)
+    deadline.tell()
     if options.plot and rows:
         plot(rows, ours.hardware, options.plot)
+    if problems:
+        raise RunError(f"{len(problems)} of {len(cases)} cases failed, see above: {', '.join(problems)}")
 
 
 def parse_case(text: str, tiny: bool) -> Case:
@@ -232,7 +230,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def print_table(rows: Sequence[Row], hardware: str, problems: Sequence[str]) -> None:
+def print_table(rows: Sequence[Row], hardware: str, problems: Mapping[str, str]) -> None:
     """The rows, for people, and what did not run."""
     from rich.console import Console
     from rich.table import Table
@@ -252,8 +250,8 @@ def print_table(rows: Sequence[Row], hardware: str, problems: Sequence[str]) -> 
         table.add_row(row.case, row.who, *map(str, numbers), mfu, str(row.peak_gib), str(row.loss_error))
     console = Console(width=140)
     console.print(table)
-    for problem in problems:
-        console.print(problem, markup=False)
+    for case, problem in problems.items():
+        console.print(f"{case}:\n{problem}", markup=False)
 
 
 def plot(rows: Sequence[Row], hardware: str, path: Path) -> None:

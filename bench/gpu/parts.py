@@ -39,7 +39,7 @@ def pieces(gpus: int) -> list[Piece]:
     """All of them, in the order they run; those whose layout depends on the host are for `gpus` GPUs."""
     return [
         *_tests(),
-        _bench("overhead", gpus=0, cores=4),
+        _bench("overhead", *DEADLINE, gpus=0, cores=4),
         _bench("step_overhead", "--workers", "8", *DEADLINE, gpus=0, cores=4),
         _bench("step_overhead", "--workers", "64,128", *DEADLINE, gpus=0, cores=32, name="step_overhead-128"),
         _bench("refit", *DEADLINE, gpus=2),
@@ -47,7 +47,7 @@ def pieces(gpus: int) -> list[Piece]:
         _bench("optimizer_offload", gpus=1, plot=False),
         _bench("packing", "--model", "qwen3-0.6b", "--length", "2048", "--median", "320", gpus=1, plot=False),
         _bench("reference_weights", gpus=1, plot=False),
-        _bench("curves", f"{TRAIN}.data_parallel_size=1", gpus=2),
+        _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
         *_runs(),
         *_faults(gpus),
@@ -92,9 +92,7 @@ TRAINING: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 
 def _training() -> list[Piece]:
-    return [
-        _bench("train", "--cases", *cases, "--seconds", "{seconds}", gpus=gpus, name=name) for name, gpus, cases in TRAINING
-    ]
+    return [_bench("train", "--cases", *cases, *DEADLINE, gpus=gpus, name=name) for name, gpus, cases in TRAINING]
 
 
 def _steps(gpus: int) -> list[Piece]:
