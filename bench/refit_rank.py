@@ -294,8 +294,6 @@ class Rank:
         }
         if "raw_gb_per_s" in row:
             row["share_of_raw"] = row["gb_per_s"] / row["raw_gb_per_s"]
-        if verified is not None:
-            row["verify_s"] = max(self.control.gather(verified[-1].verify_seconds))
         self._say(row)
         return median
 

@@ -93,7 +93,7 @@ class StandIn:
     def send_weights(self, version: int) -> RefitReport:
         """A part of a refit."""
         _compute("refit")
-        return RefitReport(version, 1, 0, SECONDS["refit"])
+        return RefitReport(version, 1, 0, SECONDS["refit"], SECONDS["refit"])
 
     def receive_weights(self, version: int) -> RefitReport:
         """The other part."""

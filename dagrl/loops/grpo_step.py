@@ -64,7 +64,7 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> Metrics
 
 def refit(session: Session, version: int) -> Metrics:
     """Give generation the train workers' weights as `version`; how long its workers stood still for it."""
-    pauses = [report.seconds for report in _reports(session.replay("refit", version)) if report.bytes_received]
+    pauses = [report.pause_s for report in _reports(session.replay("refit", version)) if report.bytes_received]
     return {UPDATE_PAUSE: max(pauses)} if pauses else {}
 
 

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What one rank, or several together, carried: `seconds` from the start to the last byte, the longest of them.
+    """What one rank, or several together, carried: `seconds` from the start to the last byte, proved; the longest of them.
 
-    `verify_seconds` is the part of them that the proof took.
+    `pause_s` is how long a generation worker stood still: with the hooks, the commit and what an engine makes anew.
     """
 
     version: int
     bytes_sent: int
     bytes_received: int
     seconds: float
-    verify_seconds: float = 0.0
+    pause_s: float = 0.0
 
 
 def merge_reports(parts: Sequence[RefitReport]) -> RefitReport:
@@ -49,7 +49,7 @@ def merge_reports(parts: Sequence[RefitReport]) -> RefitReport:
         sum(part.bytes_sent for part in parts),
         sum(part.bytes_received for part in parts),
         max(part.seconds for part in parts),
-        max(part.verify_seconds for part in parts),
+        max(part.pause_s for part in parts),
     )
 
 
@@ -148,14 +148,12 @@ class _End:
         self._headers.check(version)
         self._carry()
         self._channel.synchronize()
-        carried = time.perf_counter()
         if self._verify == "checksum":
             self._compare_sums(version)
         elif self._verify == "bitwise":
             self._prove_bytes(version)
         self._channel.synchronize()
-        end = time.perf_counter()
-        return RefitReport(version, self._sent, self._received, end - start, end - carried)
+        return RefitReport(version, self._sent, self._received, time.perf_counter() - start)
 
     def _follow_memory(self) -> None:
         """Bind again what was given new memory; otherwise views, tables and graphs would go to dead memory."""

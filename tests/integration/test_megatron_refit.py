@@ -17,8 +17,9 @@ from dagrl.layout import ParallelLayout
 from dagrl.refit.plan import plan_refit
 from dagrl.refit.run import RefitReceiver
 from dagrl.refit.slices import WeightSlice
+from dagrl.shapes import Batch
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import MegatronPool, free_port
+from tests.integration.megatron_pool import Group, MegatronPool, WorkerError, free_port
 from tests.integration.test_megatron_layouts import logprobs, train
 
 
@@ -68,3 +69,16 @@ def test_weights_after_each_step_arrive(
             for name, expected in reference.assemble(group.call("weights")).items():
                 np.testing.assert_array_equal(received[name].numpy(), expected, err_msg=name)
         channel.close()
+        if model == "qwen3_moe":
+            check_aborts(group, batch)
+
+
+def check_aborts(group: Group, batch: Batch) -> None:
+    """An abort after a refit that failed leaves training be; one after that is of the training."""
+    with pytest.raises(WorkerError, match="ChannelError"):
+        group.call("send_weights", 3)
+    group.call("abort")
+    train(group, batch)
+    group.call("abort")
+    with pytest.raises(WorkerError, match="was aborted; restart the group"):
+        train(group, batch)

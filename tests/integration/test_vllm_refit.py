@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,18 +55,20 @@ class Trainer:
             self.engine.on_each(call, calls)
             return joined.result()
 
-    def send(self, checkpoint: Path, version: int, refusal: str = "") -> None:
-        """Send a checkpoint, and agree on it, or refuse when all has been sent."""
+    def send(self, checkpoint: Path, version: int, refusal: str = "", late_s: float = 0.0) -> None:
+        """Send a checkpoint, and agree on it, or refuse when all has been sent; `late_s`: after a while."""
         for name, tensor in state_of(checkpoint).items():
             self.tensors[name].copy_(tensor)
-        sent = self.thread.submit(self._send, version, refusal)
+        sent = self.thread.submit(self._send, version, refusal, late_s)
         received = self.engine.on_all(call, "receive_weights", version)
         reports = [sent.result(), *received]
         assert {report.version for report in reports} == {version}
         assert sum(report.bytes_received for report in received) == reports[0].bytes_sent
+        assert all(report.pause_s > max(late_s, report.seconds) for report in received)  # engines wait for the commit
 
-    def _send(self, version: int, refusal: str) -> RefitReport:
+    def _send(self, version: int, refusal: str, late_s: float) -> RefitReport:
         report = self.sender.send(version)
+        time.sleep(late_s)
         self.channel.agree(refusal, wait=False)
         return report
 
@@ -85,7 +88,7 @@ def check_against_hf(engine: Engine, checkpoint: Path, version: int) -> None:
 def test_each_rank_receives_its_share_again_and_again(engine: Engine, checkpoints: list[Path]) -> None:
     trainer = Trainer(engine, state_of(checkpoints[0]))
     for version in (1, 2, 3):
-        trainer.send(checkpoints[version % 3], version)
+        trainer.send(checkpoints[version % 3], version, late_s=0.5 if version == 3 else 0)
         check_against_hf(engine, checkpoints[version % 3], version)
 
 

@@ -145,8 +145,8 @@ def test_another_plan_is_refused() -> None:
 
 
 def test_reports_merge() -> None:
-    parts = [RefitReport(3, 10, 0, 0.5), RefitReport(3, 0, 10, 0.7)]
-    assert merge_reports(parts) == RefitReport(3, 10, 10, 0.7)
+    parts = [RefitReport(3, 10, 0, 0.5), RefitReport(3, 0, 10, 0.7, 0.9)]
+    assert merge_reports(parts) == RefitReport(3, 10, 10, 0.7, 0.9)
     assert merge_reports([merge_reports(parts[:1]), parts[1]]) == merge_reports(parts)
     with pytest.raises(RunError, match=r"versions \[3, 4\]"):
         merge_reports([parts[0], RefitReport(4, 0, 0, 0.0)])

@@ -84,9 +84,8 @@ def test_a_byte_that_changes_where_it_is_held_is_found(verify: Verify, monkeypat
 def test_casts_and_stacks_pass(verify: Verify, target: torch.dtype) -> None:
     plan, tensors = two_parameters(100)
     tensors[1] = {name: tensor.to(target) for name, tensor in tensors[1].items()}
-    report = run_refit(plan, tensors, 1, verify)[-1]
+    run_refit(plan, tensors, 1, verify)
     assert torch.equal(tensors[1]["u"], tensors[0]["u"].to(target))
-    assert 0 < report.verify_seconds < report.seconds
     check_megatron_to_vllm(model_config("deepseek_v3"), ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2, 1, 500, verify=verify)
 
 

@@ -117,7 +117,6 @@ class MegatronWorker:
         if self._channel is not None:
             self._channel.abort(f"train worker {self.context.rank} was aborted")
         if self._sending:  # no peer waits in Megatron's groups: training goes on, with a new channel so do refits
-            self._sending = False
             return
         self._aborted = True
         abort_groups()
@@ -282,11 +281,8 @@ class MegatronWorker:
         self._ready("weights")
         if self._sender is None or self._channel is None:
             raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
-        self._sending = True
-        with self._running(), one_part_of_a_refit(self._channel, wait=False):
-            report = self._sender.send(version)
-        self._sending = False
-        return report
+        with self._running(sending=True), one_part_of_a_refit(self._channel, wait=False):
+            return self._sender.send(version)
 
     def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False) -> None:
         """Write all that the next step depends on, and the driver's `state`, to `directory`; all workers together.
@@ -433,21 +429,24 @@ class MegatronWorker:
         return LossStep(loss, self.config.loss_fn, denominators, layer)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, *, sending: bool = False) -> Iterator[None]:
         """A phase may run on any thread, and CUDA's current device is the thread's own.
 
+        An abort may come when a phase has failed already: until the next begins, `sending` says that it was a refit.
         What was launched is waited for, so that a failure belongs to the phase that it happened in; copies of offloaded
         state, on a stream of their own, are not. NCCL's collectives do not raise when they are aborted, they end: what they
         gave must not be used.
         """
         import torch
 
+        self._sending = sending
         if torch.cuda.is_available():
             torch.cuda.set_device(self._device)
         yield
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         self._check_standing()
+        self._sending = False
 
     def _check_standing(self) -> None:
         if self._aborted:

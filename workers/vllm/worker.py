@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
@@ -183,8 +185,10 @@ class VllmWorker:
         """
         if self._receiver is None:
             raise RunError("no refit is prepared on this worker; call prepare_refit(plan, channel) on all workers first")
+        start = time.perf_counter()
         with self.writing_weights(version, self._channel):
-            return self._receiver.receive(version)
+            report = self._receiver.receive(version)
+        return replace(report, pause_s=time.perf_counter() - start)
 
     @contextmanager
     def writing_weights(self, version: int, channel: Channel | None = None) -> Iterator[None]:
