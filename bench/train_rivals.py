@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -90,7 +92,6 @@ class DagrlSteps:
         self._case, self._batch, self._config = ExitStack(), batch, config
         self.losses, self.overheads = [], []
         self.group = WorkerGroup.from_actors(self._actors[: layout.world_size], layout, call_timeout_s=DEADLINE_S)
-        self.group.reset_tickets([0] * layout.world_size)
         address = f"127.0.0.1:{free_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, 60.0) for rank in range(layout.world_size)]
         self._building = [
@@ -157,17 +158,36 @@ class PlainSteps:
         return self
 
     def connect(self) -> None:
-        """Wait until all processes are there."""
+        """Wait until all processes are there. RuntimeError when torchrun ended before, TimeoutError when it takes long."""
+        arrived: queue.Queue[Connection] = queue.Queue()
+        threading.Thread(target=self._accept, args=(arrived,), daemon=True).start()  # accepting has no deadline of its own
         connections: dict[int, Connection] = {}
+        deadline = time.monotonic() + DEADLINE_S
         while len(connections) < self._workers:
-            connection = self._listener.accept()
-            connections[connection.recv()] = connection
+            try:
+                connection = arrived.get(timeout=0.2)
+                connections[connection.recv()] = connection
+            except queue.Empty:
+                self._check_coming(len(connections), deadline)
         self._listener.close()
         self._connections = [connections[rank] for rank in range(self._workers)]
+
+    def _accept(self, arrived: queue.Queue[Connection]) -> None:
+        for _ in range(self._workers):
+            arrived.put(self._listener.accept())
+
+    def _check_coming(self, arrived: int, deadline: float) -> None:
+        there = f"{arrived} of {self._workers} processes of the plain loop are there"
+        if self._torchrun.poll() is not None:
+            raise RuntimeError(f"torchrun ended with code {self._torchrun.returncode} when {there}; its output is above")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{there} after {DEADLINE_S:.0f} s")
 
     def __exit__(self, *exception: object) -> None:
         for connection in self._connections:
             connection.send(None)
+        if not self._connections:
+            self._torchrun.terminate()  # what never connected waits for nothing
         try:
             self._torchrun.wait(20)
         except subprocess.TimeoutExpired:
