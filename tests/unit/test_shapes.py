@@ -183,3 +183,9 @@ def test_padding_share_counts_every_slot() -> None:
     lengths: npt.NDArray[np.int64] = np.array([4, 2, 2])
     assert padding_share(lengths, Bucket(2, 4), shards=2) == pytest.approx(0.5)
     assert padding_share(np.array([4, 4]), Bucket(2, 4), shards=1) == 0.0
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=40))
+def test_of_as_many_rows_as_shards_the_longest_goes_first(lengths: list[int]) -> None:
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    assert [part.tolist() for part in split_rows(np.array(lengths), len(lengths))] == [[row] for row in longest_first]
