@@ -249,7 +249,8 @@ def other_version(place: Place) -> object:
     weights = hf_weights(CONFIG)
     if place.rank == 0:
         RefitSender(plan.for_rank(0), megatron_tensors(weights, CONFIG, layout, 0), channel).send(5)
-        return "sent"
+        channel.agree()
+        return "agreed"
     tensors = zeros_like(vllm_tensors(weights, CONFIG, 1, 0))
     try:
         RefitReceiver(plan.for_rank(1), tensors, channel).receive(6)

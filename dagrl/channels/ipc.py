@@ -79,8 +79,16 @@ class IpcChannel:
         self._flag = rows - 1
         self._publish(f"pid/{spec.rank}", str(os.getpid()))
         pids = [int(self._load(f"pid/{rank}")) for rank in range(spec.size)]
-        self._lives = {rank: _Process(pid) for rank, pid in enumerate(pids) if rank != spec.rank}
+        self._lives = {rank: self._process(rank, pid) for rank, pid in enumerate(pids) if rank != spec.rank}
         self._agreement.wait(self._agreement.vote(), self._check_usable)  # all have mapped the table
+
+    def _process(self, rank: int, pid: int) -> _Process:
+        try:
+            return _Process(pid)
+        except OSError as error:
+            raise cannot_join(
+                self.spec, RuntimeError(f"the process of rank {rank}, {pid}, cannot be watched: {error}")
+            ) from error
 
     def send(self, tensor: torch.Tensor, peer: int) -> IpcPending:
         """Copy `tensor` into the peer's mailbox, waiting for a free slot; it may change when this returns."""

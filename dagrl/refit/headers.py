@@ -43,14 +43,21 @@ class Headers:
         self._read.copy_(self._theirs, non_blocking=True)
 
     def check(self, version: int) -> None:
-        """Return when every sender has told this plan and `version`. Raises ChannelError naming one that told another."""
+        """Return when every sender has told this plan and `version`.
+
+        Raises ChannelError naming one that told another, and breaks the channel: its peers wait for messages to come.
+        """
         if not self._senders:
             return
         self._channel.synchronize()
         for (digest, sent), peer in zip(self._read.tolist(), self._senders, strict=True):
             if digest != self._digest:
-                raise ChannelError(
+                raise self._broken(
                     f"rank {peer} sends by another refit plan, or refit.verify differs; give every rank its part of one plan"
                 )
             if sent != version:
-                raise ChannelError(f"rank {peer} sends version {sent}, but version {version} is being received")
+                raise self._broken(f"rank {peer} sends version {sent}, but version {version} is being received")
+
+    def _broken(self, found: str) -> ChannelError:
+        self._channel.abort(found)
+        return ChannelError(found)

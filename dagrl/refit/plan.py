@@ -318,6 +318,11 @@ def _check_dtypes(source: WeightSlice, target: WeightSlice, dtype: str) -> str:
     sent = source.dtype or dtype
     _item_bytes(sent)
     wanted = target.dtype or sent
+    if source.scales is not None:
+        raise RefitPlanError(
+            f"parameter {source.name!r} is quantized in the sources (tensor {source.tensor!r} has scales), which a refit "
+            f"cannot send; train in {', '.join(CASTABLE[1:])}: it is quantized on its way where a destination has scales"
+        )
     if target.scales is not None and wanted == FP8 and sent in CASTABLE:
         return FP8
     if (sent != wanted and not (sent in CASTABLE and wanted in CASTABLE)) or (target.scales is not None):

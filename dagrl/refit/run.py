@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dagrl.channels.base import Channel, wait_all
 from dagrl.errors import RefitPlanError, RunError
 from dagrl.refit.headers import Headers
-from dagrl.refit.moves import RankPlan
+from dagrl.refit.moves import Move, RankPlan
 from dagrl.refit.pack import BucketMemory, Side
 from dagrl.refit.rounds import Rounds
 from dagrl.refit.verify import Verify, check_mode, checksums, compare_checksums, differs
@@ -208,12 +208,16 @@ class _End:
         spares = [torch.empty(largest, dtype=torch.uint8, device=self.rounds.device) for _ in range(2)]
         again = {id(memory): spares[index % 2][: memory.bucket.nbytes] for index, memory in enumerate(receives)}
 
-        def compare(memory: BucketMemory) -> None:
-            wrong = memory.differing(again[id(memory)])
-            if wrong:
-                raise differs(wrong, memory.bucket.source, version)
+        wrong: dict[int, list[Move]] = {}  # by sender
 
-        self.rounds.run(lambda memory: None, compare, again)
+        def compare(memory: BucketMemory) -> None:
+            self._channel.synchronize()  # a comparison waits on the host, where only the channel knows a deadline
+            if moves := memory.differing(again[id(memory)]):
+                wrong.setdefault(memory.bucket.source, []).extend(moves)
+
+        self.rounds.run(lambda memory: None, compare, again)  # to its end: no message stays behind in the channel
+        for peer, moves in wrong.items():
+            raise differs(moves, peer, version)
 
 
 def _in_order(peers: Iterable[int]) -> list[int]:

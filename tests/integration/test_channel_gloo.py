@@ -28,9 +28,10 @@ def test_ranks_of_one_host_pass_on_what_came_there_once() -> None:
 
 
 def test_a_sender_of_another_version_is_refused_before_a_byte_is_written() -> None:
-    sent, refused = run_case(cases.other_version, "gloo", 2, channel_timeout_s=4)
+    """And the sender, which waits for the commit, hears of it long before its deadline."""
+    sent, refused = run_case(cases.other_version, "gloo", 2, channel_timeout_s=120)
     assert refused == ("rank 0 sends version 5, but version 6 is being received", False)
-    assert sent == "sent" or "ChannelError" in str(sent)
+    assert "ChannelError" in str(sent) and "within 120" not in str(sent)
 
 
 def test_a_plan_for_another_world_is_refused() -> None:

@@ -34,6 +34,14 @@ from workers.vllm.weights import vllm_weight_slices
 BOX = ((0, 128), (0, 128))
 
 
+def test_a_source_that_is_quantized_already() -> None:
+    quantized = WeightSlice("p", BOX, "t", BOX, "float8_e4m3fn", Scales("s", ((0, 1), (0, 1))))
+    with pytest.raises(
+        RefitPlanError, match=r"'p' is quantized in the sources .*, which a refit cannot send; train in float32"
+    ):
+        plan_refit([[quantized]], [[quantized]], dtype="bfloat16")
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", None])
 def test_a_family_without_rules(kind: str | None) -> None:
     config = model_config(model_type=kind)  # type: ignore[arg-type]

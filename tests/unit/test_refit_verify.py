@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from queue import Queue
+
 import pytest
 import torch
 from torch import Tensor
@@ -48,6 +51,23 @@ def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int) -> None:
         run_refit(plan, tensors, 7, verify, FlippingChannel)
     assert FlippingChannel.flipped
     run_refit(plan, tensors, 8, verify, FlippingChannel)  # and the next, whole one, is good
+    assert torch.equal(tensors[1]["u"], tensors[0]["u"])
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_the_channel_stays_good_after_a_difference(verify: Verify) -> None:
+    """No message of the refit that failed is left for the next, over the same channel."""
+    FlippingChannel.flipped = False
+    plan, tensors = two_parameters(64)
+    assert len(plan.buckets) > 2
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    sender = RefitSender(plan.for_rank(0), tensors[0], FlippingChannel(0, 2, queues), verify)
+    receiver = RefitReceiver(plan.for_rank(1), tensors[1], MemoryChannel(1, 2, queues), verify)
+    sender.send(1)
+    with pytest.raises(RunError, match="is not what rank 0 sent"):
+        receiver.receive(1)
+    sender.send(2)
+    receiver.receive(2)
     assert torch.equal(tensors[1]["u"], tensors[0]["u"])
 
 
@@ -110,9 +130,6 @@ def test_fp8_and_its_scales_are_verified(verify: Verify) -> None:
 
 
 def test_both_sides_must_verify_alike() -> None:
-    from collections import defaultdict
-    from queue import Queue
-
     plan, tensors = two_parameters(1 << 20)
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "off").send(1)
