@@ -76,6 +76,10 @@ class MegatronConfig(Section):
     expert_model_parallel_size: PositiveInt = 1
     expert_tensor_parallel_size: PositiveInt | None = None
     sequence_parallel: bool = False
+    activation_checkpointing: bool = False  # recompute activations on the way back: less memory, each layer run twice
+    recompute_granularity: Literal["full", "selective"] = "full"  # whole layers, or the attention core alone
+    recompute_method: Literal["uniform", "block"] = "uniform"  # full: all layers, or the first of each pipeline stage
+    recompute_num_layers: PositiveInt = 1  # uniform: layers between two kept inputs; block: layers of a stage
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()

@@ -67,6 +67,25 @@ class TestedWorker(MegatronWorker):
 
         checkpoint._write_buckets = stall
 
+    def attention_runs(self, batch: Batch) -> list[int]:
+        """How often each layer's attention runs in a step, its update left out."""
+        from workers.megatron.attention import CausalAttention
+
+        layers = [m for chunk in self._ready().model.chunks for m in chunk.modules() if isinstance(m, CausalAttention)]
+        runs = [0] * len(layers)
+
+        def count(index: int) -> Any:
+            def hook(*_: Any) -> None:
+                runs[index] += 1
+
+            return hook
+
+        hooks = [layer.register_forward_hook(count(index)) for index, layer in enumerate(layers)]
+        self.train_step(batch, "sft")
+        for hook in hooks:
+            hook.remove()
+        return runs
+
     def reseed(self, seed: int) -> None:
         """Random states that no checkpoint has."""
         import torch

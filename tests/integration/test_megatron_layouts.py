@@ -41,9 +41,16 @@ PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_
 
 
 def case(
-    model: str, name: str, sharded: bool = False, sequence_parallel: bool = False, packed: bool = False, **sizes: int
+    model: str,
+    name: str,
+    sharded: bool = False,
+    sequence_parallel: bool = False,
+    packed: bool = False,
+    recompute: dict[str, Any] | None = None,
+    **sizes: int,
 ) -> Case:
     megatron = {"sequence_parallel": True} if sequence_parallel else {}
+    megatron |= {"activation_checkpointing": True, **recompute} if recompute is not None else {}
     optimizer = {"use_distributed_optimizer": True} if sharded else {}
     return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer, PACKED if packed else {})
 
@@ -60,6 +67,9 @@ CASES = [
     case("qwen3", "tp2cp2-sp-packed", sequence_parallel=True, packed=True, tp=2, cp=2),
     case("qwen3", "tp2pp2", tp=2, pp=2),
     case("qwen3", "pp2vpp2", pp=2, vpp=2),
+    case("qwen3", "pp2-uneven-block", pp=2, first_stage_layers=1, recompute={"recompute_method": "block"}),
+    case("qwen3", "pp2cp2-packed", packed=True, pp=2, cp=2),
+    case("qwen3", "tp2pp2-sharded-sp-recomputed", sharded=True, sequence_parallel=True, recompute={}, tp=2, pp=2),
     case("qwen3", "dp2cp2-sharded-packed", sharded=True, packed=True, dp=2, cp=2),
     case("qwen3_tied", "single"),
     case("qwen3_tied", "tp2pp2", tp=2, pp=2),
@@ -70,7 +80,7 @@ CASES = [
     case("qwen3_moe", "single"),
     case("qwen3_moe", "dp2ep2", dp=2, ep=2),
     case("qwen3_moe", "cp2ep2", cp=2, ep=2),
-    case("qwen3_moe", "tp2cp2ep2-packed", packed=True, tp=2, cp=2, ep=2),
+    case("qwen3_moe", "tp2cp2ep2-packed", packed=True, recompute={"recompute_granularity": "selective"}, tp=2, cp=2, ep=2),
     case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),
     case("qwen3_moe", "dp2ep2-sharded", sharded=True, dp=2, ep=2),
     case("mixtral", "single", packed=True),
@@ -194,6 +204,20 @@ def test_gradients_are_those_of_plain_torch(item: Case, runs: Runs, truth: Truth
     for name, gradient in expected.items():
         scale = float(np.abs(gradient).max()) or 1.0
         np.testing.assert_allclose(found[name] / scale, gradient / scale, atol=2e-4, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "twice"), [({}, 4), ({"recompute_method": "block"}, 1), (None, 0)], ids=["all", "block", "none"]
+)
+def test_activations_are_recomputed_where_asked(
+    recompute: dict[str, Any] | None, twice: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """Each layer runs once a microbatch, and once more on the way back; that gradients stay is shown by cases above."""
+    item = case("qwen3", "recomputed", recompute=recompute)
+    with megatron_pool.group(item.layout, configuration(item, tiny_models["qwen3"])) as group:
+        (runs,) = group.call("attention_runs", reference.make_batch())
+    once = reference.ROWS // 2  # microbatches
+    assert runs == [2 * once] * twice + [once] * (4 - twice)
 
 
 GRPO_CASES = [  # sequences are counted over a batch that is cut by rows, or by tokens

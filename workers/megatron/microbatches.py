@@ -112,7 +112,9 @@ def cut_batch(batch: Batch, rule: CutRule, place: Place) -> Microbatches:
     items = tuple(_microbatch(table, fields, place) for table in tables)
     size = sum(item.tokens.numel() for item in items)
     filled = float(lengths.sum()) / place.layout.cp
-    return Microbatches(items, batch.rows, batch.tokens, tables[0].sources.shape, filled, float(size), place)
+    rows, width = tables[0].sources.shape
+    shape = (rows, width * place.layout.cp)
+    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), place)
 
 
 def warmup_batches(batch: Batch, rule: CutRule, place: Place) -> Iterator[Batch]:

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from dagrl.config import PolicyConfig
+from dagrl.config import MegatronConfig, PolicyConfig
 from dagrl.layout import ParallelLayout
 from workers.families.megatron import padded_vocabulary
 from workers.megatron.architecture import Architecture
@@ -136,6 +136,7 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
     config = TransformerConfig(
         **_sizes(architecture),
         **_parallelism(architecture, policy, layout),
+        **_recomputation(policy.megatron_cfg),
         **(_experts(architecture) if architecture.experts else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -206,6 +207,19 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         "variable_seq_lengths": policy.dynamic_batching.enabled and layout.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": layout.vpp > 1,
+    }
+
+
+def _recomputation(wanted: MegatronConfig) -> dict[str, Any]:
+    """Which activations are made again on the way back; the logits always are (`workers.megatron.logprobs`)."""
+    if not wanted.activation_checkpointing:
+        return {}
+    if wanted.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective"}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": wanted.recompute_method,
+        "recompute_num_layers": wanted.recompute_num_layers,
     }
 
 
