@@ -13,16 +13,14 @@ are done; so `fits` says what matters: whether they run with half of the state's
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from bench.models import SHAPES, write_model
-from bench.report import Report, command_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,17 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
-    import torch
+    from bench.train_inputs import measure_and_report
 
-    from dagrl.errors import ConfigError
-
-    if not torch.cuda.is_available():
-        raise ConfigError("bench optimizer_offload: found no GPU; it measures copies between a GPU and the host")
-    with tempfile.TemporaryDirectory() as directory:
-        rows = measure(options, Path(directory))
-    print_table(rows)
-    if options.json:
-        Report([asdict(row) for row in rows], command_line(), hardware=torch.cuda.get_device_name()).write(options.json)
+    measure_and_report(options, measure, print_table, without_gpu="it measures copies between a GPU and the host")
 
 
 def measure(options: argparse.Namespace, directory: Path) -> list[Row]:

@@ -10,10 +10,9 @@ microbatch, `--micro` rows of `--length`. Lengths are log-normal, cut at `--leng
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.models import SHAPES, Shape, write_model
-from bench.report import Report, command_line, hardware
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -94,14 +92,10 @@ def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
     import torch
 
-    gpu = torch.cuda.is_available()
-    options.precision = options.precision or ("bfloat16" if gpu else "float32")
-    with tempfile.TemporaryDirectory() as directory:
-        rows = measure(options, Path(directory))
-    print_table(rows)
-    if options.json:
-        where = torch.cuda.get_device_name() if gpu else hardware()
-        Report([asdict(row) for row in rows], command_line(), hardware=where).write(options.json)
+    from bench.train_inputs import measure_and_report
+
+    options.precision = options.precision or ("bfloat16" if torch.cuda.is_available() else "float32")
+    measure_and_report(options, measure, print_table)
 
 
 def measure(options: argparse.Namespace, directory: Path) -> list[Row]:

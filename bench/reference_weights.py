@@ -9,9 +9,8 @@ for `policy.reference_weights` `host` and `device`. `swap_ms` is what the refere
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from bench.models import SHAPES, write_model
-from bench.report import Report, command_line
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -57,17 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
-    import torch
+    from bench.train_inputs import measure_and_report
 
-    from dagrl.errors import ConfigError
-
-    if not torch.cuda.is_available():
-        raise ConfigError("bench reference_weights: found no GPU; without one both ways are the same")
-    with tempfile.TemporaryDirectory() as directory:
-        rows = measure(options, Path(directory))
-    print_table(rows)
-    if options.json:
-        Report([asdict(row) for row in rows], command_line(), hardware=torch.cuda.get_device_name()).write(options.json)
+    measure_and_report(options, measure, print_table, without_gpu="without one both ways are the same")
 
 
 def measure(options: argparse.Namespace, directory: Path) -> list[Row]:

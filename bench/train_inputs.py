@@ -1,22 +1,56 @@
-"""What train benchmarks share: batches of full rows, and a worker in this process without Ray."""
+"""What train benchmarks share: how they run, batches of full rows, and a worker in this process without Ray."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from bench.report import Report, command_line, hardware
+from dagrl.errors import ConfigError
 from dagrl.layout import ParallelLayout
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from dagrl.config import Config
     from workers.megatron import MegatronWorker
+
+Row = TypeVar("Row", bound="DataclassInstance")
+
+
+def measure_and_report(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Path], list[Row]],
+    print_table: Callable[[list[Row]], None],
+    *,
+    without_gpu: str | None = None,
+) -> None:
+    """Measure, with a directory for checkpoints; print the table; write what `--json` asks for.
+
+    `without_gpu` says why a measurement is of no use without one: ConfigError then.
+    """
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if without_gpu is not None and not gpu:
+        raise ConfigError(f"found no GPU; {without_gpu}")
+    with tempfile.TemporaryDirectory() as directory:
+        rows = measure(options, Path(directory))
+    print_table(rows)
+    if options.json:
+        where = torch.cuda.get_device_name() if gpu else hardware()
+        Report([asdict(row) for row in rows], command_line(), hardware=where).write(options.json)
 
 
 def train_batch(rows: int, length: int, vocabulary: int, seed: int = 0) -> Batch:
