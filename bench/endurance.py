@@ -3,11 +3,10 @@
     python -m bench.endurance --json bench/results/endurance.json
 
 Two workers. First, replays of one phase: their median duration in the calmest thousand of the first and of the last tenth,
-and their processor time in all processes together, median over the thousands. Other jobs of a shared machine lengthen both,
-the latter less, and a fixed computation after each thousand as well: `slowdown` is the change of the ratio of processor
-times, the replay's to the computation's. And the memory of all processes along the way. Then cycles of compiling a phase
-with an edge of 64 MB between the workers, replaying it 50 times at its full size, and tearing it down: time of the teardown,
-memory, semaphores and shared memory left behind.
+their processor time in all processes together, and the memory of these along the way. Whatever else runs on a shared machine
+changes both times, so the worn graph is also measured against a fresh one, on new workers, in turns of some hundred replays.
+Then cycles of compiling a phase with an edge of 64 MB between the workers, replaying it 50 times at its full size, and
+tearing it down: time of the teardown, memory, semaphores and shared memory left behind.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import gc
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.worker_group import WorkerGroup
 
 WINDOW = 1000
+TURNS, TURN = 40, 200  # of the worn graph and a fresh one
 EDGE_BYTES = 64_000_000
 PASSES = 50
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # what is looked into, not a temporary file
@@ -55,8 +57,8 @@ def pass_on(train: Shard, value: Input) -> Value:
 class Replays:
     """`n` replays: microseconds of one at the start and at the end, and megabytes resident along the way.
 
-    `cpu`: processor time of the driver and the workers together, their other threads included. `slowdown`: of it, from start
-    to end, each against a fixed computation at that time.
+    `cpu`: processor time of the driver and the workers together, their other threads included. `worn`: how many times as
+    long a replay takes after all of them as one of a fresh graph on new workers, side by side.
     """
 
     n: int
@@ -64,7 +66,7 @@ class Replays:
     last_us: float
     first_cpu_us: float
     last_cpu_us: float
-    slowdown: float
+    worn: float
     resident_mb: tuple[float, ...]
 
 
@@ -83,29 +85,51 @@ class Cycles:
 
 def replays(group: WorkerGroup, count: int) -> Replays:
     """Time and memory of `count` replays, at least ten windows of a thousand."""
-    seconds, cpu, fixed, resident = np.empty(count), [], [], []
+    seconds, cpu, resident = np.empty(count), [], []
+    with _ready(group) as scheduler:
+        for number in range(count):
+            if number % WINDOW == 0:
+                cpu.append(_cpu_s(group))
+            seconds[number] = _one(scheduler)
+            if number % max(WINDOW, count // 10) == WINDOW - 1:
+                resident.append(_resident_mb(group))
+        worn = _against_fresh(scheduler)
+    tenth = max(WINDOW, count // 10)
+    first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
+    taken = np.diff(cpu)[1:] / WINDOW  # of each window but the first
+    first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
+    times = (round(float(one) * 1e6, 1) for one in (first, last, first_cpu, last_cpu))
+    return Replays(count, *times, worn, tuple(resident))
+
+
+def _against_fresh(worn: Scheduler) -> float:
+    """Median over turns of how many times as long a replay takes as one of a fresh graph; who comes first alternates."""
+    group = two_workers()
+    ratios = []
+    with _ready(group) as fresh:
+        for turn in range(TURNS + 1):
+            medians = {}
+            for one in (worn, fresh) if turn % 2 else (fresh, worn):
+                medians[one] = float(np.median([_one(one) for _ in range(TURN)]))
+            ratios.append(medians[worn] / medians[fresh])
+    group.kill(range(group.layout.world_size))
+    return round(float(np.median(ratios[1:])), 3)
+
+
+@contextmanager
+def _ready(group: WorkerGroup) -> Iterator[Scheduler]:
     with _scheduler(group, 1 << 16) as scheduler:
         scheduler.add(every_worker, warmup_value=b"x")
         scheduler.compile()
         scheduler.warmup()
-        for number in range(count):
-            if number % WINDOW == 0:
-                fixed.append(_fixed_s())
-                began = _cpu_s(group)
-            started = time.perf_counter()
-            scheduler.replay(every_worker, b"x").result()
-            seconds[number] = time.perf_counter() - started
-            if number % WINDOW == WINDOW - 1:
-                cpu.append((_cpu_s(group) - began) / WINDOW)
-            if number % max(WINDOW, count // 10) == WINDOW - 1:
-                resident.append(_resident_mb(group))
-    tenth = max(WINDOW, count // 10)
-    first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
-    start, end = slice(1, 1 + tenth // WINDOW), slice(-(tenth // WINDOW), None)
-    times = first, last, float(np.median(cpu[start])), float(np.median(cpu[end]))
-    relative = np.array(cpu) / np.array(fixed[: len(cpu)])
-    slowdown = round(float(np.median(relative[end]) / np.median(relative[start])), 3)
-    return Replays(count, *(round(one * 1e6, 1) for one in times), slowdown, tuple(resident))
+        yield scheduler
+
+
+def _one(scheduler: Scheduler) -> float:
+    """Seconds of a replay."""
+    started = time.perf_counter()
+    scheduler.replay(every_worker, b"x").result()
+    return time.perf_counter() - started
 
 
 def cycles(group: WorkerGroup, count: int) -> Cycles:
@@ -138,15 +162,6 @@ def _calmest(seconds: npt.NDArray[np.float64]) -> float:
     """Seconds of a replay in the window of a thousand that other processes disturbed least."""
     starts = range(0, len(seconds) - WINDOW + 1, WINDOW)
     return min(float(np.median(seconds[start : start + WINDOW])) for start in starts)
-
-
-def _fixed_s() -> float:
-    """Processor time of a computation that is always the same, some 10 ms of plain Python."""
-    started = time.process_time()
-    counted: dict[int, int] = {}
-    for number in range(100_000):
-        counted[number & 255] = counted.get(number & 255, 0) + number
-    return time.process_time() - started
 
 
 def _cpu_s(group: WorkerGroup) -> float:

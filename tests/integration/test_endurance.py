@@ -29,7 +29,7 @@ def group(cluster: None) -> Iterator[WorkerGroup]:
 
 def test_replays_by_the_thousand_take_the_same_time_and_memory(group: WorkerGroup) -> None:
     found = replays(group, int(100_000 * SHARE))
-    assert found.slowdown <= 1.05
+    assert found.worn <= 1.05  # as fast as a fresh graph beside it
     assert found.resident_mb[-1] - found.resident_mb[0] < SETTLING_MB
 
 
