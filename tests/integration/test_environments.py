@@ -15,6 +15,7 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.loops import grpo_step
+from dagrl.loops.experience import Experience
 from dagrl.loops.grpo import run_grpo
 from dagrl.loops.rollout import Episode
 from dagrl.loops.stop import StopRequestedError
@@ -31,6 +32,7 @@ from tests.integration.test_async_grpo import (
     stop_after,
     trained,
 )
+from tests.integration.unigram_task import RELEASED
 
 __all__ = ["one_cluster", "trained"]  # fixtures
 
@@ -38,13 +40,18 @@ EOS, NINE = 1, "9"
 STEPS = 3
 
 
-def turns_configuration(output: Path, **checkpointing: Any) -> Config:
+def turns_configuration(output: Path, workers: int = 2, **checkpointing: Any) -> Config:
     return configuration(
         output,
         "turns",
         grpo={"async_grpo": ASYNC, "max_num_steps": STEPS, "val_period": 0, "val_at_start": False},
         data={"task_args": {"train_s": 0.02, "engine_step_s": 0.002}},
-        environment={"function": "tests.integration.unigram_task:says_nines_slowly", "max_turns": 3, "timeout_s": 20.0},
+        environment={
+            "function": "tests.integration.unigram_task:says_nines_after_a_while",
+            "max_turns": 3,
+            "num_workers": workers,
+            "timeout_s": 120.0,
+        },
         checkpointing={"save_period": 1, **checkpointing},
     )
 
@@ -77,24 +84,27 @@ def check_answered(episode: Episode) -> None:
     assert episode.finish_reason in {"stop", "length"} and not episode.awaiting
 
 
-def test_a_question_that_a_checkpoint_finds_open_is_asked_again(tmp_path: Path, trained: Trained) -> None:
+def test_a_question_that_a_checkpoint_finds_open_is_asked_again(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call of the environment ends after the first checkpoint; a second run goes on from there."""
+    monkeypatch.setenv(RELEASED, str(tmp_path / "released"))
+    save = Experience.save
+    monkeypatch.setattr(Experience, "save", lambda *args: (save(*args), (tmp_path / "released").touch()))
     config = turns_configuration(tmp_path)
     run_grpo(config)
-    chosen = next(directory for directory in checkpoints(config)[:-1] if awaiting(directory))
-    for later in checkpoints(config):
-        if later > chosen:
-            shutil.rmtree(later)
+    chosen, *rest = checkpoints(config)
+    for later in rest:
+        shutil.rmtree(later)
     open_questions, seen = awaiting(chosen), len(trained)
     run_grpo(turns_configuration(tmp_path, resume=True))
     assert [line["step"] for line in steps_of(config)] == list(range(1, STEPS + 1))
     finals = {group.group.number: group.group for batch in trained[seen:] for group in batch}
-    longer = 0
+    assert open_questions
     for (number, place), asked in open_questions.items():
         final = finals[number].episodes[place]
         assert final.tokens[: len(asked.tokens)] == asked.tokens
         assert not any(final.sampled[len(asked.tokens) : len(asked.tokens) + 2]), "the environment's two nines come next"
-        longer += len(final.tokens) > len(asked.tokens)
-    assert longer
     for episode in episodes_of(trained):
         check_answered(episode)
 
@@ -155,7 +165,9 @@ def test_an_environment_that_fails_too_often_ends_the_run(tmp_path: Path) -> Non
 
 def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quanta read while a run stops raise new questions; neither they nor their groups are lost, none counts as failed."""
-    config = turns_configuration(tmp_path, save_period=100)
+    monkeypatch.setenv(RELEASED, str(tmp_path / "released"))
+    (tmp_path / "released").touch()
+    config = turns_configuration(tmp_path, workers=1, save_period=100)
     stop_after(monkeypatch, steps=1)
     with pytest.raises(StopRequestedError):
         run_grpo(config)
@@ -166,8 +178,10 @@ def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, mo
     assert saved is not None
     assert all(episode.finish_reason in {"", "stop", "length"} for item in saved.groups for episode in item.group.episodes)
     seen = len(trained)
-    run_grpo(turns_configuration(tmp_path, resume=True))
+    run_grpo(turns_configuration(tmp_path, workers=1, resume=True))
     done = trained[:before] + trained[seen:]
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
     for episode in episodes_of(done):
         check_answered(episode)
+    rows = [int(line) for line in (tmp_path / "released.rows").read_text().splitlines()]
+    assert max(rows) > 1, "what a quantum ended is asked together"

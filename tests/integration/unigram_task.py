@@ -13,6 +13,7 @@ from pathlib import Path
 from dagrl.data import Example, Splits
 
 ASKED = "DAGRL_TEST_ASKED"
+RELEASED = "DAGRL_TEST_RELEASED"
 
 
 def numbers(count: int = 40, train_s: float = 0.0, engine_step_s: float = 0.0, die_at_version: int | None = None) -> Splits:
@@ -42,9 +43,17 @@ def says_nines(prompts: list[str], completions: list[str], references: list[str]
     ]
 
 
-def says_nines_slowly(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
-    """The same, after a while, so that questions are open at any moment."""
-    time.sleep(0.03)
+def says_nines_after_a_while(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
+    """The same; the first call is answered when the file that `RELEASED` names is there. Notes the rows of each call."""
+    released = Path(os.environ[RELEASED])
+    with released.with_suffix(".rows").open("a") as file:
+        file.write(f"{len(prompts)}\n")
+    try:
+        released.with_suffix(".held").touch(exist_ok=False)
+    except FileExistsError:
+        return says_nines(prompts, completions, references)
+    while not released.exists():
+        time.sleep(0.01)
     return says_nines(prompts, completions, references)
 
 

@@ -1,0 +1,51 @@
+"""`dagrl bench step` with simulated devices, small: two ways, one step, and rows that can be true."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import step
+from dagrl.errors import ConfigError
+from tests.integration.test_async_grpo import one_cluster
+
+__all__ = ["one_cluster"]  # a fixture
+
+SIMULATED = Path(step.__file__).with_name("step_simulated.yaml")
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "policy.train_global_batch_size=16",
+    "policy.max_total_sequence_length=48",
+    "policy.generation.max_new_tokens=32",
+    "policy.generation.forced_lengths.median=8",
+    "data.task_args={count: 16, train_s: 0.02, engine_step_s: 0.002}",
+)
+WORKERS = 3  # one trains, two generate
+
+
+def test_rows_of_two_ways(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    step.add_arguments(parser)
+    rows_file = tmp_path / "rows.json"
+    options = ["--config", str(SIMULATED), "--json", str(rows_file), "--rounds", "1", "--steps", "1"]
+    step.run(parser.parse_args([*SMALL, *options, "--ways", "sync; in flight, age 1"]))
+    sync, in_flight = json.loads(rows_file.read_text())["rows"]
+    assert (sync["way"], in_flight["way"]) == ("sync", "in flight, age 1")
+    assert (sync["policy_age_max"], sync["speedup"]) == (0, 1)
+    assert 0 <= in_flight["policy_age_mean"] <= in_flight["policy_age_max"] <= 1
+    for row in (sync, in_flight):
+        assert (row["rounds"], row["steps"]) == (1, 1)
+        tokens = row["tokens_per_s"] * row["step_s"]
+        assert tokens == pytest.approx(round(tokens)) and 16 * 3 <= tokens <= 16 * 48, "whole tokens of 16 sequences"
+        assert row["tokens_per_s_per_worker"] == pytest.approx(row["tokens_per_s"] / WORKERS)
+        assert all(0 <= row[name] <= 1 for name in ("idle_train", "idle_generation", "quantum_overhead"))
+        assert 0 <= row["exposed_generation_s"] < row["step_s"] and 0 < row["update_s"] < row["step_s"]
+
+
+def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"found asynk; choose from plain Ray; .*sync"):
+        step.chosen("sync; asynk")
