@@ -19,6 +19,7 @@ from dagrl.graph import PhaseGraph
 from dagrl.imports import load_attribute, load_callable, load_class, require_package
 from dagrl.layout import ParallelLayout
 from dagrl.machine import cpu_count, gpu_count, gpus_per_worker
+from dagrl.metrics import VALIDATION
 from dagrl.model_init import load_tokenizer, model_description
 from dagrl.phase import Phase, Role, group_transports, methods_of
 from dagrl.record import RunPaths, require_extras
@@ -71,7 +72,9 @@ def preflight(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.policy)
     hf_config = model_description(config.policy, len(tokenizer))
     _check_model(config, hf_config, workers)
-    return _read_data(config, tokenizer, hf_config)
+    inputs = _read_data(config, tokenizer, hf_config)
+    _check_metric(config, inputs)
+    return inputs
 
 
 def check_settings(config: Config) -> None:
@@ -206,6 +209,17 @@ def _check_microbatches(policy: PolicyConfig, widest: int) -> None:
                 f"policy.sequence_packing.{purpose}_mb_tokens is {tokens}, less than the largest bucket, {widest} tokens, "
                 f"and a sequence is never cut; set it to {widest} or more"
             )
+
+
+def _check_metric(config: Config, inputs: Inputs) -> None:
+    """Other names of `checkpointing.metric_name` are known when a step has metrics (`Session.metric`)."""
+    name = config.checkpointing.metric_name or ""
+    held_out = inputs.validation_prompts if config.algorithm == "grpo" else inputs.validation_demonstrations
+    if name.startswith(VALIDATION) and not held_out:
+        raise ConfigError(
+            f"checkpointing.metric_name is {name!r}, but nothing is held out for validation; set data.val_fraction, "
+            "data.val_path or data.val_split, or rank by a metric of training"
+        )
 
 
 def _check_batches(config: Config) -> None:

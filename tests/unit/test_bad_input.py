@@ -65,6 +65,11 @@ TABLE = [
     Row("out of range", ("grpo.max_num_steps", "found -1", "greater than 0"), ("grpo.max_num_steps=-1",)),
     Row("not an override", ("'seed'", "KEY=VALUE"), ("seed",)),
     Row("value where a section is", ("override 'name.x=1'", "not a section"), ("name.x=1",)),
+    Row(
+        "nothing to rank checkpoints by",
+        ("checkpointing.metric_name is 'validation/reward'", "nothing is held out", "data.val_fraction"),
+        ("checkpointing.metric_name=validation/reward", "data.val_fraction=0"),
+    ),
     Row("no generation", ("policy.generation is missing",), ("policy.generation=null",)),
     Row("no model", ("policy.model_name and policy.random_init: found neither",), ("policy.random_init=null",)),
     Row("two models", ("policy.model_name and policy.random_init: found both",), ("policy.model_name=somewhere",)),

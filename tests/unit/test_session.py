@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config
 from dagrl.errors import ConfigError
+from dagrl.loops import grpo_step
+from dagrl.loops.grpo_step import start_policy, with_logprobs
 from dagrl.loops.session import Session
 from dagrl.loops.start import REFERENCE, check_reference
+from dagrl.shapes import Batch
 
 STEP = {"loss": 0.5, "reward/mean": 0.1}
 VALIDATED = {"validation/reward": 0.4}
@@ -44,6 +49,26 @@ def test_a_checkpoint_is_ranked_by_what_its_own_step_measured() -> None:
 def test_a_metric_that_no_step_has_is_refused_with_those_there_are(name: str, metrics: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"metric_name is '{name}'.* it has: .*{min(metrics)}"):
         metric(name, metrics)
+
+
+@pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
+def test_a_reference_policy_is_kept_for_a_penalty_alone(penalty: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("refit", "calibrate_on_prompts"):
+        monkeypatch.setattr(grpo_step, name, lambda *args: {})
+    session: Any = MagicMock(config=configuration(penalty=penalty), resumed=None, step=3)
+    start_policy(session, MagicMock())
+    called = [call.args[0] for call in session.train.call.call_args_list]
+    assert called == [*(["snapshot_reference"] if kept else []), "reset_optimizer"]
+
+
+def test_a_batch_without_a_token_in_the_loss_has_no_entropy() -> None:
+    rows = {"tokens": np.ones((2, 3), np.int64), "lengths": np.array([3, 2])}
+    values = np.ones((2, 3), np.float32)
+    scored = Batch({"lengths": rows["lengths"], "logprobs": values, "entropy": values})
+    session: Any = MagicMock(config=configuration(penalty=0.0))
+    session.replay.return_value = scored
+    for mask, expected in ((values, {"policy/entropy": 1.0}), (0 * values, {})):
+        assert with_logprobs(session, Batch({**rows, "loss_mask": mask}))[1] == expected
 
 
 def test_a_checkpoint_without_a_reference_policy_is_refused_by_a_run_that_needs_it() -> None:
