@@ -186,8 +186,6 @@ def measure(kind: str, layout: ParallelLayout, steps: int) -> list[Result]:
     samples: dict[str, list[tuple[float, float]]] = {executor: [] for executor in EXECUTORS}
     with groups(kind, layout) as made:
         for executor in EXECUTORS:
-            for group in made:
-                group.reset_tickets([0] * len(group.actors))
             with scheduler_of(kind, made, executor) as scheduler:
                 one_step(kind, scheduler, 0, layout.dp)  # the first of a new graph
                 for step in range(steps):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError, RayChannelError, RayError
 
-from dagrl.errors import PhaseError, WorkerFailure, cause_first
+from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first
 from dagrl.executors.base import Executable
+from dagrl.executors.node import DIED, NO_ANSWER, Report
 from dagrl.executors.packet import Packet
 from dagrl.worker_group import GRACE_S, WorkerGroup, first_line
 
@@ -25,50 +28,81 @@ TURN_S = 0.1
 REPORT_S = 2.0
 """How long workers may take to report what they are running, after a hang."""
 
+RELEASE_S = 3.0
+"""How long workers may take to come out of their collectives, once these are broken, before they are killed."""
 
-def collect_outcome(replay: Replay, groups: Mapping[str, WorkerGroup]) -> list[list[Packet]]:
-    """The packets of every graph of a replay. Raises PhaseError, the cause first."""
-    found: dict[int, list[Packet]] = {}
-    failures: list[WorkerFailure] = []
-    late = False
-    broken: RayError | None = None
-    deadline = replay.deadline
-    waiting = deque(range(len(replay.submitted)))
-    while waiting:
-        graph = waiting.popleft()
-        try:
-            found[graph] = _fetch(*replay.submitted[graph], max(0.0, min(deadline - time.monotonic(), TURN_S)))
-        except TimeoutError:
-            if time.monotonic() < deadline:
-                waiting.append(graph)
-                failures += [failure for failure in _so_far(*replay.submitted[graph]) if failure not in failures]
-            else:
-                late = True
-        except (RayActorError, RayChannelError) as error:
-            broken = error
-            died = _deaths(replay, groups, error)
-            failures += died
-            _release(groups, died)
-        else:
-            mine = [failure for packet in found[graph] for failure in packet.failures]
-            failures += [failure for failure in mine if failure not in failures]
-        if failures:
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-    if failures:
-        raise PhaseError(cause_first(failures))
-    if late:
-        raise _hang(replay, groups)
-    if broken is not None:
-        text = f"phase {replay.phase!r}, replay {replay.number}: its graph broke, though every worker answers: {broken}"
-        raise PhaseError((), text, breaks=f"the graph of phase {replay.phase!r} broke")
-    return [found[graph] for graph in sorted(found)]
+Groups = Mapping[str, WorkerGroup]
+Place = tuple[str, int]
+"""A worker by role and rank."""
 
 
-def _so_far(executable: Executable, submitted: object) -> Sequence[WorkerFailure]:
-    """Failures of workers whose outputs have come. Others may wait for them in a collective, without end."""
-    with suppress(RayChannelError):  # the next `fetch` will say so
-        return executable.failures(submitted)
-    return ()
+@dataclass
+class SoFar:
+    """What is known of a replay: of each of its graphs the packets, failures of its workers, what broke a graph."""
+
+    waiting: deque[int]  # graphs
+    deadline: float
+    found: dict[int, list[Packet]] = field(default_factory=dict)
+    failures: list[WorkerFailure] = field(default_factory=list)
+    broken: Exception | None = None
+    late: bool = False
+
+    def add(self, failures: Sequence[WorkerFailure]) -> None:
+        """Take up failures; after the first, the others have a moment to say theirs."""
+        self.failures += [failure for failure in failures if failure not in self.failures]
+        if self.failures or self.broken:
+            self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
+
+
+def collect_outcome(replay: Replay, groups: Groups, until: float = math.inf) -> list[list[Packet]]:
+    """The packets of every graph of a replay; `groups` are those that its phase is on.
+
+    Raises PhaseError, the cause first; DeadlineError when the outcome is not there by `until` (`time.monotonic`), though
+    it may still come: ask again.
+    """
+    so_far = replay.so_far
+    while so_far.waiting:
+        _wait_for_next(replay, so_far, groups, until)
+    if so_far.late:
+        raise _late(replay, so_far, groups)
+    if so_far.broken is not None:
+        raise _broke(replay, so_far.failures, so_far.broken) from so_far.broken
+    if so_far.failures:
+        raise PhaseError(cause_first(so_far.failures))
+    return [so_far.found[graph] for graph in range(len(so_far.found))]
+
+
+def _wait_for_next(replay: Replay, so_far: SoFar, groups: Groups, until: float) -> None:
+    """Wait for one graph, a moment at most, if others are to be looked at too."""
+    graph = so_far.waiting[0]
+    executable, submitted = replay.submitted[graph]
+    try:
+        left = min(so_far.deadline, until) - time.monotonic()
+        packets = so_far.found[graph] = _fetch(executable, submitted, max(0.0, min(left, TURN_S)))
+    except TimeoutError:
+        now = time.monotonic()
+        if now >= so_far.deadline:
+            so_far.late = True
+            so_far.waiting.popleft()
+            return
+        so_far.waiting.rotate(-1)
+        so_far.add(_come(executable, submitted))
+        if now >= until:
+            raise DeadlineError(
+                f"phase {replay.phase!r}, replay {replay.number}: no result yet; its own deadline is in "
+                f"{so_far.deadline - now:.1f} s. Ask again, or wait longer"
+            ) from None
+    except Exception as error:  # whatever a graph fails with, the replay has failed, and no worker may be left waiting
+        so_far.broken = error
+        so_far.waiting.popleft()
+        died = _deaths(replay, groups, error)
+        so_far.add(died)
+        for role in {failure.role for failure in died}:  # over NCCL, peers would wait for the dead
+            dead = {failure.rank for failure in died if failure.role == role}
+            groups[role].abort([rank for rank in range(groups[role].layout.world_size) if rank not in dead])
+    else:
+        so_far.waiting.popleft()
+        so_far.add([failure for packet in packets for failure in packet.failures])
 
 
 def _fetch(executable: Executable, submitted: object, timeout_s: float) -> list[Packet]:
@@ -77,13 +111,16 @@ def _fetch(executable: Executable, submitted: object, timeout_s: float) -> list[
     return executable.fetch(submitted, timeout_s)
 
 
-def _release(groups: Mapping[str, WorkerGroup], died: Sequence[WorkerFailure]) -> None:
-    """Free the peers of dead workers from their collectives: over NCCL they would wait for them."""
-    for role in {failure.role for failure in died}:
-        groups[role].abort({failure.rank for failure in died if failure.role == role})
+def _come(executable: Executable, submitted: object) -> Sequence[WorkerFailure]:
+    """Failures of workers whose outputs have come. Others may wait for them in a collective, without end."""
+    with suppress(RayChannelError):  # the next `fetch` will say so
+        return executable.failures(submitted)
+    return ()
 
 
-def _deaths(replay: Replay, groups: Mapping[str, WorkerGroup], error: RayError) -> list[WorkerFailure]:
+def _deaths(replay: Replay, groups: Groups, error: Exception) -> list[WorkerFailure]:
+    if not isinstance(error, RayActorError | RayChannelError):
+        return []
     actor_id = getattr(error, "actor_id", None) or ""
     for group in groups.values():
         rank = group.rank_of_actor(actor_id)
@@ -92,29 +129,82 @@ def _deaths(replay: Replay, groups: Mapping[str, WorkerGroup], error: RayError) 
     return [
         _failure(replay, group, rank, "died", "", "its process ended", "")
         for group in groups.values()
-        for rank, (what, _) in group.hang_reports(REPORT_S).items()
-        if what == "died"
+        for rank, found in group.reports(REPORT_S).items()
+        if found is DIED
     ]
 
 
-def _hang(replay: Replay, groups: Mapping[str, WorkerGroup]) -> PhaseError:
-    """An error that names the workers still busy; they are killed, so that their peers are freed from collectives."""
-    failures = []
-    for group in groups.values():
-        reports = group.hang_reports(REPORT_S)
-        busy = {rank: report for rank, report in reports.items() if report[0]}
-        failures += [
-            _failure(replay, group, rank, "hung", what, f"running {what}", stack) for rank, (what, stack) in busy.items()
-        ]
-        group.kill(list(busy))
-    failures.sort(key=lambda failure: "torch/distributed" in failure.traceback)  # waiting for a peer, rather than the cause
+def _broke(replay: Replay, failures: Sequence[WorkerFailure], error: Exception) -> PhaseError:
+    breaks = f"the graph of phase {replay.phase!r} broke"
+    if failures:
+        return PhaseError(cause_first(failures), breaks=breaks)
+    text = f"phase {replay.phase!r}, replay {replay.number}: its graph broke, though no worker died: "
+    return PhaseError((), f"{text}{type(error).__name__}: {error}", breaks=breaks)
+
+
+def _late(replay: Replay, so_far: SoFar, groups: Groups) -> PhaseError:
+    """The error of a replay that passed its deadline, or the moment after its first failure: it names who is to blame.
+
+    Workers that run it are freed from their collectives. Whoever stays in it all the same hangs, and is killed; not where
+    another one failed, as that was no deadline of theirs. Workers that run another phase are left alone: this one may have
+    waited for its turn behind it.
+    """
+    breaks = f"replay {replay.number} of phase {replay.phase!r} did not end in time"
+    running = {place: found for place, found in _reports(groups, REPORT_S).items() if _runs(found, replay)}
+    for role, group in groups.items():
+        group.abort([rank for of, rank in running if of == role])
+    if so_far.failures:
+        return PhaseError(cause_first(so_far.failures), breaks=breaks)
+    hung = _stuck(replay, groups, running) or list(running)
+    failures = [_hung(replay, groups, place, running[place]) for place in hung]
     advice = "The deadline is timeouts.replay_s (timeouts.warmup_s in a warm-up); raise it if the phase is only slow."
     if not failures:
         advice = (
-            f"phase {replay.phase!r}, replay {replay.number}: no result by its deadline, though no worker is running it; "
-            f"the first replay of a graph includes its workers' imports, so warm up first. {advice}"
+            f"phase {replay.phase!r}, replay {replay.number}: no result by its deadline, though no worker is running it"
+            f"{_others(groups)}; the first replay of a graph includes its workers' imports, so warm up first. {advice}"
         )
-    return PhaseError(tuple(failures), advice)
+    return PhaseError(tuple(failures), advice, breaks)
+
+
+def _stuck(replay: Replay, groups: Groups, running: Mapping[Place, Report]) -> list[Place]:
+    """Those of the workers that do not come out of a replay though their collectives are broken; they are killed."""
+    stuck = list(running)
+    until = time.monotonic() + RELEASE_S
+    while stuck and (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, TURN_S))
+        reports = _reports(groups, max(0.0, until - time.monotonic()))
+        stuck = [place for place in stuck if _runs(reports[place], replay)]
+    for role, group in groups.items():
+        group.kill([rank for of, rank in stuck if of == role])
+    return stuck
+
+
+def _reports(groups: Groups, timeout_s: float) -> dict[Place, Report]:
+    until = time.monotonic() + timeout_s
+    return {
+        (role, rank): found
+        for role, group in groups.items()
+        for rank, found in group.reports(max(0.0, until - time.monotonic())).items()
+    }
+
+
+def _runs(found: Report, replay: Replay) -> bool:
+    """Whether a worker runs this replay. One that does not answer may: it holds the interpreter, or died."""
+    return found in (NO_ANSWER, DIED) or (found.phase, found.replay) == (replay.phase, replay.number)
+
+
+def _hung(replay: Replay, groups: Groups, place: Place, found: Report) -> WorkerFailure:
+    role, rank = place
+    if found is DIED:
+        return _failure(replay, groups[role], rank, "died", "", "its process ended", "")
+    left = "" if groups[role].owned else "; it was made by somebody else, and is left as it is"
+    return _failure(replay, groups[role], rank, "hung", found.what, f"running {found.what}{left}", found.stack)
+
+
+def _others(groups: Groups) -> str:
+    """What the workers run instead."""
+    busy = sorted({f"{found.phase!r}" for found in _reports(groups, REPORT_S).values() if found.phase})
+    return f" (they are running {', '.join(busy)}, which comes before it)" if busy else ""
 
 
 def _failure(replay: Replay, group: WorkerGroup, rank: int, kind: str, node: str, message: str, stack: str) -> WorkerFailure:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ import numpy.typing as npt
 
 from dagrl.executors.base import Executable
 from dagrl.executors.packet import Packet
+from dagrl.failures import SoFar
 from dagrl.shapes import Array, Batch, Bucket
 
 if TYPE_CHECKING:
@@ -118,7 +121,7 @@ class Replay:
         self._split = split
         self._padding_share = padding_share
         self._started = time.perf_counter()
-        self.deadline = time.monotonic() + deadline_s
+        self.so_far = SoFar(deque(range(len(self.submitted))), time.monotonic() + deadline_s)
         self._outcome: Any = None
         self._error: Exception | None = None
 
@@ -127,13 +130,15 @@ class Replay:
         """Whether the result (or the error) has been read."""
         return self.timing is not None or self._error is not None
 
-    def result(self) -> Any:
-        """Wait for the result until the phase's deadline.
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for the result until the replay's deadline.
 
         A phase that returned a `Batch` on every shard gives one `Batch`; any other a tuple with one value a graph (shard);
-        a phase of several outputs a tuple of these. Raises PhaseError.
+        a phase of several outputs a tuple of these. Raises PhaseError; DeadlineError when there is no result `timeout_s`
+        seconds from now, though it may still come: the replay goes on, and can be asked again.
         """
-        self._scheduler.finish(self)
+        if not self.done:
+            self._scheduler.finish(self, math.inf if timeout_s is None else time.monotonic() + timeout_s)
         if self._error is not None:
             raise self._error
         return self._outcome

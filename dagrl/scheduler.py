@@ -14,23 +14,25 @@ submit and wait at once, each with phases of its own.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from ray.exceptions import RayError
 
-from dagrl.errors import GraphError, PhaseError, RunError
-from dagrl.executors.base import Executable, Executor, Limits, accelerated
+from dagrl.compiling import Compiled, Seats, compile_phase, executor_of
+from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
+from dagrl.executors.base import Limits
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
-from dagrl.executors.shards import side_by_side
 from dagrl.failures import collect_outcome
-from dagrl.graph import PhaseGraph, WorkerRef
+from dagrl.graph import PhaseGraph
 from dagrl.phase import Phase, replicas_per_graph
 from dagrl.replay import Replay, Split
 from dagrl.shapes import Batch, Bucket, Scalar, choose_bucket, empty_batch, padding_share, split_rows
@@ -57,24 +59,6 @@ class SchedulerOptions:
     teardown_s: float = 8.0
 
 
-@dataclass(frozen=True)
-class _Seats:
-    """The workers of one role in one graph: their ranks in the graph's order, and those that the phase has nodes on."""
-
-    role: str
-    ranks: tuple[int, ...]
-    used: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    """A graph of a phase that is ready to be replayed: the shards that are side by side in it, and its workers."""
-
-    executable: Executable
-    shards: tuple[int, ...]
-    seats: tuple[_Seats, ...]
-
-
 @dataclass
 class _Entry:
     """A phase that was added, and what was made of it."""
@@ -85,7 +69,7 @@ class _Entry:
     scalars: Mapping[str, Scalar]
     warmup_value: object
     limits: Limits
-    compiled: list[_Compiled] = field(default_factory=list)
+    compiled: list[Compiled] = field(default_factory=list)
     in_flight: deque[Replay] = field(default_factory=deque)
     reading: threading.RLock = field(default_factory=threading.RLock)
     replays: int = 0
@@ -110,10 +94,11 @@ class Scheduler:
 
     def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
         self.groups = {group.role.name: group for group in groups}
+        _check_actors_apart(groups)
         self.options = options or SchedulerOptions()
         self._entries: dict[str, _Entry] = {}
         self._tickets = {role: [0] * group.layout.world_size for role, group in self.groups.items()}
-        self._broken = ""
+        self._broken: PhaseError | None = None
         self._lock = threading.RLock()
 
     def __enter__(self) -> Scheduler:
@@ -136,8 +121,10 @@ class Scheduler:
 
         A phase with `inputs` takes batches: give its `buckets` (of one shard), and the `scalars` that its warm-up batches
         carry. Any other phase is warmed up with `warmup_value`. `input_bytes` and `result_bytes` size its channels;
-        inputs are sized from the largest bucket by default. Raises GraphError.
+        inputs are sized from the largest bucket by default. Raises GraphError, also for a name that is taken.
         """
+        if phase.name in self._entries:
+            raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
         graph = phase.trace({name: group.role for name, group in self.groups.items()}, self.options.arity)
         if phase.inputs is not None:
             self._check_batch_phase(phase, buckets)
@@ -148,11 +135,18 @@ class Scheduler:
             compile_s=self.options.compile_s,
             replay_s=self.options.replay_s,
             teardown_s=self.options.teardown_s,
+            may_kill=all(self.groups[role].owned for role in phase.roles),
         )
         self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), dict(scalars or {}), warmup_value, limits)
 
     def compile(self) -> None:
-        """Compile every phase that is not compiled yet, in one graph for all shards on the same hosts."""
+        """Compile every phase that is not compiled yet, in one graph for all shards on the same hosts.
+
+        The first time, the workers' turns begin where this scheduler's replays do: another one may have used them.
+        """
+        if not any(entry.compiled for entry in self._entries.values()):
+            for role, group in self.groups.items():
+                group.reset_tickets(self._tickets[role])
         for entry in self._entries.values():
             if not entry.compiled:
                 entry.compiled = self._compile(entry)
@@ -191,11 +185,15 @@ class Scheduler:
         """Start a phase on all its shards and return the future of its result.
 
         `value` is a `Batch` of any number of rows for a phase with `inputs`, else it goes to every shard as it is. `rows`:
-        the positions of each shard's rows; None: equally many, tokens balanced.
+        the positions of each shard's rows, each row's once; None: equally many, tokens balanced. Raises PhaseError after a
+        failure that broke a graph: `recover` first.
         """
         entry = self._entries.get(phase.name)
-        if entry is None or not entry.compiled:
-            raise RunError(f"phase {phase.name!r} is not compiled; call scheduler.add(...) and scheduler.compile() first")
+        if entry is None or not entry.compiled or entry.phase is not phase:
+            other = "; another phase of that name was added" if entry is not None and entry.phase is not phase else ""
+            raise RunError(
+                f"phase {phase.name!r} is not compiled{other}; call scheduler.add(...) and scheduler.compile() first"
+            )
         return self._submit(entry, value, warmup=False, deadline_s=deadline_s or self.options.replay_s, rows=rows)
 
     def graphs(self) -> dict[str, PhaseGraph]:
@@ -208,9 +206,7 @@ class Scheduler:
         Warm up again before the next replay.
         """
         self._teardown()
-        for role, group in self.groups.items():
-            group.reset_tickets(self._tickets[role])
-        self._broken = ""
+        self._broken = None
         self.compile()
 
     def replace_group(self, group: WorkerGroup) -> None:
@@ -223,19 +219,39 @@ class Scheduler:
         self._teardown()
         self._entries.clear()
 
-    def finish(self, replay: Replay) -> None:
-        """Read the result of `replay`, and of those of its phase submitted before it (called by `Replay.result`)."""
-        entry = self._entries[replay.phase]
-        with entry.reading:  # not the scheduler's lock: replays of other phases start while this one is waited for
-            while not replay.done:
-                self._finish_one(entry.in_flight.popleft())
+    def finish(self, replay: Replay, until: float = math.inf) -> None:
+        """Read the result of `replay`, and of those of its phase submitted before it (called by `Replay.result`).
 
-    def _finish_one(self, replay: Replay) -> None:
+        Raises DeadlineError when it is not there by `until` (`time.monotonic`).
+        """
+        entry = self._entries[replay.phase]
+        # not the scheduler's lock: replays of other phases start while this one is waited for
+        if not entry.reading.acquire(timeout=-1 if until == math.inf else max(0.0, until - time.monotonic())):
+            raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")
         try:
-            replay.succeed(self._entries[replay.phase].by_shard(collect_outcome(replay, self.groups)))
+            while not replay.done:
+                self._finish_one(entry, entry.in_flight[0], until)
+        finally:
+            entry.reading.release()
+
+    def _finish_one(self, entry: _Entry, replay: Replay, until: float) -> None:
+        """Read the oldest replay of a phase; it stays the oldest if that is interrupted, or not over by `until`."""
+        groups = {role: self.groups[role] for role in entry.phase.roles}
+        try:
+            self._end(replay, entry, collect_outcome(replay, groups, until))
         except PhaseError as error:
-            self._broken = error.breaks or self._broken
-            replay.fail(error)
+            if not replay.done:  # else a teardown has ended it, and closed what it was read from
+                self._broken = self._broken or (error if error.breaks else None)
+                replay.fail(error)
+        if entry.in_flight and entry.in_flight[0] is replay:  # a teardown may have ended it meanwhile
+            entry.in_flight.popleft()
+
+    def _end(self, replay: Replay, entry: _Entry, packets: Sequence[Sequence[Packet]]) -> None:
+        try:
+            replay.succeed(entry.by_shard(packets))
+        except Exception as error:  # of values that do not fit together; the replay is over, and its graph is whole
+            text = f"phase {replay.phase!r}, replay {replay.number}: the results of its shards do not make one: {error}"
+            raise PhaseError((), text) from error
 
     def _check_batch_phase(self, phase: Phase, buckets: Sequence[Bucket]) -> None:
         if not buckets:
@@ -255,65 +271,16 @@ class Scheduler:
         whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
         return [empty_batch(entry.phase.inputs, bucket, entry.scalars) for bucket in whole]
 
-    def _compile(self, entry: _Entry) -> list[_Compiled]:
+    def _compile(self, entry: _Entry) -> list[Compiled]:
         try:
-            return self._compile_with(_executor(self.options.executor), entry)
+            return compile_phase(executor_of(self.options.executor), entry.phase, entry.graph, self.groups, entry.limits)
         except (RayError, RuntimeError, ValueError, TimeoutError) as error:
             if self.options.executor == "eager" or self.options.fallback == "error":
                 raise RunError(
                     f"phase {entry.phase.name!r} could not be compiled: {error}. Set executor: eager, or fallback: eager"
                 ) from error
             logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
-            return self._compile_with(_executor("eager"), entry)
-
-    def _compile_with(self, executor: Executor, entry: _Entry) -> list[_Compiled]:
-        ranks_of = self._ranks_of_shards(entry.phase)
-        return [
-            self._compile_shards(executor, entry, shards, [ranks_of[shard] for shard in shards])
-            for shards in self._shards_of_graphs(entry.graph, ranks_of)
-        ]
-
-    def _compile_shards(
-        self, executor: Executor, entry: _Entry, shards: Sequence[int], ranks_of: Sequence[Mapping[str, Sequence[int]]]
-    ) -> _Compiled:
-        """Some shards in one graph; `ranks_of` each."""
-        splits = entry.phase.inputs is not None
-        graph = side_by_side(entry.graph, len(shards), splits)
-        limits = replace(entry.limits, input_bytes=entry.limits.input_bytes * (len(shards) if splits else 1))
-        ranks = {role: [rank for mine in ranks_of for rank in mine[role]] for role in entry.phase.roles}
-        actors = {role: [self.groups[role].actors[rank] for rank in mine] for role, mine in ranks.items()}
-        used = {node.worker for node in graph.nodes}
-        seats = tuple(
-            _Seats(role, tuple(mine), tuple(rank for at, rank in enumerate(mine) if WorkerRef(role, at) in used))
-            for role, mine in ranks.items()
-        )
-        return _Compiled(executor.compile(graph, actors, limits), tuple(shards), seats)
-
-    def _shards_of_graphs(self, graph: PhaseGraph, ranks_of: Sequence[Mapping[str, Sequence[int]]]) -> list[list[int]]:
-        """Which shards go into one graph: those on the same hosts, so that no host gets rows that it does not need.
-
-        Each has a graph of its own where its workers form a communicator for their edges.
-        """
-        if accelerated(graph):
-            return [[shard] for shard in range(len(ranks_of))]
-        together: dict[frozenset[str], list[int]] = {}
-        for shard, ranks in enumerate(ranks_of):
-            nodes = frozenset(self.groups[role].places[rank].node for role, mine in ranks.items() for rank in mine)
-            together.setdefault(nodes, []).append(shard)
-        return list(together.values())
-
-    def _ranks_of_shards(self, phase: Phase) -> list[dict[str, list[int]]]:
-        """For each shard of a phase (a graph as it was traced), the ranks of each role in the graph's order."""
-        layouts = {role: self.groups[role].layout for role in phase.roles}
-        replicas = replicas_per_graph({role: layout.dp for role, layout in layouts.items()})
-        role = phase.roles[0]
-        return [
-            {
-                role: [rank for dp in range(index * count, (index + 1) * count) for rank in layouts[role].shard(dp)]
-                for role, count in replicas.items()
-            }
-            for index in range(layouts[role].dp // replicas[role])
-        ]
+            return compile_phase(executor_of("eager"), entry.phase, entry.graph, self.groups, entry.limits)
 
     def _submit(
         self,
@@ -327,15 +294,21 @@ class Scheduler:
         if len(entry.in_flight) >= entry.limits.max_in_flight:
             self.finish(entry.in_flight[0])
         with self._lock:
-            if self._broken:
-                raise RunError(f"{self._broken}; call scheduler.recover() after the workers are whole again")
+            if self._broken is not None:
+                advice = f"{self._broken.breaks}; call scheduler.recover() after the workers are whole again"
+                raise PhaseError(self._broken.failures, advice, self._broken.breaks)
             values, split, padding = self._share_out(entry, value, rows)
             self._check_size(entry, values[0], 1 if split is None else len(entry.compiled[0].shards))
             tickets = [self._take_tickets(one.seats) for one in entry.compiled]
-            submitted = [
-                (one.executable, _submit_packet(one, Packet(Header(entry.phase.name, entry.replays, warmup, mine), item)))
-                for one, mine, item in zip(entry.compiled, tickets, values, strict=True)
-            ]
+            number, submitted = entry.replays, []
+            try:
+                for one, mine, item in zip(entry.compiled, tickets, values, strict=True):
+                    packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
+                    submitted.append((one.executable, _submit_packet(one, packet)))
+            except BaseException as error:  # some workers have their ticket, others would wait for theirs for ever
+                text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
+                self._broken = PhaseError((), breaks=text)
+                raise
             replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
             entry.replays += 1
             entry.in_flight.append(replay)
@@ -356,12 +329,15 @@ class Scheduler:
         if entry.phase.inputs is None or not isinstance(value, Batch):
             return [value] * len(entry.compiled), None, None
         lengths, shards = value["lengths"].astype("int64"), entry.shards
-        rows = rows or split_rows(lengths, shards)
+        if rows is None:
+            rows = split_rows(lengths, shards)
+        else:
+            _check_rows(entry.phase.name, rows, shards, value.rows)
         bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), int(lengths.max(initial=1)))
         split = Split(tuple(rows), bucket, value.tokens)
         return [split.share(value, one.shards) for one in entry.compiled], split, padding_share(lengths, bucket, shards)
 
-    def _take_tickets(self, seats_of_graph: Sequence[_Seats]) -> dict[str, int | tuple[int, ...]]:
+    def _take_tickets(self, seats_of_graph: Sequence[Seats]) -> dict[str, int | tuple[int, ...]]:
         """The tickets of a graph's workers; only workers that the phase uses move on to their next."""
         mine: dict[str, int | tuple[int, ...]] = {}
         for seats in seats_of_graph:
@@ -374,12 +350,39 @@ class Scheduler:
 
     def _teardown(self) -> None:
         with self._lock:
-            deadline = time.monotonic() + self.options.teardown_s
-            for entry in self._entries.values():
-                for one in entry.compiled:
-                    one.executable.teardown(max(0.1, deadline - time.monotonic()))
+            entries = list(self._entries.values())
+            if any(entry.in_flight for entry in entries):  # loops that wait for a turn would not end before it comes
+                for role, group in self.groups.items():
+                    group.pass_tickets(self._tickets[role])
+            for replay in [replay for entry in entries for replay in entry.in_flight]:
+                text = f"phase {replay.phase!r}, replay {replay.number} was under way when its graphs were torn down"
+                replay.fail(PhaseError((), f"{text}; replay it again"))
+            live = [one.executable for entry in entries for one in entry.compiled]
+            with ThreadPoolExecutor(max(1, len(live)), thread_name_prefix="teardown") as threads:
+                list(threads.map(lambda one: one.teardown(self.options.teardown_s), live))
+            for entry in entries:
                 entry.compiled = []
                 entry.in_flight.clear()
+
+
+def _check_actors_apart(groups: Sequence[WorkerGroup]) -> None:
+    """Raise LayoutError for actors that are in two groups: a worker has one role, and one order of turns."""
+    seen: dict[Any, str] = {}
+    for group in groups:
+        for actor in group.actors:
+            if (other := seen.setdefault(actor._actor_id, group.role.name)) != group.role.name:
+                raise LayoutError(
+                    f"an actor is in the groups {other!r} and {group.role.name!r}; make one group of such actors, and name "
+                    "its phases' parameter after it"
+                )
+
+
+def _check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, count: int) -> None:
+    """Raise RunError unless `rows` deals each of `count` rows to one of the shards."""
+    if len(rows) != shards:
+        raise RunError(f"phase {phase!r} runs on {shards} shards, but `rows` deals to {len(rows)}; give one array a shard")
+    if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(count)):
+        raise RunError(f"phase {phase!r}: `rows` must hold each of the positions 0 to {count - 1} of the batch's rows once")
 
 
 def channel_bytes(
@@ -390,20 +393,9 @@ def channel_bytes(
     return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES
 
 
-def _submit_packet(compiled: _Compiled, packet: Packet) -> Any:
+def _submit_packet(compiled: Compiled, packet: Packet) -> Any:
     """What `fetch` takes, or the error of a graph that lost a worker since its last replay, for the result to raise."""
     try:
         return compiled.executable.submit(packet)
     except RayError as error:
         return error
-
-
-def _executor(name: str) -> Executor:
-    """The executor of that name; Ray's graph modules are imported only when they are used."""
-    if name == "eager":
-        from dagrl.executors.eager import EagerExecutor
-
-        return EagerExecutor()
-    from dagrl.executors.compiled import CompiledExecutor
-
-    return CompiledExecutor()

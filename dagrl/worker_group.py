@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first
-from dagrl.executors.node import NodeRun, drain_runs, install, report_hang, reset_tickets, where
+from dagrl.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
 from dagrl.layout import ParallelLayout
 from dagrl.phase import SHARED_MEMORY, Role, group_transports, methods_of
 from dagrl.worker import WorkerContext
@@ -160,10 +160,14 @@ class WorkerGroup:
         *,
         transports: frozenset[str] = frozenset({SHARED_MEMORY}),
         call_timeout_s: float = 60.0,
+        health_group: str | None = None,
     ) -> WorkerGroup:
         """A group around actors that somebody else made, in the layout's rank order. They are never set up or killed here.
 
         Several phases can be compiled on them if they were made with `concurrency_groups={"_ray_system": n}`, n phases.
+        `health_group` names one more of their concurrency groups, on which nothing else runs: without it they say what they
+        are running, and break their collectives when a peer failed, only when their main thread is free. An actor belongs
+        to one group at a time.
         """
         if len(handles) != layout.world_size:
             raise LayoutError(
@@ -172,7 +176,7 @@ class WorkerGroup:
         signatures = handles[0]._ray_method_signatures
         methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("_")}
         traced = Role(role, layout, methods, transports)
-        return cls(traced, handles, owned=False, call_timeout_s=call_timeout_s, health_group=None)
+        return cls(traced, handles, owned=False, call_timeout_s=call_timeout_s, health_group=health_group)
 
     def setup(self) -> None:
         """Call `setup(address)` on every worker at once, where the worker has it. Also after `abort`, to join again."""
@@ -211,16 +215,21 @@ class WorkerGroup:
         refs = [self._health(actor, reset_tickets, ticket) for actor, ticket in zip(self.actors, tickets, strict=True)]
         self.wait(refs, self._call_timeout_s, "resetting")
 
-    def hang_reports(self, timeout_s: float) -> dict[int, tuple[str, str]]:
-        """For each rank: what it is running (empty when idle), and the stack of the thread that runs it."""
-        refs = {self._health(actor, report_hang): rank for rank, actor in enumerate(self.actors)}
+    def pass_tickets(self, tickets: Sequence[int]) -> None:
+        """Have whoever waits for a turn before these give up; nobody waits for an answer."""
+        for actor, ticket in zip(self.actors, tickets, strict=True):
+            self._health(actor, reset_tickets, ticket)
+
+    def reports(self, timeout_s: float) -> dict[int, Report]:
+        """What the worker of each rank is running."""
+        refs = {self._health(actor, report): rank for rank, actor in enumerate(self.actors)}
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-        reports = {rank: ("does not answer", "") for rank in refs.values()}
+        reports = dict.fromkeys(refs.values(), NO_ANSWER)
         for ref in ready:
             try:
                 reports[refs[ref]] = ray.get(ref)
             except ray.exceptions.RayActorError:
-                reports[refs[ref]] = ("died", "")
+                reports[refs[ref]] = DIED
         return reports
 
     def rank_of_actor(self, actor_id: str) -> int | None:
@@ -235,15 +244,14 @@ class WorkerGroup:
             self.role.name, rank, coordinates, place.host, place.pid, "", 0, node, kind, message, traceback, time.time_ns()
         )
 
-    def abort(self, lost: Collection[int]) -> None:
-        """Have every worker but the `lost` ones break its collectives; they answer nothing, and are waited for by nobody."""
-        for rank, actor in enumerate(self.actors):
-            if rank not in lost:
-                self._health(actor, _abort)
+    def abort(self, ranks: Sequence[int]) -> None:
+        """Have workers break their collectives; they answer nothing, and are waited for by nobody."""
+        for rank in ranks:
+            self._health(self.actors[rank], _abort)
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """Kill workers that do not end by themselves."""
-        for rank in ranks:
+        """Kill workers that do not end by themselves, if this group made them."""
+        for rank in ranks if self.owned else ():
             ray.kill(self.actors[rank])
 
     def shutdown(self, timeout_s: float) -> None:

@@ -26,7 +26,10 @@ Actors = Mapping[str, Sequence[ActorHandle]]
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes and deadlines of one compiled phase. Bytes are of one channel slot; times are in seconds."""
+    """Sizes and deadlines of one compiled phase. Bytes are of one channel slot; times are in seconds.
+
+    `may_kill`: its workers are ours, to be killed where a teardown waits for them in vain.
+    """
 
     input_bytes: int
     result_bytes: int
@@ -34,6 +37,7 @@ class Limits:
     compile_s: float
     replay_s: float
     teardown_s: float
+    may_kill: bool = True
 
 
 class Executable(Protocol):
@@ -82,7 +86,6 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             opens_turn=first.get(node.worker) == node.number,
             closes_turn=last.get(node.worker) == node.number,
             result_limit=limits.result_bytes,
-            deadline_s=limits.replay_s,
             accelerated=node.number in beside,
         )
         for node in graph.nodes

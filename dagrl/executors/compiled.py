@@ -123,22 +123,24 @@ class CompiledGraph:
             ray.get(list(self._dag.worker_task_refs.values()), timeout=DEATH_S)
 
     def teardown(self, timeout_s: float) -> None:
-        """Cancel the loops; the actors of those that have not ended after `timeout_s` are killed."""
+        """Cancel the loops; the actors of those that have not ended after `timeout_s` are killed, if they are ours."""
         stopper = threading.Thread(target=self._dag.teardown, name=f"dagrl-teardown-{self._phase}", daemon=True)
         stopper.start()
         stopper.join(timeout_s)
         if stopper.is_alive():
             stuck = self._running()
             logger.warning(
-                "the graph of phase %r did not stop within %.0f s; killing %d of its %d workers",
+                "the graph of phase %r did not stop within %.0f s; %s %d of its %d workers",
                 self._phase,
                 timeout_s,
+                "killing" if self._limits.may_kill else "it goes on in what was made by somebody else,",
                 len(stuck),
                 len(self._actors),
             )
-            for actor in stuck:
-                ray.kill(actor)
-            stopper.join(timeout_s)
+            if self._limits.may_kill:
+                for actor in stuck:
+                    ray.kill(actor)
+                stopper.join(timeout_s)
 
     def _running(self) -> list[ActorHandle]:
         """The actors whose loops have not ended."""

@@ -64,7 +64,6 @@ class NodeCall:
     opens_turn: bool  # the worker's first node in this graph: waits for its ticket
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
     result_limit: int  # bytes
-    deadline_s: float  # of the wait for the ticket
     accelerated: bool = False  # tensors of the result go from GPU to GPU
 
 
@@ -86,6 +85,7 @@ class TicketGate:
         self._turn = threading.Condition()
         self._next = 0
         self._waiting = 0
+        self.given_up: set[int] = set()  # tickets that were waited for in vain; they are passed over
 
     def enter(self, ticket: int, deadline_s: float) -> None:
         """Wait until `ticket` is next. Raises DeadlineError, or RunError for a ticket that has passed."""
@@ -96,14 +96,19 @@ class TicketGate:
             came = self._turn.wait_for(lambda: self._next >= ticket, timeout=deadline_s)
             self._waiting -= 1
             if not came:
+                self.given_up.add(ticket)
                 raise DeadlineError(f"waited {deadline_s:.0f} s for ticket {ticket}, while ticket {self._next} is running")
             if self._next != ticket:
                 raise RunError(f"ticket {ticket} arrived after ticket {self._next}; recompile the graphs of this group")
 
     def leave(self, ticket: int) -> None:
-        """Let the ticket after `ticket` in."""
+        """Let the ticket after `ticket` in; not if its turn has not come: another one is still inside."""
         with self._turn:
+            if ticket in self.given_up:
+                return
             self._next = max(self._next, ticket + 1)
+            while self._next in self.given_up:
+                self._next += 1
             if self._waiting:
                 self._turn.notify_all()
 
@@ -111,6 +116,7 @@ class TicketGate:
         """Make `ticket` the next one, after a failure."""
         with self._turn:
             self._next = ticket
+            self.given_up.clear()
             self._turn.notify_all()
 
 
@@ -127,7 +133,7 @@ class NodeState:
     coordinates: str
     gate: TicketGate = field(default_factory=TicketGate)
     runs: deque[Run] = field(default_factory=lambda: deque(maxlen=TRACE_CAPACITY))
-    activity: tuple[int, str, int, float] | None = None  # replay, label, thread and start of the node that is running
+    activity: tuple[str, int, str, int, float] | None = None  # phase, replay, label, thread and start of what is running
 
 
 _STATE = "_dagrl_node_state"
@@ -155,7 +161,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
         return packets[0]
     state = state_of(worker)
     header = packets[0].header
-    ticket = header.ticket(state.role, call.position)
+    ticket: int | None = None
     failures: tuple[WorkerFailure, ...] = ()
     busy_s = 0.0
     for packet in packets:
@@ -166,8 +172,11 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     value: object = None
     started = 0.0
     try:
+        ticket = header.ticket(state.role, call.position)
         if call.opens_turn:
-            state.gate.enter(ticket, call.deadline_s)
+            state.gate.enter(ticket, header.deadline_s)
+        elif ticket in state.gate.given_up:
+            raise DeadlineError(f"the turn of ticket {ticket} did not come in time")
         started = time.perf_counter()
         if not failures:
             value = _call(worker, state, call, packets)
@@ -176,9 +185,10 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
         value, failures = None, (_failure(state, call, packets[0], error),)
     except BaseException as error:  # whatever it is, the driver must hear of it, and no peer may wait for this worker
         failures = (_failure(state, call, packets[0], error),)
-        _abort(worker)
+        if started:  # without a turn it is another phase that runs on this worker, which must not be broken
+            _abort(worker)
     finally:
-        if call.closes_turn:
+        if call.closes_turn and ticket is not None:
             state.gate.leave(ticket)
     failures = fit_failures(failures, call.result_limit - ENVELOPE_BYTES) if failures else ()
     return Packet(header, value, busy_s + (time.perf_counter() - started if started else 0.0), failures)
@@ -187,7 +197,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
 def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     header = packets[0].header
     start_ns = time.time_ns()
-    state.activity = (header.replay, call.label, threading.get_ident(), time.monotonic())
+    state.activity = (header.phase, header.replay, call.label, threading.get_ident(), time.monotonic())
     try:
         with replay_context(ReplayContext(*header[:3])):
             value = _annotated(worker, call, packets) if ranges_enabled() else _evaluate(worker, call, packets)
@@ -279,13 +289,27 @@ def where(worker: HasState) -> tuple[str, int, str]:
     return socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id())
 
 
-def report_hang(worker: HasState) -> tuple[str, str]:
-    """What the worker is running, and the stack of the thread that runs it; both empty when it is idle."""
+class Report(NamedTuple):
+    """What a worker is running: the node of a replay, and the stack of its thread. `what` is empty when it is idle."""
+
+    phase: str
+    replay: int
+    what: str
+    stack: str
+
+
+IDLE = Report("", 0, "", "")
+NO_ANSWER = Report("", 0, "does not answer", "")
+DIED = Report("", 0, "died", "")
+
+
+def report(worker: HasState) -> Report:
+    """What the worker is running."""
     activity = state_of(worker).activity
     if activity is None:
-        return "", ""
-    replay, label, thread, since = activity
+        return IDLE
+    phase, replay, label, thread, since = activity
     frame = sys._current_frames().get(thread)
     stack = "".join(traceback.format_stack(frame)) if frame else ""
     what = f"{label} for {time.monotonic() - since:.1f} s (replay {replay})"
-    return what, stack[-FAILURE_CHARACTERS:]
+    return Report(phase, replay, what, stack[-FAILURE_CHARACTERS:])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dagrl.errors import WorkerFailure
+from dagrl.errors import RunError, WorkerFailure
 from dagrl.executors.tensors import is_tensor, tensor_bytes
 from dagrl.shapes import Batch
 
@@ -29,10 +29,17 @@ class Header(NamedTuple):
     replay: int
     warmup: bool
     tickets: dict[str, int | tuple[int, ...]]
+    deadline_s: float  # from its submission; how long a worker waits for its turn at most
 
     def ticket(self, role: str, position: int) -> int:
-        """The ticket of one worker of the graph."""
-        tickets = self.tickets[role]
+        """The ticket of one worker of the graph. Raises RunError for a worker that belongs to another group by now."""
+        try:
+            tickets = self.tickets[role]
+        except KeyError:
+            raise RunError(
+                f"phase {self.phase!r} is of the roles {', '.join(self.tickets)}, but this worker was made part of a group "
+                f"{role!r} since; an actor belongs to one group at a time"
+            ) from None
         return tickets if isinstance(tickets, int) else tickets[position]
 
 

@@ -51,14 +51,20 @@ def test_a_killed_worker_is_named(scheduler: Scheduler) -> None:
         scheduler.replay(misbehave, {"rank": -1})
 
 
-def test_a_hung_worker_is_named_with_its_stack_and_killed(scheduler: Scheduler) -> None:
+def test_a_hung_worker_is_named_with_its_stack_and_killed_and_its_peer_lives_on(scheduler: Scheduler) -> None:
     started = time.monotonic()
     with pytest.raises(PhaseError, match="replay_s") as caught:
-        scheduler.replay(misbehave, {"rank": 0, "kind": "hang"}).result()
+        scheduler.replay(misbehave, {"rank": 0, "kind": "hang", "peers": "wait"}).result()
     assert time.monotonic() - started < 10.0
-    failure = caught.value.failures[0]
+    (failure,) = caught.value.failures
     assert (failure.rank, failure.kind) == (0, "hung")
     assert "time.sleep(3600)" in failure.traceback
+    survivor = scheduler.groups["train"].actors[1]
+    scheduler.close()
+    with Scheduler([WorkerGroup.from_actors([survivor], ParallelLayout())], SchedulerOptions(fallback="error")) as again:
+        again.add(misbehave, warmup_value={})
+        again.compile()
+        assert again.replay(misbehave, {}).result() == (1,)
 
 
 def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:

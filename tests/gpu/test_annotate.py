@@ -17,7 +17,7 @@ from dagrl.trace import TraceEvent, TraceWriter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-CALL = NodeCall("train[0].multiply", 0, "map", "multiply", (Take(0),), {}, True, True, 1 << 20, 10.0)
+CALL = NodeCall("train[0].multiply", 0, "map", "multiply", (Take(0),), {}, True, True, 1 << 20)
 ALLOWED_US = 2000.0
 
 
@@ -39,7 +39,7 @@ def test_kernels_lie_inside_the_nodes_range(tmp_path: Path) -> None:
     install(worker, "train", 0, "dp 0")
     worker.multiply(2048)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run_node(worker, CALL, Packet(Header("train_step", 7, False, {"train": 0}), 2048))
+        run_node(worker, CALL, Packet(Header("train_step", 7, False, {"train": 0}, 10.0), 2048))
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
     (run,) = drain_runs(worker)
     with TraceWriter(tmp_path / "trace.json") as trace:

@@ -155,8 +155,6 @@ class eager:
     def __enter__(self) -> None:
         session, config = self._session, self._session.config
         self._tickets = {role: list(tickets) for role, tickets in self._compiled._tickets.items()}
-        for group in session.groups:
-            group.reset_tickets([0] * group.layout.world_size)
         scheduler = Scheduler(session.groups, SchedulerOptions(executor="eager", fallback="error"))
         for plan in grpo_plans(config):
             add_phase(scheduler, config, plan)

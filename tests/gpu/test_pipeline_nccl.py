@@ -57,7 +57,6 @@ def group(cluster: None) -> Iterator[WorkerGroup]:
 
 @pytest.fixture(scope="module", params=["compiled", "eager"])
 def scheduler(request: pytest.FixtureRequest, group: WorkerGroup) -> Iterator[Scheduler]:
-    group.reset_tickets([0] * group.layout.world_size)
     options = SchedulerOptions(executor=request.param, fallback="error", result_bytes=RESULT_BYTES, replay_s=60.0)
     with Scheduler([group], options) as scheduler:
         scheduler.add(STEP, buckets=[Bucket(8, LENGTH)], scalars=SCALARS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -12,18 +13,20 @@ from dagrl.worker import WorkerContext, current_replay, in_warmup
 
 
 class FakeWorker:
-    """Remembers the order of its calls; can raise, hang or die on request."""
+    """Remembers the order of its calls; can raise, hang, die, or wait for one that does, on request."""
 
     def __init__(self, context: WorkerContext, config: object) -> None:
         self.context = context
         self.calls: list[str] = []
         self.aborted = False
+        self.released = threading.Event()
 
     def setup(self, address: str) -> None:
         self.address = address
 
     def abort(self) -> None:
         self.aborted = True
+        self.released.set()
 
     def double(self, batch: Batch) -> Batch:
         self._record("double")
@@ -59,6 +62,9 @@ class FakeWorker:
                 os.kill(os.getpid(), 9)
             if how["kind"] == "hang":
                 time.sleep(3600)
+        elif how.get("peers") == "wait":  # as in a collective, which an abort breaks
+            self.released.wait(3600)
+            raise RuntimeError("aborted")
         return self.context.rank
 
     def large(self, size: int) -> np.ndarray:

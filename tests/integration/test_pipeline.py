@@ -29,7 +29,6 @@ def group(request: pytest.FixtureRequest, cluster: None) -> Iterator[WorkerGroup
 
 @pytest.fixture(scope="module", params=["compiled", "eager"])
 def scheduler(request: pytest.FixtureRequest, group: WorkerGroup) -> Iterator[Scheduler]:
-    group.reset_tickets([0] * group.layout.world_size)
     options = SchedulerOptions(executor=request.param, fallback="error", result_bytes=1 << 16, replay_s=60.0, teardown_s=5.0)
     with Scheduler([group], options) as scheduler:
         scheduler.add(STEP, buckets=[Bucket(8, 6)], scalars=SCALARS)

@@ -169,7 +169,6 @@ def make_other_weights(source: Path, target: Path) -> None:
 def scheduler(case: Case, groups: Groups) -> Iterator[Scheduler]:
     """The two groups of the case, joined for refits, with their phases compiled and warmed up."""
     train, generation = groups.train(case), groups.generation(case)
-    generation.reset_tickets([0] * case.generation_tp)
     connect_refit(
         train,
         generation,

@@ -93,8 +93,6 @@ def groups(cluster: None) -> Iterator[list[WorkerGroup]]:
 
 @pytest.fixture(scope="module", params=["compiled", "eager"])
 def scheduler(request: pytest.FixtureRequest, groups: list[WorkerGroup]) -> Iterator[Scheduler]:
-    for group in groups:
-        group.reset_tickets([0] * group.layout.world_size)
     with Scheduler(groups, SchedulerOptions(executor=request.param, fallback="error", **OPTIONS)) as scheduler:
         for item in (double, count_tokens):
             scheduler.add(item, buckets=[Bucket(2, 4), Bucket(4, 8)])

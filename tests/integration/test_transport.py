@@ -63,7 +63,6 @@ def test_without_gpus_the_phase_runs_eagerly(group: WorkerGroup, caplog: pytest.
 
 
 def test_a_worker_passes_results_to_itself_without_a_transport(group: WorkerGroup) -> None:
-    group.reset_tickets([0] * group.layout.world_size)
     with Scheduler([group], SchedulerOptions(fallback="error")) as scheduler:
         scheduler.add(to_itself, warmup_value=0)
         scheduler.compile()

@@ -80,7 +80,6 @@ PHASES = (every_worker, exchange, chain)
 
 def shares_come_back(group: WorkerGroup, executor: str) -> None:
     """Small batches and large ones, whose rows are dealt out over the shards of both hosts."""
-    group.reset_tickets([0] * group.layout.world_size)
     with Scheduler([group], SchedulerOptions(executor=executor, fallback="error")) as scheduler:  # type: ignore[arg-type]
         scheduler.add(scaled, buckets=[Bucket(3, 5000)], scalars={"by": 0})
         scheduler.compile()
@@ -93,7 +92,6 @@ def shares_come_back(group: WorkerGroup, executor: str) -> None:
 
 
 def replayed(group: WorkerGroup, executor: str, values: list[object]) -> list[object]:
-    group.reset_tickets([0] * group.layout.world_size)
     found: list[object] = []
     with Scheduler([group], SchedulerOptions(executor=executor, fallback="error", result_bytes=8 << 20)) as scheduler:  # type: ignore[arg-type]
         for item in PHASES:

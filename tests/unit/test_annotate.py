@@ -18,7 +18,7 @@ from dagrl.executors.packet import Header, Packet
 from dagrl.shapes import Batch
 from dagrl.trace import TraceEvent, TraceWriter
 
-CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, True, True, 1 << 20, 10.0)
+CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, True, True, 1 << 20)
 BATCH = Batch({"tokens": np.zeros((4, 16), np.int64), "lengths": np.full(4, 16)})
 ALLOWED_US = 2000.0  # between two readings of the clock on a busy machine
 
@@ -42,7 +42,7 @@ def profiled(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     install(worker, "train", 0, "dp 0")
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for replay in range(2):
-            run_node(worker, CALL, Packet(Header("train_step", replay, False, {"train": replay}), BATCH))
+            run_node(worker, CALL, Packet(Header("train_step", replay, False, {"train": replay}, 10.0), BATCH))
     profiler.export_chrome_trace(str(path / "torch.json"))
     with TraceWriter(path / "trace.json") as trace:
         trace.write(

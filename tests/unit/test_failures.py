@@ -1,9 +1,11 @@
-"""Outcomes of replays over several shards: a death in one is heard at once, though another waits in a collective."""
+"""Outcomes of replays: who is named, freed and killed when a worker raises, dies or hangs; what can be asked for again."""
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import time
+from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,13 @@ import pytest
 from ray.exceptions import RayActorError
 
 from dagrl import failures
-from dagrl.errors import PhaseError, WorkerFailure
+from dagrl.errors import DeadlineError, PhaseError, WorkerFailure
+from dagrl.executors.node import IDLE, Report
 from dagrl.executors.packet import Header, Packet
-from dagrl.failures import collect_outcome
+from dagrl.failures import SoFar, collect_outcome
 from dagrl.worker_group import WorkerGroup
 
-HEADER = Header("train_step", 0, False, {"train": 0})
+HEADER = Header("train_step", 0, False, {"train": 0}, 10.0)
 
 
 class Shard:
@@ -39,29 +42,115 @@ class Shard:
         return list(self.come)
 
 
-class Group:
-    """Train workers; those that are aborted come out of their collective."""
+BUSY = Report("train_step", 0, "train[0].step for 9 s (replay 0)", "a stack")
+ELSEWHERE = Report("generate", 7, "generate for 1 s (replay 7)", "another stack")
 
-    def __init__(self, *hung: Shard) -> None:
+
+class Group:
+    """Three train workers; those that are aborted come out of their collective, if they are in one."""
+
+    owned = True
+
+    def __init__(self, *hung: Shard, reports: Sequence[Report] = (IDLE, IDLE, IDLE), stay: Sequence[int] = ()) -> None:
         self.role = SimpleNamespace(name="train")
-        self.layout = SimpleNamespace(coordinates=lambda rank: f"dp {rank}")
+        self.layout = SimpleNamespace(coordinates=lambda rank: f"dp {rank}", world_size=3)
         self.places = [SimpleNamespace(host="here", pid=rank) for rank in range(3)]
-        self.hung, self.lost = hung, set[int]()
+        self.hung, self.now, self.stay = hung, dict(enumerate(reports)), stay
+        self.aborted, self.killed = list[int](), list[int]()
 
     failure = WorkerGroup.failure  # type: ignore[assignment]
 
     def rank_of_actor(self, actor_id: str) -> int:
         return 1
 
-    def abort(self, lost: set[int]) -> None:
-        self.lost = lost
+    def reports(self, timeout_s: float) -> dict[int, Report]:
+        return dict(self.now)
+
+    def abort(self, ranks: Sequence[int]) -> None:
+        self.aborted += ranks
+        self.now |= {rank: IDLE for rank in ranks if rank not in self.stay}
         for shard in self.hung:
             shard.outcome, shard.ready = "aborted", time.monotonic()
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        self.killed += ranks
 
 
 def replay(*shards: Shard, deadline_s: float = 30.0) -> Any:
     submitted = [(shard, None) for shard in shards]
-    return SimpleNamespace(phase="train_step", number=0, submitted=submitted, deadline=time.monotonic() + deadline_s)
+    so_far = SoFar(deque(range(len(shards))), time.monotonic() + deadline_s)
+    return SimpleNamespace(phase="train_step", number=0, submitted=submitted, so_far=so_far)
+
+
+def outcome_of(replay: Any, *groups: Any, **options: float) -> Any:
+    return collect_outcome(replay, {group.role.name: group for group in groups}, **options)
+
+
+def failure_of(replay: Any, *groups: Any) -> PhaseError:
+    with pytest.raises(PhaseError) as caught:
+        outcome_of(replay, *groups)
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 0.3)
+    monkeypatch.setattr(failures, "RELEASE_S", 0.3)
+
+
+def test_a_hang_frees_those_that_wait_and_kills_who_stays() -> None:
+    group = Group(reports=(BUSY, BUSY, IDLE), stay=[1])
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert [(failure.rank, failure.kind, failure.traceback) for failure in error.failures] == [(1, "hung", "a stack")]
+    assert (group.aborted, group.killed) == ([0, 1], [1])
+    assert error.breaks
+
+
+def test_workers_that_all_come_out_are_named_and_live() -> None:
+    group = Group(reports=(BUSY, IDLE, BUSY))
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert [failure.rank for failure in error.failures] == [0, 2]
+    assert (group.aborted, group.killed) == ([0, 2], [])
+
+
+def test_workers_of_another_phase_are_left_alone() -> None:
+    """The replay waited for its turn, or for one that hangs, while they did their work."""
+    group = Group(reports=(ELSEWHERE, BUSY, IDLE), stay=[1])
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert [failure.rank for failure in error.failures] == [1]
+    assert (group.aborted, group.killed) == ([1], [1])
+
+
+def test_a_replay_that_only_waited_for_its_turn_says_behind_whom() -> None:
+    group = Group(reports=(ELSEWHERE, ELSEWHERE, IDLE))
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert error.failures == () and error.breaks
+    assert "no worker is running it (they are running 'generate', which comes before it)" in str(error)
+    assert (group.aborted, group.killed) == ([], [])
+
+
+def test_peers_of_a_worker_that_raised_are_freed_but_not_killed() -> None:
+    """Over NCCL what the worker itself aborts does not reach them."""
+    group = Group(reports=(IDLE, BUSY, IDLE), stay=[1])
+    raised = dataclasses.replace(group.failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
+    error = failure_of(replay(Shard(come=[raised])), group)
+    assert error.failures == (raised,)
+    assert (group.aborted, group.killed) == ([1], [])
+    assert error.breaks, "a worker is still inside"
+
+
+def test_any_error_of_a_graph_is_one_of_the_replay() -> None:
+    error = failure_of(replay(Shard(pickle.UnpicklingError("half a message")), Shard("done")), Group())
+    assert "UnpicklingError: half a message" in str(error) and error.breaks
+
+
+def test_a_result_that_is_not_there_yet_can_be_asked_for_again() -> None:
+    first, second = Shard("first"), Shard("second", after_s=0.3)
+    asked = replay(first, second)
+    with pytest.raises(DeadlineError, match="Ask again"):
+        outcome_of(asked, Group(), until=time.monotonic() + 0.05)
+    first.outcome = "read twice"
+    assert [packets[0].value for packets in outcome_of(asked, Group())] == ["first", "second"]
 
 
 def test_a_death_is_heard_while_another_shard_hangs_and_frees_it() -> None:
@@ -69,23 +158,22 @@ def test_a_death_is_heard_while_another_shard_hangs_and_frees_it() -> None:
     group = Group(hung)
     started = time.monotonic()
     with pytest.raises(PhaseError) as caught:
-        collect_outcome(replay(hung, Shard(RayActorError(), after_s=0.05), Shard("done")), {"train": group})  # type: ignore[dict-item]
+        outcome_of(replay(hung, Shard(RayActorError(), after_s=0.05), Shard("done")), group)
     assert time.monotonic() - started < 10.0  # not the deadline of the replay
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died")]
-    assert group.lost == {1}
+    assert group.aborted == [0, 2]
 
 
-def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs() -> None:
     """The peer waits for it in a collective; it has a grace time to come out, not the deadline of the replay."""
-    monkeypatch.setattr(failures, "GRACE_S", 0.3)
     raised = dataclasses.replace(Group().failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
     started = time.monotonic()
     with pytest.raises(PhaseError) as caught:
-        collect_outcome(replay(Shard(come=[raised])), {})
+        outcome_of(replay(Shard(come=[raised])))
     assert time.monotonic() - started < 10.0
     assert caught.value.failures == (raised,)
 
 
 def test_results_come_in_the_order_of_the_shards() -> None:
     shards = [Shard("slow", after_s=0.3), Shard("quick"), Shard("middle", after_s=0.15)]
-    assert [packets[0].value for packets in collect_outcome(replay(*shards), {})] == ["slow", "quick", "middle"]
+    assert [packets[0].value for packets in outcome_of(replay(*shards))] == ["slow", "quick", "middle"]

@@ -34,7 +34,7 @@ def traced(item, workers: int, arity: int = 8) -> PhaseGraph:
     return item.trace({"train": Role("train", ParallelLayout(tp=workers), methods_of(Worker))}, arity)
 
 
-HEADER = Header("ranks", 0, False, {"train": 0})
+HEADER = Header("ranks", 0, False, {"train": 0}, 10.0)
 
 
 def part(value: object, busy_s: float = 0.0) -> Part:

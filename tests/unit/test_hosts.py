@@ -16,7 +16,7 @@ from dagrl.graph import Constant, NodeRef, PhaseGraph, WorkerRef
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Phase, Role, Shard, join, methods_of, phase
 
-HEADER = Header("phase", 0, False, {"train": 0})
+HEADER = Header("phase", 0, False, {"train": 0}, 10.0)
 LIMITS = Limits(1 << 16, 1 << 16, 2, 1.0, 1.0, 1.0)
 
 

@@ -15,7 +15,7 @@ from dagrl.executors.mailbox import Mailbox
 from dagrl.executors.outputs import Outputs, Submitted
 from dagrl.executors.packet import Header, Packet
 
-HEADER = Header("phase", 7, False, {"train": 0})
+HEADER = Header("phase", 7, False, {"train": 0}, 10.0)
 
 
 class Posted:

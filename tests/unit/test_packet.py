@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import threading
 import time
@@ -17,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 from ray._private.serialization import SerializationContext
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
-from dagrl.executors.node import NodeCall, Take, TicketGate, install, run_node
+from dagrl.executors.node import NodeCall, Take, TicketGate, install, run_node, state_of
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, fit_failures, payload_bytes
 from dagrl.generation import FinishedRequest, pack_generated
 from dagrl.metrics import StepMetrics
@@ -28,7 +29,7 @@ RAY = SerializationContext(ray._private.worker.global_worker)  # what writes a c
 
 def ray_bytes(value: object) -> int:
     """Bytes that Ray writes into a channel for a packet with `value`: pickle, out-of-band buffers and their alignment."""
-    return int(RAY.serialize(Packet(Header("train_step", 1_000_000, False, {"train": 1_000_000}), value)).total_bytes)
+    return int(RAY.serialize(Packet(Header("train_step", 1_000_000, False, {"train": 1_000_000}, 10.0), value)).total_bytes)
 
 
 def check_bound(value: object) -> None:
@@ -173,7 +174,7 @@ class Worker:
 
 def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
     args = tuple(Take(index) for index in range(parts))
-    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, False, False, limit, 1.0)
+    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, False, False, limit)
 
 
 @pytest.mark.parametrize("limit", [8192, 1 << 16, 1 << 20])
@@ -182,7 +183,7 @@ def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> No
     for rank in range(64):
         worker = Worker()
         install(worker, "train", rank, f"dp {rank}")
-        packets.append(run_node(worker, call("fails", limit), Packet(Header("step", 0, False, {"train": 0}), 1)))
+        packets.append(run_node(worker, call("fails", limit), Packet(Header("step", 0, False, {"train": 0}, 10.0), 1)))
     while len(packets) > 1:
         groups = [packets[start : start + 8] for start in range(0, len(packets), 8)]
         packets = [run_node(worker, call("gives", limit, "reduce", len(group)), *group) for group in groups]
@@ -242,8 +243,51 @@ def test_a_reset_lets_the_next_ticket_in_and_leaving_twice_does_not_go_back() ->
     gate.enter(6, 0.1)
 
 
+def test_a_turn_waited_for_in_vain_is_passed_over_once_those_before_it_end() -> None:
+    gate = TicketGate()
+    gate.enter(0, 1.0)
+    with pytest.raises(DeadlineError):
+        gate.enter(1, 0.01)
+    gate.leave(1)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(2, 0.01)
+    gate.leave(0)
+    gate.enter(3, 0.1)
+
+
+class Collective:
+    """A worker with a phase under way that an abort would break."""
+
+    aborted = False
+
+    def step(self, value: object) -> object:
+        return value
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_replay_waits_for_its_turn_by_its_own_deadline_and_leaves_what_runs_alone() -> None:
+    worker = Collective()
+    install(worker, "train", 0, "dp 0")
+    gate = state_of(worker).gate
+    gate.enter(0, 1.0)
+    late = dataclasses.replace(call("step", 8192), opens_turn=True, closes_turn=True)
+    failed = run_node(worker, late, Packet(Header("behind", 3, False, {"train": 1}, 0.01), "x"))
+    assert "waited" in failed.failures[0].message and not worker.aborted
+    gate.leave(0)
+    assert run_node(worker, late, Packet(Header("next", 4, False, {"train": 2}, 10.0), "y")).value == "y"
+
+
+def test_a_worker_of_another_group_by_now_says_so() -> None:
+    worker = Worker()
+    install(worker, "generation", 0, "dp 0")
+    failed = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 1.0), 1))
+    assert "part of a group 'generation'" in failed.failures[0].message
+
+
 def test_tickets_of_a_header_are_one_for_all_or_one_each() -> None:
-    header = Header("step", 0, False, {"train": 4, "generation": (7, 8)})
+    header = Header("step", 0, False, {"train": 4, "generation": (7, 8)}, 10.0)
     assert [header.ticket("train", position) for position in (0, 3)] == [4, 4]
     assert [header.ticket("generation", position) for position in (0, 1)] == [7, 8]
 
@@ -256,7 +300,7 @@ def test_a_batch_arrives_as_it_was_sent(rows: int) -> None:
         "texts": np.array(["ab"] * rows, dtype="U3"),
         "columns": np.asfortranarray(np.ones((rows, 4))) * np.arange(4),
     }
-    packet = Packet(Header("phase", 3, False, {"train": 1}), Batch(fields, {"slope": 0.5}), 0.25)
+    packet = Packet(Header("phase", 3, False, {"train": 1}, 10.0), Batch(fields, {"slope": 0.5}), 0.25)
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(packet.wire(), protocol=5, buffer_callback=buffers.append)
     assert bool(buffers) == (rows == 1000), "large arrays travel beside the pickle, without a copy"

@@ -1,0 +1,269 @@
+"""The scheduler over graphs that run nowhere: what it refuses, what it says after a failure, what it leaves consistent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
+from dagrl.executors.base import Actors, Limits
+from dagrl.executors.packet import Packet
+from dagrl.graph import PhaseGraph
+from dagrl.layout import ParallelLayout
+from dagrl.phase import Phase, Role, Shard, methods_of, phase
+from dagrl.scheduler import Scheduler
+from dagrl.shapes import Batch, Bucket, Field
+from tests.unit.phase_worker import Both
+
+BATCH = {"x": Field("int64"), "lengths": Field("int64", "row")}
+
+
+@phase(inputs=BATCH)
+def step(train: Shard, batch):
+    return train.map("forward", batch)
+
+
+@phase
+def other(train: Shard, value):
+    return train.map("forward", value)
+
+
+class Graph:
+    """A graph whose replays give what the test says; `taken` are the packets that were sent."""
+
+    def __init__(self, graph: PhaseGraph, limits: Limits, made: list[Graph]) -> None:
+        self.phase, self.outputs, self.limits = graph.phase, len(graph.outputs), limits
+        self.taken: list[Packet] = []
+        self.results: list[Any] = []
+        self.gone = threading.Event()
+        self.meet: threading.Barrier | None = None
+        made.append(self)
+
+    def submit(self, packet: Packet) -> Packet:
+        if self.results and isinstance(self.results[0], TypeError):
+            raise self.results.pop(0)
+        self.taken.append(packet)
+        return packet
+
+    def fetch(self, submitted: Packet, timeout_s: float) -> list[Packet]:
+        if not self.results:
+            self.gone.wait(timeout_s)
+            raise TimeoutError
+        result = self.results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return [Packet(submitted.header, result)] * self.outputs
+
+    def failures(self, submitted: Packet) -> list[Any]:
+        return []
+
+    def teardown(self, timeout_s: float) -> None:
+        if self.meet is not None:
+            self.meet.wait(5.0)
+        self.gone.set()
+
+
+class Group:
+    """Two train workers that stand nowhere."""
+
+    owned = True
+
+    def __init__(self, dp: int = 2, name: str = "train") -> None:
+        self.layout = ParallelLayout(dp=dp)
+        self.role = Role(name, self.layout, methods_of(Both), frozenset({"shm"}))
+        self.actors = [SimpleNamespace(_actor_id=f"{name}{rank}") for rank in range(dp)]
+        self.places = [SimpleNamespace(node=f"host{rank}") for rank in range(dp)]  # a graph each
+        self.gates: list[list[int]] = []
+
+    def reset_tickets(self, tickets: Sequence[int]) -> None:
+        self.gates.append(list(tickets))
+
+    def pass_tickets(self, tickets: Sequence[int]) -> None:
+        pass
+
+    def reports(self, timeout_s: float) -> dict[int, Any]:
+        return {}
+
+    def abort(self, ranks: Sequence[int]) -> None:
+        pass
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        pass
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The graphs that were compiled, in order."""
+    graphs: list[Graph] = []
+
+    class Executor:
+        name = "fake"
+
+        def compile(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> Graph:
+            return Graph(graph, limits, graphs)
+
+    monkeypatch.setattr("dagrl.scheduler.executor_of", lambda name: Executor())
+    return graphs
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+@pytest.fixture
+def scheduler(group: Group, made: list[Graph]) -> Iterator[Scheduler]:
+    scheduler = Scheduler([group])  # type: ignore[list-item]
+    scheduler.add(step, buckets=[Bucket(4, 4)])
+    scheduler.add(other, warmup_value=0)
+    scheduler.compile()
+    yield scheduler
+    scheduler.close()
+
+
+def batch(rows: int) -> Batch:
+    return Batch({"x": np.arange(4 * rows).reshape(rows, 4), "lengths": np.full(rows, 4)})
+
+
+def tickets_of(graph: Graph) -> list[Any]:
+    return [packet.header.tickets["train"] for packet in graph.taken]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[0, 1, 2]], "2 shards, but `rows` deals to 1"),
+        ([[0], [1], [2]], "2 shards, but `rows` deals to 3"),
+        ([[0, 1], [1]], "positions 0 to 2 .* once"),
+        ([[0, 1], [3]], "positions 0 to 2 .* once"),
+        ([[0], [1]], "positions 0 to 2 .* once"),
+    ],
+)
+def test_rows_that_are_no_deal_are_refused_before_any_ticket_is_taken(
+    scheduler: Scheduler, made: list[Graph], rows: list[list[int]], words: str
+) -> None:
+    with pytest.raises(RunError, match=words):
+        scheduler.replay(step, batch(3), rows=[np.array(mine, np.intp) for mine in rows])
+    scheduler.replay(step, batch(3), rows=[np.array([0, 2]), np.array([1])])
+    assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
+
+
+def test_a_replay_that_reached_some_workers_alone_breaks_the_graphs(scheduler: Scheduler, made: list[Graph]) -> None:
+    made[1].results = [TypeError("cannot be sent")]
+    with pytest.raises(TypeError):
+        scheduler.replay(step, batch(2))
+    with pytest.raises(PhaseError, match=r"replay 0 of phase 'step' could not be sent to all .*recover") as caught:
+        scheduler.replay(other, 1)
+    assert caught.value.breaks
+
+
+def test_two_phases_of_one_name_are_refused(scheduler: Scheduler) -> None:
+    namesake = Phase("step", other.function, None, other.roles)
+    with pytest.raises(GraphError, match="'step' was added already"):
+        scheduler.add(namesake, warmup_value=0)
+    with pytest.raises(RunError, match="another phase of that name"):
+        scheduler.replay(namesake, 1)
+
+
+def test_an_actor_in_two_groups_is_refused() -> None:
+    train, generation = Group(), Group(name="generation")
+    generation.actors = train.actors
+    with pytest.raises(LayoutError, match="groups 'train' and 'generation'; make one group"):
+        Scheduler([train, generation])  # type: ignore[list-item]
+
+
+def test_a_result_can_be_asked_for_with_a_deadline_and_asked_again(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(step, batch(2))
+    made[0].results = [1]
+    with pytest.raises(DeadlineError, match="no result yet"):
+        replay.result(timeout_s=0.05)
+    made[1].results = [2]
+    assert replay.result(timeout_s=10.0) == (1, 2)
+    assert replay.result() == (1, 2)
+
+
+def test_a_deadline_holds_while_another_thread_waits(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(other, 1)
+    thread = threading.Thread(target=replay.result)
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(DeadlineError):
+        replay.result(timeout_s=0.05)
+    assert thread.is_alive()
+    for graph in made[2:]:
+        graph.results = [1]
+    thread.join(10.0)
+    assert replay.result(timeout_s=0.0) == (1, 1)
+
+
+def test_the_deadline_of_a_replay_reaches_its_workers(scheduler: Scheduler, made: list[Graph]) -> None:
+    scheduler.replay(other, 1, deadline_s=600.0)
+    scheduler.replay(other, 1)
+    assert [packet.header.deadline_s for packet in made[2].taken] == [600.0, scheduler.options.replay_s]
+
+
+def test_an_error_of_any_kind_is_the_replays_own(scheduler: Scheduler, made: list[Graph]) -> None:
+    first, second = scheduler.replay(step, batch(2)), scheduler.replay(other, 1)
+    made[0].results, made[1].results = [KeyError("a worker's loop")], [1]
+    for graph in made[2:]:
+        graph.results = ["unharmed"]
+    for _ in range(2):
+        with pytest.raises(PhaseError, match="replay 0: its graph broke, though no worker died: KeyError"):
+            first.result()
+    assert second.result() == ("unharmed", "unharmed")
+    with pytest.raises(PhaseError, match="recover"):
+        scheduler.replay(other, 1)
+
+
+def test_results_that_make_no_batch_fail_the_replay_but_not_its_graph(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(step, batch(2))
+    made[0].results, made[1].results = [batch(1)], [Batch({"lengths": np.ones(1)})]
+    for _ in range(2):
+        with pytest.raises(PhaseError, match="replay 0: the results of its shards do not make one"):
+            replay.result()
+    again = scheduler.replay(step, batch(2))
+    made[0].results, made[1].results = [1], [2]
+    assert again.result() == (1, 2)
+
+
+@pytest.mark.parametrize("end", ["recover", "close"])
+def test_a_replay_under_way_when_its_graphs_end_says_so(scheduler: Scheduler, end: str) -> None:
+    replay = scheduler.replay(step, batch(2))
+    getattr(scheduler, end)()
+    with pytest.raises(PhaseError, match="'step', replay 0 was under way when its graphs were torn down"):
+        replay.result()
+
+
+def test_turns_begin_where_the_schedulers_replays_do(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
+    scheduler.replay(step, batch(2))
+    scheduler.compile()  # nothing new, and turns are being waited for
+    assert group.gates == [[0, 0]]
+    scheduler.recover()
+    second = Scheduler([group])  # type: ignore[list-item]
+    second.add(other, warmup_value=0)
+    second.compile()
+    assert group.gates == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -> None:
+    """Each has the whole deadline, however many there are."""
+    meet = threading.Barrier(len(made))
+    for graph in made:
+        graph.meet = meet
+    scheduler.close()
+    assert all(graph.gone.is_set() for graph in made) and not meet.broken
+
+
+def test_workers_of_somebody_else_are_not_killed_by_a_teardown(made: list[Graph]) -> None:
+    group = Group()
+    group.owned = False
+    scheduler = Scheduler([group])  # type: ignore[list-item]
+    scheduler.add(other, warmup_value=0)
+    scheduler.compile()
+    assert not any(graph.limits.may_kill for graph in made)
