@@ -387,7 +387,7 @@ class TimeoutConfig(Section):
 
 class ExecutorConfig(Section):
     max_in_flight: PositiveInt = 2
-    arity: int = Field(default=8, ge=2)  # children of a node of the tree that joins results
+    arity: int = Field(default=8, ge=2)  # children of a node of the tree that joins results; measured in docs/scaling.md
     result_bytes: int = Field(default=1 << 20, ge=1 << 14)  # room for a result; inputs are sized from the largest bucket
 
 
