@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dagrl.errors import LayoutError
 from dagrl.executors.base import Executable, Executor, Limits, accelerated
 from dagrl.executors.shards import side_by_side
 from dagrl.graph import PhaseGraph, WorkerRef
@@ -32,6 +33,18 @@ class Compiled:
     executable: Executable
     shards: tuple[int, ...]
     seats: tuple[Seats, ...]
+
+
+def check_actors_apart(groups: Sequence[WorkerGroup]) -> None:
+    """Raise LayoutError for actors that are in two groups: a worker has one role, and one order of turns."""
+    seen: dict[object, str] = {}
+    for group in groups:
+        for actor in group.actors:
+            if (other := seen.setdefault(actor._actor_id, group.role.name)) != group.role.name:
+                raise LayoutError(
+                    f"an actor is in the groups {other!r} and {group.role.name!r}; make one group of such actors, and name "
+                    "its phases' parameter after it"
+                )
 
 
 def compile_phase(executor: Executor, phase: Phase, graph: PhaseGraph, groups: Groups, limits: Limits) -> list[Compiled]:

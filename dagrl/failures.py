@@ -36,7 +36,7 @@ Place = tuple[str, int]
 """A worker by role and rank."""
 
 
-@dataclass
+@dataclass(slots=True)
 class SoFar:
     """What is known of a replay: of each of its graphs the packets, failures of its workers, what broke a graph."""
 
@@ -102,7 +102,9 @@ def _wait_for_next(replay: Replay, so_far: SoFar, groups: Groups, until: float) 
             groups[role].abort([rank for rank in range(groups[role].layout.world_size) if rank not in dead])
     else:
         so_far.waiting.popleft()
-        so_far.add([failure for packet in packets for failure in packet.failures])
+        for packet in packets:
+            if packet.failures:
+                so_far.add(packet.failures)
 
 
 def _fetch(executable: Executable, submitted: object, timeout_s: float) -> list[Packet]:

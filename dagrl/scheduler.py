@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 from ray.exceptions import RayError
 
-from dagrl.compiling import Compiled, Seats, compile_phase, executor_of
-from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
+from dagrl.compiling import Compiled, Seats, check_actors_apart, compile_phase, executor_of
+from dagrl.errors import DeadlineError, GraphError, PhaseError, RunError
 from dagrl.executors.base import Limits
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
 from dagrl.failures import collect_outcome
@@ -70,6 +70,7 @@ class _Entry:
     warmup_value: object
     limits: Limits
     compiled: list[Compiled] = field(default_factory=list)
+    groups: Mapping[str, WorkerGroup] = field(default_factory=dict)  # that it is compiled on
     in_flight: deque[Replay] = field(default_factory=deque)
     reading: threading.RLock = field(default_factory=threading.RLock)
     replays: int = 0
@@ -94,7 +95,7 @@ class Scheduler:
 
     def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
         self.groups = {group.role.name: group for group in groups}
-        _check_actors_apart(groups)
+        check_actors_apart(groups)
         self.options = options or SchedulerOptions()
         self._entries: dict[str, _Entry] = {}
         self._tickets = {role: [0] * group.layout.world_size for role, group in self.groups.items()}
@@ -149,6 +150,7 @@ class Scheduler:
                 group.reset_tickets(self._tickets[role])
         for entry in self._entries.values():
             if not entry.compiled:
+                entry.groups = {role: self.groups[role] for role in entry.phase.roles}
                 entry.compiled = self._compile(entry)
 
     def warmup(self, before: Callable[[Phase], None] | None = None) -> None:
@@ -226,8 +228,9 @@ class Scheduler:
         """
         entry = self._entries[replay.phase]
         # not the scheduler's lock: replays of other phases start while this one is waited for
-        if not entry.reading.acquire(timeout=-1 if until == math.inf else max(0.0, until - time.monotonic())):
-            raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")
+        if not entry.reading.acquire(blocking=until == math.inf):
+            if not entry.reading.acquire(timeout=max(0.0, until - time.monotonic())):
+                raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")
         try:
             while not replay.done:
                 self._finish_one(entry, entry.in_flight[0], until)
@@ -236,9 +239,8 @@ class Scheduler:
 
     def _finish_one(self, entry: _Entry, replay: Replay, until: float) -> None:
         """Read the oldest replay of a phase; it stays the oldest if that is interrupted, or not over by `until`."""
-        groups = {role: self.groups[role] for role in entry.phase.roles}
         try:
-            self._end(replay, entry, collect_outcome(replay, groups, until))
+            self._end(replay, entry, collect_outcome(replay, entry.groups, until))
         except PhaseError as error:
             if not replay.done:  # else a teardown has ended it, and closed what it was read from
                 self._broken = self._broken or (error if error.breaks else None)
@@ -363,18 +365,6 @@ class Scheduler:
             for entry in entries:
                 entry.compiled = []
                 entry.in_flight.clear()
-
-
-def _check_actors_apart(groups: Sequence[WorkerGroup]) -> None:
-    """Raise LayoutError for actors that are in two groups: a worker has one role, and one order of turns."""
-    seen: dict[Any, str] = {}
-    for group in groups:
-        for actor in group.actors:
-            if (other := seen.setdefault(actor._actor_id, group.role.name)) != group.role.name:
-                raise LayoutError(
-                    f"an actor is in the groups {other!r} and {group.role.name!r}; make one group of such actors, and name "
-                    "its phases' parameter after it"
-                )
 
 
 def _check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, count: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from dagrl.errors import DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.worker_group import WorkerGroup
+from dagrl.worker_group import WorkerGroup, shutdown_groups
 from tests.integration.fake_workers import FakeWorker
 
 
@@ -77,6 +78,24 @@ def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
     scheduler.warmup()
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
     assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
+
+
+class Parting(FakeWorker):
+    """Shuts down once those of the other role do."""
+
+    def shutdown(self) -> None:
+        directory, other = Path(str(self.config)), {"train": "other", "other": "train"}[self.context.role]
+        (directory / self.context.role).touch()
+        until = time.monotonic() + 30.0
+        while not (directory / other).exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        (directory / f"{self.context.role} met").write_text(str((directory / other).exists()))
+
+
+def test_groups_shut_down_side_by_side(cluster: None, tmp_path: Path) -> None:
+    groups = [WorkerGroup.create(role, Parting, ParallelLayout(), tmp_path) for role in ("train", "other")]
+    shutdown_groups(groups, 60.0)
+    assert [(tmp_path / f"{role} met").read_text() for role in ("train", "other")] == ["True", "True"]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ class FakeWorker:
     """Remembers the order of its calls; can raise, hang, die, or wait for one that does, on request."""
 
     def __init__(self, context: WorkerContext, config: object) -> None:
-        self.context = context
+        self.context, self.config = context, config
         self.calls: list[str] = []
         self.aborted = False
         self.released = threading.Event()
