@@ -92,6 +92,7 @@ class Watch:
         self.check_open()
         left = _LOOK_S if timeout_s is None else started + timeout_s - time.perf_counter()
         if left <= 0:
+            self._spin_s = SHORT_SPIN_S  # whoever waits on in short turns does not look for long in each of them
             raise EdgeTimeoutError("no message in time")
         self._futexes.wait(index, known, min(left, _LOOK_S))
 

@@ -191,6 +191,7 @@ class LinkReader:
         if self._closed:
             raise EdgeClosedError("this edge was closed")
         if left <= 0:
+            self._spin_s = SHORT_SPIN_S  # whoever waits on in short turns does not look for long in each of them
             raise EdgeTimeoutError("no message from another host in time")
         self._poll.poll(1000 * min(left, _LOOK_S))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dagrl.errors import RunError
+from dagrl.executors import futex
 from dagrl.executors.mailbox import CELL_BYTES, Mailbox
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, copied_bytes
 
@@ -119,6 +120,18 @@ def test_waiting_takes_no_processor_time(mailbox: Mailbox) -> None:
     with pytest.raises(EdgeTimeoutError):
         mailbox.collect(1, 1.0)
     assert time.process_time() - before < 0.05
+
+
+def test_waiting_in_turns_looks_for_long_in_none_but_the_first(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver waits for a long replay in turns of 0.1 s; after a short one it looks for 20 ms before it sleeps."""
+    monkeypatch.setattr(futex, "LONG_SPIN_S", 0.2)
+    mailbox._watch._spin_s = futex.LONG_SPIN_S  # as after a message that came soon
+    with pytest.raises(EdgeTimeoutError):
+        mailbox.collect(1, 0.25)
+    before = time.process_time()
+    with pytest.raises(EdgeTimeoutError):
+        mailbox.collect(1, 0.25)
+    assert time.process_time() - before < 0.1
 
 
 def test_a_message_larger_than_a_cell_is_refused_and_smaller_ones_are_counted(mailbox: Mailbox) -> None:
