@@ -18,8 +18,8 @@ from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.model_init import load_tokenizer, model_description
-from dagrl.preflight import check_settings, layouts, load_phase, trace_phases, worker_classes
-from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.preflight import check_settings, is_colocated, layouts, load_phase, trace_phases, worker_classes
+from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 
 if TYPE_CHECKING:
@@ -95,13 +95,14 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
         for describe, layout in zip(described, layouts(config).values(), strict=True)
         if describe is not None
     )
+    shared = is_colocated(config)  # then all are on one host
     return plan_refit(
         sources,
         destinations,
         dtype=config.policy.precision,
         aliases=TIED_HEAD if hf_config.get("tie_word_embeddings") else None,
-        bucket_bytes=config.refit.bucket_bytes,
-        hosts=_hosts(config, len(sources), len(destinations)),
+        bucket_bytes=config.refit.bucket_bytes or (IPC_BUCKET_BYTES if shared else None),
+        hosts=None if shared else _hosts(config, len(sources), len(destinations)),
         replicate_in_host=config.refit.replicate_in_host,
         speeds=LinkSpeeds.of_config(config.refit),
     )
@@ -157,5 +158,5 @@ def _refit_text(config: Config) -> str:
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
     train = layouts(config)["train"].world_size
-    text = plan.summary().text(LinkSpeeds.of_config(config.refit))
+    text = plan.summary(mailboxes=is_colocated(config)).text(LinkSpeeds.of_config(config.refit))
     return f"{text}\n  the first {train} ranks are train workers, the others generation workers"

@@ -170,6 +170,57 @@ def order(place: Place) -> object:
 CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
 
 
+def mailboxes(place: Place) -> object:
+    """Growing messages over IPC, a release, and messages again; what of rank 0's memory was freed while rank 1 mapped it.
+
+    Gives that list, and the memory files that rank 0 had open before the first message and after the release.
+    """
+    from dagrl.channels.ipc_memory import HostSegment
+
+    channel = place.open()
+    before = _memory_files()
+    torn: list[int] = []
+    close = HostSegment.close
+
+    def watched(segment: HostSegment) -> None:
+        inode = f" {os.fstat(segment._descriptor).st_ino} " if segment._descriptor is not None else ""
+        if inode and segment.handle.startswith(f"host:/proc/{os.getpid()}/"):
+            maps = open(f"/proc/{peer}/maps").read()
+            torn.extend(len(segment.bytes) for line in maps.splitlines() if "memfd:dagrl" in line and inode in line)
+        close(segment)
+
+    mine, theirs = torch.tensor([os.getpid()]), torch.zeros(1, dtype=torch.int64)
+    for message in channel.exchange([(mine, 1 - place.rank)], [(theirs, 1 - place.rank)]):
+        message.wait()
+    peer = int(theirs)
+    HostSegment.close = watched  # type: ignore[method-assign]
+    for round_ in range(2):
+        for count in (10, 1000, 100_000, 1_000_000):
+            tensor = torch.full((count,), round_ + 1.0)
+            message = channel.send(tensor, 1) if place.rank == 0 else channel.receive(tensor.zero_(), 0)
+            message.wait()
+            assert bool((tensor == round_ + 1).all())
+        channel.release()
+        channel.agree()
+        channel.release()
+    after = _memory_files()
+    HostSegment.close = close  # type: ignore[method-assign]
+    channel.agree()
+    channel.close()
+    return torn, before, after
+
+
+def _memory_files() -> int:
+    """Memory shared with peers that this process has open."""
+    held = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            held += "memfd:dagrl" in os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the directory's own
+            continue
+    return held
+
+
 def _refit_plan(size: int) -> tuple[RefitPlan, ParallelLayout]:
     half = size // 2
     layout = ParallelLayout(dp=half, ep=half)

@@ -96,6 +96,9 @@ class Channel(Protocol):
         ChannelError when a rank refused, aborted, died or did not come within the deadline.
         """
 
+    def release(self) -> None:
+        """Give back memory that is kept from message to message, as far as peers let go of it; the next takes it again."""
+
     def synchronize(self) -> None:
         """Return when all that was waited for has happened, as seen from the host; at most the deadline."""
 

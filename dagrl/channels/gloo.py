@@ -76,6 +76,9 @@ class GlooChannel:
         if wait and not refusal:
             self._agreement.wait(number, self._check_usable)
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     def synchronize(self) -> None:
         """Nothing is left to do: a Gloo wait is a wait of the host."""
 

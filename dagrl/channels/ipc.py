@@ -2,8 +2,9 @@
 
 NCCL cannot join two processes that share a GPU, which is how train and generation workers are colocated. Here every ordered
 pair of ranks has a mailbox of two slots in the sender's memory, made when its first message comes (and again for a larger
-one), mapped by the receiver once and kept. A sender copies its message into a slot, a receiver out of it: live tensors are
-never mapped elsewhere, so they may move or lose their memory between two refits (vLLM's sleep, offloaded weights).
+one), mapped by the receiver once and kept until `release`. The owner frees one when nobody maps it any more. A sender copies
+its message into a slot, a receiver out of it: live tensors are never mapped elsewhere, so they may move or lose their memory
+between two refits (vLLM's sleep, offloaded weights).
 
 Counters of messages written and read lie in a small table that all ranks map. A rank that waits looks at them, at a flag
 that an abort sets, and at whether its peer's process still lives.
@@ -16,6 +17,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOTS = 2
-_WRITTEN, _READ, _MAILBOXES, _FIELDS = 0, 1, 2, 3  # columns of the table, one row for each ordered pair
+_WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 4
+"""Columns of the table, one row for each ordered pair: messages, the sender's newest mailbox, and the one that is mapped."""
 _SPIN_S, _PAUSE_S, _LOOK_S = 2e-3, 5e-5, 0.1  # wait without a pause, with one, and look after the peer's process
 
 
@@ -60,7 +63,8 @@ class IpcChannel:
         self._closed = False
         self._store: Store | None = open_store(spec)
         self._agreement = Agreement(self._store, spec)
-        self._outgoing: dict[int, Segment] = {}
+        self._outgoing: dict[int, Segment] = {}  # the newest mailbox for each receiver
+        self._outgrown: list[_Outgrown] = []
         self._incoming: dict[int, tuple[int, Segment]] = {}  # by sender: which of its mailboxes, and the mapping
         self._waiting: dict[int, list[IpcPending]] = {}
         self._join()
@@ -132,6 +136,17 @@ class IpcChannel:
         if wait and not refusal:
             self._agreement.wait(number, self._check_peers)
 
+    def release(self) -> None:
+        """Unmap the peers' mailboxes, and free the own ones that nobody maps and all of whose messages were taken."""
+        if self._closed or self._reason is not None:
+            return
+        self._unmap()
+        for peer in list(self._outgoing):
+            row = self._row(self.spec.rank, peer)
+            if self._table[row, _WRITTEN] == self._table[row, _READ]:
+                self._outgrow(peer, row)
+        self._free_outgrown()
+
     def synchronize(self) -> None:
         """Wait on the host for the current stream; messages have been waited for."""
         import torch
@@ -152,18 +167,19 @@ class IpcChannel:
         if self._closed:
             return
         self._closed = True
-        for sender, (_, segment) in self._incoming.items():
-            segment.close()
-            self._table[self._row(sender, self.spec.rank), _MAILBOXES] = 0
+        self._unmap()
+        for peer in list(self._outgoing):
+            self._outgrow(peer, self._row(self.spec.rank, peer))
         deadline = time.monotonic() + min(1.0, self.spec.timeout_s)
-        for peer, segment in self._outgoing.items():
-            row = self._row(self.spec.rank, peer)
-            while self._table[row, _MAILBOXES] and self._lives[peer] and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
-            segment.close()
+        self._free_outgrown()
+        while self._outgrown and all(self._lives.values()) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+            self._free_outgrown()
+        for one in self._outgrown:
+            one.segment.close()
         for process in self._lives.values():
             process.close()
-        self._incoming, self._outgoing = {}, {}
+        self._outgrown = []
         self._table_segment.close()
         self._agreement.close()
         self._store = None
@@ -188,11 +204,34 @@ class IpcChannel:
         number = int(self._table[row, _WRITTEN])
         self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, "emptying its mailbox by")
         if peer in self._outgoing:
-            self._outgoing.pop(peer).close()
+            self._outgrow(peer, row)
+        self._free_outgrown()
         segment = self._outgoing[peer] = create_segment(SLOTS * len(raw), raw.device)
-        count = int(self._table[row, _MAILBOXES]) + 1
+        count = int(self._table[row, _MAILBOX]) + 1
         self._publish(f"mailbox/{row}/{count}", segment.handle)
-        self._table[row, _MAILBOXES] = count
+        self._table[row, _MAILBOX] = count
+
+    def _outgrow(self, peer: int, row: int) -> None:
+        written, number = int(self._table[row, _WRITTEN]), int(self._table[row, _MAILBOX])
+        self._outgrown.append(_Outgrown(row, number, written, self._outgoing.pop(peer)))
+
+    def _free_outgrown(self) -> None:
+        """Free what its receiver has let go of: CUDA forbids to free memory that another process maps."""
+        in_use = [one for one in self._outgrown if self._is_used(one)]
+        for one in self._outgrown:
+            if one not in in_use:
+                one.segment.close()
+        self._outgrown = in_use
+
+    def _is_used(self, one: _Outgrown) -> bool:
+        return int(self._table[one.row, _READ]) < one.written or int(self._table[one.row, _MAPPED]) == one.number
+
+    def _unmap(self) -> None:
+        for sender, (_, segment) in self._incoming.items():
+            segment.close()
+            fence()
+            self._table[self._row(sender, self.spec.rank), _MAPPED] = 0
+        self._incoming = {}
 
     def _take(self, tensor: torch.Tensor, peer: int, pending: IpcPending) -> None:
         """Copy the next message of `peer` out of its mailbox, after those posted before."""
@@ -212,11 +251,13 @@ class IpcChannel:
 
     def _mailbox(self, peer: int, row: int) -> Segment:
         """The sender's newest mailbox, mapped once."""
-        count = int(self._table[row, _MAILBOXES])
+        count = int(self._table[row, _MAILBOX])
         known = self._incoming.get(peer)
         if known is None or known[0] != count:
             if known is not None:
                 known[1].close()
+                fence()
+            self._table[row, _MAPPED] = count
             handle = self._load(f"mailbox/{row}/{count}")
             known = self._incoming[peer] = count, attach_segment(handle)
         return known[1]
@@ -266,6 +307,16 @@ class IpcChannel:
 
     def _name(self) -> str:
         return f"ipc channel rank {self.spec.rank} of {self.spec.size} ({self.spec.address})"
+
+
+@dataclass(frozen=True, eq=False)
+class _Outgrown:
+    """Mailbox `number` of a pair, which gets no more messages after the `written`-th."""
+
+    row: int
+    number: int
+    written: int
+    segment: Segment
 
 
 class _Process:

@@ -171,6 +171,9 @@ class NcclChannel:
         if wait and not refusal:
             self._agreement.wait(number, self._check_usable)
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     def synchronize(self) -> None:
         """Wait on the host for the channel's stream and the current one; raises ChannelError when the deadline passes."""
         import torch

@@ -32,4 +32,5 @@ def one_part_of_a_refit(channel: Channel, *, wait: bool) -> Iterator[None]:
     except Exception as error:
         channel.agree(f"{type(error).__name__}: {error}")
         raise
+    channel.release()
     channel.agree(wait=wait)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from dagrl.channels.base import ChannelSpec
 from dagrl.errors import RefitPlanError
-from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
 from dagrl.worker_group import WorkerGroup, call_together, free_address
@@ -47,7 +47,7 @@ def connect_refit(
         distinct_slices(generation),
         dtype=dtype,
         aliases=TIED_HEAD if tied_embeddings else None,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=bucket_bytes or (IPC_BUCKET_BYTES if kind == "ipc" else None),
         hosts=hosts,
         replicate_in_host=replicate_in_host,
         speeds=speeds,

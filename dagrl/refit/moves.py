@@ -100,8 +100,3 @@ class RankPlan:
     digest: str
     sends: tuple[TransferBucket, ...]
     receives: tuple[TransferBucket, ...]
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory for packed buckets: two of the largest."""
-        return 2 * max((bucket.nbytes for bucket in (*self.sends, *self.receives)), default=0)

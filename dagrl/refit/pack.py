@@ -157,8 +157,8 @@ def bind_buckets(buckets: Sequence[TransferBucket], tensors: Tensors, side: Side
     return memories
 
 
-def bind_staging(memories: Sequence[BucketMemory]) -> None:
-    """Give `memories`, in the order in which they will be used, two buffers in turn."""
+def bind_staging(memories: Sequence[BucketMemory]) -> int:
+    """Give `memories`, in the order in which they will be used, two buffers in turn; the bytes of both."""
     import torch
 
     staged = [memory.bucket.nbytes for memory in memories if not memory.direct]
@@ -166,6 +166,7 @@ def bind_staging(memories: Sequence[BucketMemory]) -> None:
     slots = [torch.empty(max(staged, default=0), dtype=torch.uint8, device=device) for _ in range(2)]
     for index, memory in enumerate(memories):
         memory.bind(slots[index % 2])
+    return 2 * len(slots[0])
 
 
 def wire_dtype(move: Move) -> torch.dtype:

@@ -40,6 +40,8 @@ from dagrl.refit.summary import PlanSummary
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
 """Smallest and largest default bucket. NCCL gives a message all its channels only above 128 MB: large ones travel faster."""
+IPC_BUCKET_BYTES = 16 << 20
+"""Default bucket between processes that share GPUs: a sender keeps two for each receiver, in memory that engines want."""
 BUCKETS = 8
 """Into how many buckets a destination's bytes are cut at least, so that packing and unpacking overlap with messages."""
 
@@ -92,11 +94,10 @@ class RefitPlan:
         receives = tuple(bucket for bucket in mine if bucket.destination == rank)
         return RankPlan(rank, self.size, self.digest, sends, receives)
 
-    def summary(self) -> PlanSummary:
-        """Bytes per pair and link, balance, staging memory, time."""
-        largest = max((bucket.nbytes for bucket in self.buckets), default=0)
+    def summary(self, *, mailboxes: bool = False) -> PlanSummary:
+        """Bytes per pair and link, balance, staging memory, time; `mailboxes`: over a channel that has some."""
         messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
-        return PlanSummary(messages, self.sources, self.destinations, 2 * largest, self.hosts)
+        return PlanSummary(messages, self.sources, self.destinations, self.hosts, mailboxes)
 
     def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
         moves = tuple(

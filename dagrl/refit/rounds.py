@@ -53,8 +53,7 @@ class Rounds:
             rounds.setdefault(bucket.round, Round(bucket.round)).receive = BucketMemory(bucket, tensors, "target")
         ordered = [rounds[number] for number in sorted(rounds)]
         sends, receives = [one.send for one in ordered if one.send], [one.receive for one in ordered if one.receive]
-        bind_staging(sends)
-        bind_staging(receives)
+        self.staging_bytes = bind_staging(sends) + bind_staging(receives)
         for memory in (*sends[:1], *receives[-1:]):
             memory.alone = True
         return ordered

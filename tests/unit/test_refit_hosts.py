@@ -10,9 +10,12 @@ import torch
 from dagrl.errors import RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import LinkSpeeds, RefitPlan, plan_refit
+from dagrl.refit.pack import Side
+from dagrl.refit.rounds import Rounds
 from dagrl.refit.slices import volume
+from tests.unit.memory_channel import MemoryChannel
 from tests.unit.test_refit_plan import check_megatron_to_vllm, megatron_slices
-from tests.unit.weight_reference import Config, model_config
+from tests.unit.weight_reference import Config, hf_weights, megatron_tensors, model_config, vllm_tensors
 from workers.families.vllm import VllmRank
 from workers.vllm.weights import vllm_weight_slices
 
@@ -48,6 +51,23 @@ def test_what_is_passed_on_arrives() -> None:
     arrivals = {(block, bucket.destination): bucket.round for bucket in plan.buckets for block in bucket.blocks}
     for bucket in relays:
         assert all(arrivals[block, bucket.source] < bucket.round for block in bucket.blocks)
+
+
+def test_staging_of_a_rank_that_passes_on_is_that_of_both_directions() -> None:
+    """What ranks really take, bound to memory, is within what the summary says, and for the busiest nearly that."""
+    layout = ParallelLayout(dp=2, ep=2)
+    plan = plan_of(CONFIG, 3, [0, 0, 1, 1, 1, 1, 2, 2], replicate=True)
+    weights = hf_weights(CONFIG)
+    tensors = [megatron_tensors(weights, CONFIG, layout, rank) for rank in range(2)]
+    tensors += [vllm_tensors(weights, CONFIG, 2, rank) for rank in range(2)] * 3
+    taken = []
+    for rank, held in enumerate(tensors):
+        side: Side = "source" if rank < 2 else "target"
+        taken.append(Rounds(plan.for_rank(rank), held, MemoryChannel(rank, 8, {}), side).staging_bytes)
+    largest = max(bucket.nbytes for bucket in plan.buckets)
+    assert 2 * largest < max(taken) <= plan.summary().staging_bytes <= 4 * largest
+    boxes = plan.summary(mailboxes=True).staging_bytes
+    assert plan.summary().staging_bytes < boxes <= plan.summary().staging_bytes + 2 * largest * 7
 
 
 def test_leaders_take_turns() -> None:

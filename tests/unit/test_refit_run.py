@@ -94,7 +94,7 @@ def test_staging_is_two_buckets() -> None:
     memories = bind_buckets(plan.for_rank(0).sends, {"s": source()}, "source")
     buffers = {memory.message.untyped_storage().data_ptr(): memory.message.untyped_storage().nbytes() for memory in memories}
     assert len(memories) == 4 and len(buffers) == 2
-    assert sum(buffers.values()) <= plan.for_rank(0).staging_bytes <= 2 * 64
+    assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
 
 
 @pytest.mark.parametrize(

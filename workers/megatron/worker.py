@@ -195,6 +195,8 @@ class MegatronWorker:
 
         Weights and optimizer state come back as they were, gradients as zeros. What needs a part that is away is an error.
         """
+        if self._channel is not None:
+            self._channel.release()
         with self._running():
             self._ready().offloader.offload(what)
 

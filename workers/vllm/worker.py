@@ -135,6 +135,8 @@ class VllmWorker:
             logger.debug("this vLLM cannot sleep; the generation worker keeps its memory")
             return 0
         before = self._free_bytes()
+        if self._channel is not None:
+            self._channel.release()
         engine.sleep(level)
         self._asleep = set(features.SLEEP_TAGS)
         if level == 2:
