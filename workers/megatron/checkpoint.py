@@ -27,11 +27,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as distributed_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy, checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -252,12 +251,12 @@ def _write_buckets(request: Any, buckets: list[Bucket]) -> None:
 @contextmanager
 def _loading_in(group: ProcessGroup) -> Iterator[None]:
     """Let torch's DCP meet in `group` while it loads; Megatron names none, and the default group's deadline is shorter."""
-    load = distributed_checkpoint.load_state_dict
-    distributed_checkpoint.load_state_dict = partial(load, process_group=group)
+    load = checkpoint.load_state_dict
+    checkpoint.load_state_dict = partial(load, process_group=group)
     try:
         yield
     finally:
-        distributed_checkpoint.load_state_dict = load
+        checkpoint.load_state_dict = load
 
 
 def _rounds(found: Iterable[Target], group: ProcessGroup) -> Iterator[list[Target]]:

@@ -53,7 +53,8 @@ def start_checkpoint_group(checkpoint_s: float) -> ProcessGroup:
     """
     import torch.distributed as dist
 
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5 * checkpoint_s))
+    group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5 * checkpoint_s))
+    return group
 
 
 def abort_groups() -> None:
