@@ -23,9 +23,10 @@ from typing import Any
 from bench.refit_cases import TRIALS, Case, largest_that_fit
 from bench.refit_report import Row, plot, print_table, write
 from bench.report import command_line
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, RunError
 
 SPARE_S = 1.5  # between the end of a rank and its death
+LAST_WAY = 6  # deadlines of a channel that the way under way at the end may take
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="first try ways of overlapping, and go on with the best")
     parser.add_argument("--described", action="store_true", help="tensors of the described shapes instead of real modules")
     parser.add_argument("--no-rivals", action="store_true", help="without broadcasts")
-    parser.add_argument("--deadline", type=float, default=900.0, help="seconds after which ranks are stopped")
+    parser.add_argument("--deadline", type=float, default=900.0, help="seconds after which no other way is begun")
     parser.add_argument("--trial", action="store_true", help="a tiny model on the CPU, to try the benchmark itself")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table, write what was asked for; RunError when a way failed or gave wrong parameters."""
     gpus, memory, kinds = _gpus()
     if not options.trial and gpus < 2:
         raise ConfigError(f"a refit needs a GPU on each side, and {gpus} are here; --trial runs a tiny model without any")
@@ -64,6 +65,18 @@ def run(options: argparse.Namespace) -> None:
     print_table(rows, left_out)
     if options.plot and any("median_s" in row for row in rows):
         plot(options.plot, rows, kinds)
+    check(rows)
+
+
+def check(rows: Sequence[Row]) -> None:
+    """Raise RunError naming the ways that failed, or whose destinations hold what they must not."""
+    failed = [
+        " ".join(str(row[key]) for key in ("name", "dtype", "method") if key in row) or str(row["error"])
+        for row in rows
+        if row.get("error") or row.get("wrong_parameters")
+    ]
+    if failed:
+        raise RunError(f"{len(failed)} ways of the refit benchmark failed, see their rows: {', '.join(failed)}")
 
 
 def _line(row: Row) -> str:
@@ -100,6 +113,7 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, dead
         options.bucket_bytes,
         rivals=not (options.no_rivals or options.trial),
         tune=options.tune,
+        until=deadline,
     )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -108,7 +122,7 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, dead
         process.start()
     theirs.close()
     try:
-        _listen(ours, size, keep, deadline)
+        _listen(ours, size, keep, deadline + LAST_WAY * settings.timeout_s)
     finally:
         for process in ranks:
             process.join(SPARE_S)

@@ -7,6 +7,7 @@ After each, every element held by a destination is compared with what it must be
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 import traceback
@@ -24,7 +25,8 @@ from bench.refit_sides import Side, described_side, leave_vllm, megatron_side, v
 from bench.refit_truth import clear, fill, wrong
 from bench.refit_tune import best_way
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.refit import RefitReceiver, RefitReport, RefitSender, plan_refit
+from dagrl.refit import RefitReceiver, RefitSender, plan_refit
+from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.moves import message_bytes
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.verify import Verify
@@ -50,6 +52,7 @@ class Settings:
     timeout_s: float = 20.0
     rivals: bool = True
     tune: bool = False
+    until: float = math.inf  # of the monotonic clock, which all processes of a host share: no way begins later
 
 
 class Rank:
@@ -73,9 +76,18 @@ class Rank:
         for number, case in enumerate(self.settings.cases):
             ports = self.settings.ports[PORTS_A_CASE * number :]
             self._group_address, self._channel_address = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
+            if self._is_late(case, "all ways"):
+                continue
             with self._together(case, "prepare"):
                 self._run_case(case)
         self.control.leave()
+
+    def _is_late(self, case: Case, method: str) -> bool:
+        """Whether the benchmark's time is over, as all ranks see it; then what is left out is told."""
+        late = any(self.control.gather(time.monotonic() > self.settings.until))
+        if late:
+            self._say({"name": case.name, "dtype": case.dtype, "note": f"{method}: left out, the time is over"})
+        return late
 
     @contextmanager
     def _together(self, case: Case, method: str) -> Iterator[None]:
@@ -177,6 +189,8 @@ class Rank:
             if thorough:
                 methods += [("dagrl verify=checksum", "checksum", True), ("dagrl verify=bitwise", "bitwise", True)]
             for method, verify, record in methods:
+                if self._is_late(case, method):
+                    continue
                 with self._together(case, method):
                     self._refit(case, side, channel, method, verify, record, facts)
         if not (thorough and self.settings.rivals) or case.fp8:
@@ -188,6 +202,8 @@ class Rank:
         elif has_loader:
             ways += [(f"{method}, load_weights", size, True) for method, size, _ in ways]
         for method, size, load in ways:
+            if self._is_late(case, method):
+                continue
             with self._together(case, method):
                 self._broadcast(case, side, method, size, load, facts)
 
@@ -209,13 +225,13 @@ class Rank:
         else:
             end = RefitReceiver(mine, side.tensors, channel, verify, record)
         prepared = time.perf_counter()
-        reports: list[RefitReport] = []
+        spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
 
         def carry() -> None:
-            reports.append(end.send(1) if isinstance(end, RefitSender) else end.receive(1))
+            _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
 
         more = {
-            "staging_bytes": mine.staging_bytes,
+            "staging_bytes": max(self.control.gather(end.rounds.staging_bytes + spares)),
             "bucket_bytes": max(bucket.nbytes for bucket in (*mine.sends, *mine.receives)),
             "rounds": plan.summary().rounds,
             "plan_s": planned - start,
@@ -223,7 +239,21 @@ class Rank:
         }
         if verify == "off":
             more |= self._stages(end, channel)
-        return self._time(case, method, side, carry, {**facts, **more}, None if verify == "off" else reports)
+        more["pause_s"] = self._pause(channel, carry)
+        return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
+
+    def _pause(self, channel: Channel, carry: Callable[[], object]) -> float:
+        """Seconds that a generation rank stands still, commit included and without hooks: median of the slowest."""
+        receives = self.rank >= self.settings.cases[0].train.world_size
+        taken = []
+        for _ in range(5):
+            self.control.barrier()
+            start = time.perf_counter()
+            with one_part_of_a_refit(channel, wait=receives):
+                carry()
+            spent = self.control.gather(time.perf_counter() - start if receives else 0.0)
+            taken.append(max(spent))
+        return sorted(taken)[len(taken) // 2]
 
     def _stages(self, end: RefitSender | RefitReceiver, channel: Channel) -> dict[str, float]:
         """Seconds of packing, messages and unpacking, each alone; the slowest rank's."""
@@ -265,14 +295,14 @@ class Rank:
         side: Side,
         carry: Callable[[], object],
         facts: Mapping[str, Any],
-        verified: Sequence[RefitReport] | None = None,
+        verified: bool = False,
         few: bool = False,
     ) -> float:
         """Measure `carry`, compare what arrived, and tell the row; the median."""
         is_receiver = self.rank >= case.train.world_size
         if is_receiver:
             clear(side.tensors)
-        rounds = 3 if few else min(self.settings.rounds, 5) if verified is not None else self.settings.rounds
+        rounds = 3 if few else min(self.settings.rounds, 5) if verified else self.settings.rounds
         taken = self.control.seconds(carry, rounds, warmup=1 if few else 3)
         bad = wrong(side.tensors, side.slices, 1, case.aliases) if is_receiver else []
         wanted = max(self.control.gather(_bytes(side.slices) if is_receiver else 0))
