@@ -6,7 +6,7 @@ their own; all are optional:
 - `check(config, hf_config)` (static): raises a UserError, before any actor starts, for a model that the class cannot hold;
 - `describe(config, hf_config, layout, rank) -> list[WeightSlice]` (static): the weights that a rank will hold, for a refit
   plan without a run;
-- `weight_config() -> Mapping`: the keys of the model's configuration that decide the weights held; train and generation
+- `weight_config() -> Mapping`: the keys of the model's configuration that decide what it computes; train and generation
   workers that differ in one are refused before a refit;
 - `environment(config) -> dict[str, str]` (static): environment variables the process needs before anything is imported;
 - `setup(address)`: called once on all workers of a group at the same time; `address` is `host:port` of rank 0, free to

@@ -36,7 +36,7 @@ def connect_refit(
 
     `dtype` is that of the train weights. With `tied_embeddings` a generation head of its own is fed from the embedding.
     Channel ranks are the train ranks, then the generation ranks. Workers that have `weight_config()` are asked for it: the
-    keys of the model's configuration that decide what they hold. Workers of one host that share a GPU need `kind="ipc"`.
+    keys of the model's configuration, which must be equal. Workers of one host that share a GPU need `kind="ipc"`.
     Raises RefitPlanError before any channel is opened.
     """
     _check_same_model(train, generation)

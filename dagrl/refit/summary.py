@@ -137,11 +137,20 @@ class PlanSummary:
             f"{_seconds(self.floor_s(speeds))} of the busiest link, at {speeds.in_host / 1e9:g} GB/s in a host"
             + (f" and {speeds.between_hosts / 1e9:g} GB/s between hosts" if self.hosts else ""),
         ]
-        lines += [self._link_text()] if len(set(self.hosts)) > 1 else []
+        lines += self._link_lines() if len(set(self.hosts)) > 1 else []
         shown = sorted(sorted(self.pairs.items(), key=lambda item: -item[1])[:SHOWN_PAIRS])
         lines += [f"  {source:>4} -> {to:<4} {_mb(count):>12}" for (source, to), count in shown]
         more = len(self.pairs) - len(shown)
         return "\n".join([*lines, *([f"  and {more} smaller pairs"] if more else [])])
+
+    def _link_lines(self) -> list[str]:
+        """What crosses, and the bytes from each host to each other; beyond `SHOWN_PAIRS` they are only counted."""
+        crossing = sorted((link, count) for link, count in self.links.items() if link[0] != link[1])
+        rows = [
+            f"  host {first:>3} -> host {second:<3} {_mb(count):>14}" for (first, second), count in crossing[:SHOWN_PAIRS]
+        ]
+        more = len(crossing) - len(rows)
+        return [self._link_text(), *rows, *([f"  and {more} more links between hosts"] if more else [])]
 
     def _link_text(self) -> str:
         between = [count for (first, second), count in self.links.items() if first != second]

@@ -22,7 +22,7 @@ from tests.families import FAMILIES
 from tests.unit.memory_channel import MemoryChannel
 from tests.unit.test_refit_plan import held
 from tests.unit.weight_reference import model_config
-from workers.families.keys import deciding_keys
+from workers.families.keys import model_keys
 from workers.families.vllm import VllmRank
 from workers.megatron.hf import load_hf
 from workers.megatron.weights import megatron_weight_slices
@@ -73,21 +73,8 @@ def test_a_configuration_that_lacks_a_key_or_has_a_wrong_one(family: str, key: s
         vllm_weight_slices(config, VllmRank())
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_keys_that_decide_are_those_that_change_the_layout(family: str) -> None:
-    """Of all whole numbers in the configuration, those not among the deciding keys change nothing."""
-    config = FAMILIES[family]
-    deciding = deciding_keys(config)
-    plain = megatron_weight_slices(config, ParallelLayout(), 0), vllm_weight_slices(config, VllmRank())
-    assert {"model_type", "hidden_size", "vocab_size", "tie_word_embeddings"} <= deciding.keys()
-    for key, value in config.items():
-        if isinstance(value, int) and not isinstance(value, bool) and key not in deciding:
-            other = {**config, key: value + 1}
-            assert (megatron_weight_slices(other, ParallelLayout(), 0), vllm_weight_slices(other, VllmRank())) == plain, key
-
-
 def test_configurations_that_differ_name_the_keys() -> None:
-    train = deciding_keys(FAMILIES["qwen3"])
+    train = model_keys(FAMILIES["qwen3"])
     other = {**train, "intermediate_size": 96, "tie_word_embeddings": False}
     with pytest.raises(
         RefitPlanError,
@@ -98,6 +85,20 @@ def test_configurations_that_differ_name_the_keys() -> None:
     with pytest.raises(RefitPlanError, match=r"of train worker 1 differ: hidden_size is 32 and missing"):
         check_configs([train, {key: value for key, value in train.items() if key != "hidden_size"}], [train])
     check_configs([train], [dict(train)])
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_theta", 5e5), ("rms_norm_eps", 1e-3), ("num_experts_per_tok", 7)])
+def test_what_leaves_no_trace_in_shapes_is_compared(key: str, value: float) -> None:
+    config = FAMILIES["qwen3_moe"]
+    with pytest.raises(RefitPlanError, match=f"differ: {key} is .* and {value}; give both"):
+        check_configs([model_keys(config)], [model_keys({**config, key: value})])
+    written = {
+        "_name_or_path": "elsewhere",
+        "torch_dtype": "float32",
+        "transformers_version": "5",
+        "quantization_config": {},
+    }
+    check_configs([model_keys(config)], [model_keys({**config, **written, "sliding_window": None})])
 
 
 def target(dtype: str, scales: bool) -> WeightSlice:

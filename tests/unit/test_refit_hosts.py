@@ -39,6 +39,7 @@ def test_a_byte_crosses_to_each_host_once() -> None:
     links = plan.summary().links
     for host in (1, 2):
         assert nbytes <= links[0, host] < 1.01 * nbytes  # alignment
+        assert f"  host   0 -> host {host}   {f'{links[0, host] / 1e6:,.3f} MB':>14}" in str(plan.summary())
     each = plan_of(CONFIG, 3, hosts, replicate=False).summary().links
     assert each[0, 1] > 1.9 * nbytes and (1, 1) not in each
     assert links[1, 1] == pytest.approx(each[0, 1] - links[0, 1], rel=0.01)

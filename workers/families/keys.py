@@ -1,38 +1,29 @@
-"""Which keys of a `config.json` decide where weights lie: those that the rules read."""
+"""What of a `config.json` says which model it is: train and generation workers must have the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from dagrl.config import Json
-from dagrl.layout import ParallelLayout
+
+OF_THE_FILE = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Who wrote a checkpoint, with what, and in which form: both sides may differ in it and still compute the same model."""
 
 
-class _Recorder(Mapping[str, Json]):
-    """A mapping that remembers what was asked of it."""
+def model_keys(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """All keys that decide what is computed, not only where weights lie: a rotary base differs without a trace in shapes.
 
-    def __init__(self, content: Mapping[str, Json]) -> None:
-        self._content = content
-        self.asked: set[str] = set()
-
-    def __getitem__(self, key: str) -> Json:
-        self.asked.add(key)
-        return self._content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._content)
-
-    def __len__(self) -> int:
-        return len(self._content)
-
-
-def deciding_keys(hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """The keys that Megatron's or vLLM's rules read of this model, with their values; missing ones are None."""
-    from workers.families.vllm import VllmRank
-    from workers.megatron.weights import megatron_weight_slices
-    from workers.vllm.weights import vllm_weight_slices
-
-    recorder = _Recorder(hf_config)
-    megatron_weight_slices(recorder, ParallelLayout(), 0)
-    vllm_weight_slices(recorder, VllmRank())
-    return {key: hf_config.get(key) for key in sorted(recorder.asked)}
+    A key that is null is one that is not there.
+    """
+    return {key: value for key, value in hf_config.items() if value is not None and key not in OF_THE_FILE}

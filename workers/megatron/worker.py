@@ -256,10 +256,10 @@ class MegatronWorker:
         return self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
 
     def weight_config(self) -> dict[str, Json]:
-        """What of the model's configuration decides `weight_slices()`."""
-        from workers.families.keys import deciding_keys
+        """What of the model's configuration generation workers must agree with."""
+        from workers.families.keys import model_keys
 
-        return deciding_keys(self._hf_config)
+        return model_keys(self._hf_config)
 
     def weight_tensors(self) -> dict[str, Tensor]:
         """Live local tensors by name."""

@@ -17,7 +17,7 @@ from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
-from workers.families.keys import deciding_keys
+from workers.families.keys import model_keys
 from workers.families.kv_scales import carries_kv_scales, check_family, derived_kv_scales, vllm_kv_scales
 from workers.families.vllm import VllmRank
 from workers.vllm import features
@@ -163,8 +163,8 @@ class VllmWorker:
         return self._slices
 
     def weight_config(self) -> dict[str, Json]:
-        """What of the model's configuration decides `weight_slices()`; after setup()."""
-        return deciding_keys(self._hf_config)
+        """What of the model's configuration train workers must agree with; after setup()."""
+        return model_keys(self._hf_config)
 
     def weight_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that a refit writes, by the local names in `weight_slices()`."""
