@@ -8,6 +8,7 @@ current stream wait for them. Only `synchronize` waits on the host, with the dea
 from __future__ import annotations
 
 import ast
+import logging
 import threading
 import time
 import weakref
@@ -21,6 +22,8 @@ from dagrl.errors import ChannelError, MissingDependencyError
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+logger = logging.getLogger(__name__)
 
 _SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
 _POLL_S = 50e-6
@@ -182,6 +185,11 @@ class NcclChannel:
         current = torch.cuda.current_stream()
         current.wait_stream(self._stream)
         done.record(current)
+        self._wait_for(done)
+        self._check_usable()
+
+    def _wait_for(self, done: torch.cuda.Event) -> None:
+        """Wait on the host, with the deadline; raises ChannelError."""
         start = time.monotonic()
         while not done.query():  # type: ignore[no-untyped-call]
             self._check_usable()
@@ -189,7 +197,6 @@ class NcclChannel:
             if waited > self.spec.timeout_s:
                 raise self._broken(f"messages did not end within {self.spec.timeout_s} s")
             time.sleep(0 if waited < _SPIN_S else _POLL_S)
-        self._check_usable()
 
     def _check_usable(self) -> None:
         communicator = self._communicator
@@ -224,11 +231,19 @@ class NcclChannel:
         self._graphs.clear()
 
     def close(self) -> None:
-        """Destroy the communicator."""
+        """Destroy the communicator; where messages do not end within the deadline, abort it."""
+        import torch
+
         self._closed.set()
+        if self._communicator is not None and self._reason is None:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+            try:
+                self._wait_for(done)
+            except ChannelError as error:
+                logger.warning("closing: %s", error)
         with self._lock:
             if self._communicator is not None and self._reason is None:
-                self._stream.synchronize()
                 self._free_graphs()
                 self._communicator.destroy()
             self._communicator = None

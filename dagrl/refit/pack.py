@@ -105,6 +105,7 @@ class BucketMemory:
             else:
                 quantized += zip(parts, places, stored, strict=True)
         self._quantizer = BlockQuantizer(quantized)
+        self._prepare(self.side)  # now: an upload of its table would wait for a message, without the channel's deadline
 
     def pack(self) -> None:
         """Copy the live parts into the message, one launch for all where the backend has it; quantize where asked."""
@@ -144,10 +145,13 @@ class BucketMemory:
         """As the source does, from the live parts to the message; or as the target does, back."""
         if self.direct or not self._owners:
             return
+        self._prepare(side)
+        self._copies[side].run(self.alone)
+
+    def _prepare(self, side: Side) -> None:
         if side not in self._copies:
             live, places = self._pairs
             self._copies[side] = BatchedCopy(places, live) if side == "source" else BatchedCopy(live, places)
-        self._copies[side].run(self.alone)
 
 
 def bind_buckets(buckets: Sequence[TransferBucket], tensors: Tensors, side: Side) -> list[BucketMemory]:

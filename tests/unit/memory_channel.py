@@ -45,6 +45,9 @@ class MemoryChannel:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
 
+    def release(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
