@@ -16,7 +16,7 @@ from dagrl.errors import RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import TIED_HEAD, RefitPlan, WeightSlice, plan_refit
 from dagrl.refit.cover import Piece, cover, distinct_lists, index_sources, prove_covered, split, subtract
-from dagrl.refit.slices import Box, intersect, volume
+from dagrl.refit.slices import Box, expand, intersect, volume
 from dagrl.refit.verify import Verify
 from tests.unit.memory_channel import run_refit
 from tests.unit.weight_reference import (
@@ -54,13 +54,15 @@ def check_megatron_to_vllm(
     ep: bool = False,
     ranks_a_host: int = 0,
     verify: Verify = "off",
+    dtype: torch.dtype = torch.float32,
 ) -> RefitPlan:
-    """Everything that vLLM holds afterwards is what slicing the whole model gives, bit for bit."""
+    """Everything that vLLM holds afterwards is what slicing the whole model gives, bit for bit; cast to `dtype` there."""
     ranks = [VllmRank(tp, rank, expert_parallel=ep) for _ in range(replicas) for rank in range(tp)]
     size = layout.world_size + len(ranks)
+    wanted = [vllm_weight_slices(config, rank) for rank in ranks]
     plan = plan_refit(
         megatron_slices(config, layout, modules),
-        [vllm_weight_slices(config, rank) for rank in ranks],
+        wanted,
         dtype="float32",
         bucket_bytes=bucket_bytes,
         hosts=[rank // ranks_a_host for rank in range(size)] if ranks_a_host else None,
@@ -68,7 +70,13 @@ def check_megatron_to_vllm(
     weights = hf_weights(config)
     sources = [megatron_tensors(weights, config, layout, rank, modules) for rank in range(layout.world_size)]
     expected = [vllm_tensors(weights, config, tp, rank.tp_rank, ep) for rank in ranks]
-    built = [zeros_like(tensors) for tensors in expected]
+    if dtype != torch.float32:
+        kept = [{one.tensor for one in expand(slices) if one.dtype} for slices in wanted]
+        expected = [
+            {name: tensor if name in names else tensor.to(dtype) for name, tensor in mine.items()}
+            for mine, names in zip(expected, kept, strict=True)
+        ]
+    built = [{name: torch.zeros_like(tensor) for name, tensor in tensors.items()} for tensors in expected]
     run_refit(plan, [*sources, *built], verify=verify)
     assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
     check_rounds(plan)
@@ -99,6 +107,7 @@ def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
         ep=data.draw(st.booleans()),
         ranks_a_host=data.draw(st.sampled_from([0, 0, 2, 3])),
         verify=data.draw(st.sampled_from(["off", "checksum", "bitwise"])),
+        dtype=data.draw(st.sampled_from([torch.float32, torch.float64])),  # casts that let no two values fall together
     )
     assert pickle.loads(pickle.dumps(plan.for_rank(0))) == plan.for_rank(0)  # noqa: S301
 
