@@ -84,7 +84,7 @@ def test_a_second_time_does_not_wait_for_a_save(output: Path) -> None:
 
 def test_a_killed_worker_is_named_and_ends_the_run(output: Path) -> None:
     with running(GRPO, output, "killed", *SMALL, "sft.max_num_steps=1000") as run:
-        run.wait_for_step(4)
+        run.wait_for_step(7)  # the save after step 6 waited for the one after step 3
         worker = next(process for process in run.seen if process.name.startswith("ray::Megatron"))
         assert ends_in_time(run, lambda: os.kill(worker.pid, signal.SIGKILL)) == 1
         assert f"pid {worker.pid}) died in" in run.shown.replace("\n", "")
