@@ -17,7 +17,7 @@ quickstart: $(SETUP)
 
 # Two processes: one for the tests that start Ray or engines (tests/conftest.py), one for the rest.
 test: $(TOOLS)
-	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadgroup
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope
 
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,11 +16,16 @@ hypothesis.settings.register_profile("dagrl", deadline=None)
 hypothesis.settings.load_profile("dagrl")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist, unit tests run beside all others, which share a Ray cluster, workers and two cores."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("unit" if "unit" in item.path.parts else "cluster"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest-xdist: unit tests in one process, all others, which share a Ray cluster and workers, in another."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class UnitTestsApart(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "unit" if nodeid.startswith("tests/unit/") else "cluster"
+
+    return UnitTestsApart(config, log)
 
 
 @pytest.fixture(scope="session")
