@@ -11,6 +11,10 @@ import pytest
 from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
 
+INDEPENDENT = ("async_grpo", "bench_step", "environments", "vllm_families")
+APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
+"""Where the tests of one of two processes are."""
+
 # Machines that run tests are shared; how long one example took says nothing of the code. pytest-timeout bounds a whole test.
 hypothesis.settings.register_profile("dagrl", deadline=None)
 hypothesis.settings.load_profile("dagrl")
@@ -18,14 +22,14 @@ hypothesis.settings.load_profile("dagrl")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist: unit tests in one process, all others, which share a Ray cluster and workers, in another."""
+    """With pytest-xdist: what needs no worker pools of other tests in one process, all the rest in another."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class UnitTestsApart(LoadScopeScheduling):  # type: ignore[misc]
+    class InTwo(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "unit" if nodeid.startswith("tests/unit/") else "cluster"
+            return "apart" if nodeid.startswith(APART) else "together"
 
-    return UnitTestsApart(config, log)
+    return InTwo(config, log)
 
 
 @pytest.fixture(scope="session")
