@@ -11,9 +11,9 @@ import pytest
 from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
 
-INDEPENDENT = ("async_grpo", "bench_step", "environments", "vllm_families")
+INDEPENDENT = ("async_grpo", "bench_step", "environments", "refit_layouts", "vllm_families")
 APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
-"""Where the tests of one of two processes are."""
+"""Where the tests of one of two processes are: those that share no pool of workers with the others'."""
 
 # Machines that run tests are shared; how long one example took says nothing of the code. pytest-timeout bounds a whole test.
 hypothesis.settings.register_profile("dagrl", deadline=None)

@@ -16,7 +16,7 @@ from tests.integration.main_job import GRPO, SFT, SMALL, SMALL_SFT_STEPS, SMALL_
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 
-WITHIN_S = 20.0  # half of it on two free cores; other tests run beside this one
+WITHIN_S = 10.0
 INTERRUPTED = 130
 RESUME = "checkpointing.resume=true"
 SMALL_SFT = ("sft.max_num_steps=1000", "sft.max_val_samples=64", "checkpointing.save_period=2")
