@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from queue import Queue
 
 from torch import Tensor
@@ -66,7 +66,7 @@ def run_refit(
     channel: type[MemoryChannel] = MemoryChannel,
 ) -> list[RefitReport]:
     """All ranks of a refit; `tensors` of the sources first. Senders run to their end before receivers start."""
-    queues: Queues = defaultdict(Queue)
+    queues: Queues = {pair: Queue() for pair in product(range(plan.size), repeat=2)}  # made before any thread asks for one
 
     def run(rank: int) -> RefitReport:
         end = channel(rank, plan.size, queues)
