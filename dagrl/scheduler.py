@@ -335,7 +335,7 @@ class Scheduler:
             rows = split_rows(lengths, shards)
         else:
             _check_rows(entry.phase.name, rows, shards, value.rows)
-        bucket = choose_bucket(entry.buckets, max(len(mine) for mine in rows), int(lengths.max(initial=1)))
+        bucket = choose_bucket(entry.buckets, max(map(len, rows)), max(lengths.tolist(), default=1))
         split = Split(tuple(rows), bucket, value.tokens)
         return [split.share(value, one.shards) for one in entry.compiled], split, padding_share(lengths, bucket, shards)
 

@@ -56,9 +56,10 @@ class Batch:
     def __post_init__(self) -> None:
         if "lengths" not in self.fields:
             raise DataError(f"a batch needs the field 'lengths' [rows]; found {sorted(self.fields)}")
+        rows = self.rows
         for name, array in self.fields.items():
-            if len(array) != self.rows:
-                raise DataError(f"field {name!r} has {len(array)} rows, but 'lengths' has {self.rows}")
+            if len(array) != rows:
+                raise DataError(f"field {name!r} has {len(array)} rows, but 'lengths' has {rows}")
 
     @property
     def rows(self) -> int:
@@ -122,12 +123,15 @@ def choose_bucket(buckets: Sequence[Bucket], rows: int, tokens: int) -> Bucket:
     """The smallest bucket (by area) that holds `rows` rows of `tokens` tokens; ConfigError names the largest otherwise."""
     fitting = [bucket for bucket in buckets if bucket.sequences >= rows and bucket.tokens >= tokens]
     if not fitting:
-        largest = max(buckets, key=lambda bucket: bucket.sequences * bucket.tokens)
         raise ConfigError(
-            f"no bucket holds {rows} rows of {tokens} tokens on one shard; the largest is {largest}. "
+            f"no bucket holds {rows} rows of {tokens} tokens on one shard; the largest is {max(buckets, key=_area)}. "
             "Raise policy.sequence_buckets or the batch size of the bucket, or shorten the data"
         )
-    return min(fitting, key=lambda bucket: (bucket.sequences * bucket.tokens, bucket.tokens))
+    return min(fitting, key=_area) if len(fitting) > 1 else fitting[0]
+
+
+def _area(bucket: Bucket) -> tuple[int, int]:
+    return bucket.sequences * bucket.tokens, bucket.tokens
 
 
 def split_rows(lengths: npt.NDArray[np.int64], shards: int) -> list[npt.NDArray[np.intp]]:

@@ -76,7 +76,7 @@ def wire_part(packet: Packet) -> tuple[object, ...]:
     time that numpy's and dataclasses' own way of pickling does.
     """
     value = packet.value
-    if type(value) is Batch and all(array.dtype.kind in PLAIN_KINDS for array in value.fields.values()):
+    if type(value) is Batch and _is_plain(value):
         return _batch_to_wire(value), packet.busy_s, packet.failures, True
     return value, packet.busy_s, packet.failures
 
@@ -89,16 +89,23 @@ def part_from_wire(content: Any) -> Part:
     return part
 
 
+def _is_plain(batch: Batch) -> bool:
+    return {array.dtype.kind for array in batch.fields.values()} <= PLAIN_KINDS
+
+
 def _batch_to_wire(batch: Batch) -> tuple[object, ...]:
-    arrays = {name: np.ascontiguousarray(array) for name, array in batch.fields.items()}
-    small = sum([array.nbytes for array in arrays.values()]) < IN_BAND_BYTES
-    data: Callable[[Any], object] = bytearray if small else pickle.PickleBuffer
-    return [(name, array.dtype.str, array.shape, data(array)) for name, array in arrays.items()], dict(batch.scalars)
+    data: Callable[[Any], object] = bytearray if _nbytes(batch) < IN_BAND_BYTES else pickle.PickleBuffer
+    arrays = [(name, np.ascontiguousarray(array)) for name, array in batch.fields.items()]
+    return [(name, array.dtype.str, array.shape, data(array)) for name, array in arrays], dict(batch.scalars)
+
+
+def _nbytes(batch: Batch) -> int:
+    return sum([array.nbytes for array in batch.fields.values()])
 
 
 def _batch_from_wire(content: Any) -> Batch:
     fields, scalars = content
-    return Batch({name: np.frombuffer(data, dtype).reshape(shape) for name, dtype, shape, data in fields}, scalars)
+    return Batch({name: np.ndarray(shape, dtype, data) for name, dtype, shape, data in fields}, scalars)
 
 
 Part = tuple[object, float, tuple[WorkerFailure, ...]]
@@ -129,7 +136,8 @@ def payload_bytes(value: object) -> int:
         case bytes() | bytearray():
             return 64 + len(value)
         case Batch():
-            return 256 + payload_bytes(value.fields) + payload_bytes(value.scalars)
+            fields = 4 * sum(map(len, value.fields)) + 320 * len(value.fields) + _nbytes(value)
+            return 320 + (fields if _is_plain(value) else payload_bytes(value.fields)) + payload_bytes(value.scalars)
     if type(value) is np.ndarray and value.dtype.kind in PLAIN_KINDS:
         return 256 + int(value.nbytes)
     if type(value) is dict:
