@@ -196,11 +196,6 @@ def _check_microbatches(policy: PolicyConfig, widest: int) -> None:
         raise ConfigError(
             "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true; set one to false"
         )
-    if dynamic.enabled and policy.megatron_cfg.virtual_pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            "policy.dynamic_batching makes microbatches of different shapes, which an interleaved pipeline "
-            "(virtual_pipeline_model_parallel_size) does not take; set policy.sequence_packing.enabled=true instead"
-        )
     purposes: tuple[Literal["train", "logprob"], ...] = ("train", "logprob")
     for purpose in purposes if packing.enabled else ():
         tokens = policy.microbatch_tokens(purpose)

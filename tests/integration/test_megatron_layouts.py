@@ -38,6 +38,7 @@ class Case:
 
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}}
+DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 64, "sequence_length_round": 8}}
 
 
 def case(
@@ -46,13 +47,15 @@ def case(
     sharded: bool = False,
     sequence_parallel: bool = False,
     packed: bool = False,
+    dynamic: bool = False,
     recompute: dict[str, Any] | None = None,
     **sizes: int,
 ) -> Case:
     megatron = {"sequence_parallel": True} if sequence_parallel else {}
     megatron |= {"activation_checkpointing": True, **recompute} if recompute is not None else {}
     optimizer = {"use_distributed_optimizer": True} if sharded else {}
-    return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer, PACKED if packed else {})
+    policy = PACKED if packed else DYNAMIC if dynamic else {}
+    return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer, policy)
 
 
 CASES = [
@@ -74,6 +77,7 @@ CASES = [
     case("qwen3_tied", "single"),
     case("qwen3_tied", "tp2pp2", tp=2, pp=2),
     case("qwen3_tied", "dp2pp2vpp2-packed", packed=True, dp=2, pp=2, vpp=2),
+    case("qwen3_tied", "dp2pp2vpp2-dynamic", dynamic=True, dp=2, pp=2, vpp=2),
     case("qwen2", "tp2", tp=2),
     case("llama", "cp2", cp=2),
     case("small_vocabulary", "tp2", tp=2),

@@ -27,7 +27,7 @@ DYNAMIC = PADDED | {
 LAYOUTS = [
     ("qwen3", ParallelLayout(dp=2, cp=2), (PACKED, DYNAMIC)),
     ("qwen3", ParallelLayout(pp=2, tp=2), (PACKED, DYNAMIC)),
-    ("qwen3_moe", ParallelLayout(dp=2, pp=2, ep=2, vpp=2), (PACKED,)),
+    ("qwen3_moe", ParallelLayout(dp=2, pp=2, ep=2, vpp=2), (PACKED, DYNAMIC)),
 ]
 
 

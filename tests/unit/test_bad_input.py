@@ -134,15 +134,6 @@ TABLE = [
         ("policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true",),
         ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
     ),
-    Row(
-        "shapes in an interleaved pipeline",
-        ("policy.dynamic_batching", "virtual_pipeline_model_parallel_size", "set policy.sequence_packing.enabled=true"),
-        (
-            "policy.dynamic_batching.enabled=true",
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
-            f"{MEGATRON}.pipeline_model_parallel_size=2",
-        ),
-    ),
     Row("path that is no import path", ("policy.worker: 'here'", "module:attribute"), ("policy.worker=here",)),
     Row("module that is not there", ("policy.worker: there is no module 'nowhere'",), ("policy.worker=nowhere.at:Worker",)),
     Row(

@@ -202,8 +202,9 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         # With two stages, an interleaved schedule has two transfers between the same two workers at once; batched, each
         # is taken for the other, silently (megatron/training/arguments.py asks for more than two stages then).
         "batch_p2p_comm": layout.vpp == 1,
-        # Microbatches of different shapes announce them to the next stage. Megatron refuses that, experts or not, with its
-        # default dispatcher.
+        # Microbatches of different shapes announce them to the next stage, one after the other: in an interleaved schedule
+        # a call sends in one direction alone, so two stages cannot take one shape for another. Megatron refuses that,
+        # experts or not, with its default dispatcher.
         "variable_seq_lengths": policy.dynamic_batching.enabled and layout.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": layout.vpp > 1,
