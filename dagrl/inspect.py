@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,12 @@ from dagrl.draw import Drawing, mermaid, size_text
 from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
+from dagrl.layout import ParallelLayout
 from dagrl.model_init import load_tokenizer, model_description
 from dagrl.preflight import check_settings, is_colocated, layouts, load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
+from dagrl.refit.slices import WeightSlice
 
 if TYPE_CHECKING:
     from dagrl.loops.start import PhasePlan
@@ -91,7 +94,7 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
         return None
     hf_config = model_description(config.policy, len(load_tokenizer(config.policy)))
     sources, destinations = (
-        [describe(config, hf_config, layout, rank) for rank in range(layout.world_size)]
+        _descriptions(partial(describe, config, hf_config, layout), layout)
         for describe, layout in zip(described, layouts(config).values(), strict=True)
         if describe is not None
     )
@@ -106,6 +109,16 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
         replicate_in_host=config.refit.replicate_in_host,
         speeds=LinkSpeeds.of_config(config.refit),
     )
+
+
+def _descriptions(describe: Callable[[int], Sequence[WeightSlice]], layout: ParallelLayout) -> list[Sequence[WeightSlice]]:
+    """What each rank holds. Replicas hold the same (data and context parallelism cut no weights): one description for all."""
+    described: dict[tuple[int, ...], Sequence[WeightSlice]] = {}
+    keys = [(at.pp, at.tp, at.ep, at.etp) for at in map(layout.coordinates, range(layout.world_size))]
+    for rank, key in enumerate(keys):
+        if key not in described:
+            described[key] = describe(rank)
+    return [described[key] for key in keys]
 
 
 def _hosts(config: Config, train: int, generation: int) -> list[int] | None:

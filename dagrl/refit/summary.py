@@ -75,7 +75,7 @@ class PlanSummary:
         counts = self._bytes(1)
         return tuple(counts.get(self.sources + rank, 0) for rank in range(self.destinations))
 
-    @property
+    @cached_property
     def links(self) -> dict[tuple[int, int], int]:
         """Bytes from host to host, a host to itself included."""
         found: dict[tuple[int, int], int] = defaultdict(int)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from dagrl.cli import main
+from dagrl.config import Config
 from dagrl.config_file import load_config
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.inspect import inspect_config, phase_reports, plan_config_refit
+from dagrl.layout import ParallelLayout
+from dagrl.refit.slices import WeightSlice
+from workers.megatron import MegatronWorker
+from workers.vllm import VllmWorker
 
 ROOT = Path(__file__).parents[2]
 GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
@@ -95,6 +101,24 @@ def test_the_refit_plan_over_hosts_and_its_floor() -> None:
     each = plan_config_refit(load_config(GRPO, [*overrides, "refit.replicate_in_host=false"]))
     assert each is not None
     assert plan.summary().crossing < 0.51 * each.summary().crossing  # two replicas on one host
+
+
+def test_replicas_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: dict[str, list[int]] = {"MegatronWorker": [], "VllmWorker": []}
+    for worker in (MegatronWorker, VllmWorker):
+        monkeypatch.setattr(worker, "describe", _noting(worker.describe, described[worker.__name__]))
+    sizes = ["data_parallel_size=4", "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"]
+    plan = plan_config_refit(load_config(GRPO, [f"policy.megatron_cfg.{size}" for size in sizes] + GENERATION_DP2_TP2))
+    assert plan is not None and plan.size == 20
+    assert described == {"MegatronWorker": [0, 1, 8, 9], "VllmWorker": [0, 1]}
+
+
+def _noting(describe: Callable[..., list[WeightSlice]], ranks: list[int]) -> Callable[..., list[WeightSlice]]:
+    def note(config: Config, hf_config: object, layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        ranks.append(rank)
+        return describe(config, hf_config, layout, rank)
+
+    return note
 
 
 def test_workers_that_do_not_describe_themselves_have_no_plan() -> None:
