@@ -3,14 +3,16 @@
 A function that hangs (a regular expression can, holding the interpreter's lock) is killed with its process, and one that
 raises costs the row it raised for: such rows are answered with `Failed`. Functions take lists of texts and return a list
 (`batched`), or take one text of each list and return one answer; either may be a coroutine function. The coroutines of
-single rows run side by side, and one that hangs is cancelled alone.
+single rows run side by side, and one that hangs is cancelled alone; other functions of single rows are asked row by row,
+each under the deadline.
 
-    with FunctionRunner("my_task:reward", "reward.function", timeout_s=10.0) as runner:
+    with FunctionRunner.configured("my_task:reward", "reward", config.reward, check=float) as runner:
         future = runner.submit(prompts, completions, references)       # answered beside the caller, in `workers` processes
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import queue
 import subprocess
@@ -30,17 +32,13 @@ from dagrl.imports import load_callable
 MOST_LOSSES = 3
 """Rows of one call that may hang or end the process before the rest of the call counts as failed."""
 
-START_S = 60.0
-"""Seconds within which the process has imported the function."""
-
-
 GRACE_S = 1.0
 """Seconds beyond their deadline in which the process says which coroutines have missed it."""
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """Seconds that a call may take, and the key of the configuration that says so."""
+    """Seconds that a call, or the start of a process, may take, and the key of the configuration that says so."""
 
     seconds: float
     key: str
@@ -70,20 +68,21 @@ class FunctionRunner:
         path: str,
         key: str,
         *,
-        timeout_s: float,
-        timeout_key: str,
+        deadline: Deadline,
+        start: Deadline,
         batched: bool = True,
         workers: int = 1,
         check: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
-        """`check` turns one answer into what the caller wants, or raises ValueError or TypeError saying what is wrong.
+        """`deadline` is of one call, `start` of a process, which imports the function. `check` turns one answer into what
+        the caller wants, or raises ValueError or TypeError saying what is wrong.
 
         Raises ConfigError when the import path leads nowhere.
         """
-        load_callable(path, key)
+        function = load_callable(path, key)
         self._check = check
-        deadline = Deadline(timeout_s, timeout_key)
-        self._processes = [_FunctionProcess(path, key, batched, deadline) for _ in range(workers)]
+        self._row_by_row = not batched and not _is_coroutine(function)
+        self._processes = [_FunctionProcess(path, key, batched, deadline, start) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_FunctionProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
@@ -95,8 +94,8 @@ class FunctionRunner:
         return cls(
             path,
             f"{section}.function",
-            timeout_s=config.timeout_s,
-            timeout_key=f"{section}.timeout_s",
+            deadline=Deadline(config.timeout_s, f"{section}.timeout_s"),
+            start=Deadline(config.start_timeout_s, f"{section}.start_timeout_s"),
             batched=config.batched,
             workers=config.num_workers,
             check=check,
@@ -109,15 +108,17 @@ class FunctionRunner:
         self.close()
 
     def __call__(self, *columns: Sequence[str]) -> Answers:
-        """One answer a row; rows are asked one by one where the function fails for all together."""
+        """One answer a row; rows are asked one by one where the function takes one, or fails for all together."""
         process = self._idle.get()
         try:
+            if self._row_by_row:
+                return self._one_by_one(process, columns)
             whole = process.ask(columns)
             whole = self._checked(whole, len(columns[0])) if not isinstance(whole, str) else whole
             if not isinstance(whole, str):
                 return whole
             # a single row is not asked again: that would take the time, and have the effects, of two calls
-            return [Failed(whole)] if len(columns[0]) == 1 else self._one_by_one(process, columns, whole)
+            return [Failed(whole)] if len(columns[0]) == 1 else self._one_by_one(process, columns)
         finally:
             self._idle.put(process)
 
@@ -131,16 +132,17 @@ class FunctionRunner:
         for process in self._processes:
             process.close(for_good=True)
 
-    def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]], failure: str) -> Answers:
+    def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]]) -> Answers:
         answers: Answers = []
-        losses = 0
+        losses: list[str] = []
         for row in zip(*columns, strict=True):
-            if losses >= MOST_LOSSES:
-                answers.append(Failed(failure))
+            if len(losses) >= MOST_LOSSES:
+                answers.append(Failed(losses[-1]))
                 continue
             answer = process.ask([[text] for text in row])
             answer = self._checked(answer, 1) if not isinstance(answer, str) else answer
-            losses += not process.alive
+            if isinstance(answer, str) and not process.alive:
+                losses.append(answer)
             answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
         return answers
 
@@ -153,12 +155,16 @@ class FunctionRunner:
             return str(error)
 
 
+def _is_coroutine(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 class _FunctionProcess:
     """One process; started when first asked, and again after it was lost."""
 
-    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline) -> None:
+    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline) -> None:
         self._command = [path, key, "batched" if batched else "single", str(deadline.seconds), deadline.key]
-        self._deadline = deadline
+        self._deadline, self._start = deadline, start
         self._patience_s = deadline.seconds + (0.0 if batched else GRACE_S)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -207,8 +213,11 @@ class _FunctionProcess:
             )
             theirs.close()
             self._connection = ours
-            if not ours.poll(START_S):
+            if not ours.poll(self._start.seconds):
                 self.close()
-                raise RunError(f"{self._command[1]} {self._command[0]} was not imported within {START_S:g} s")
+                raise RunError(
+                    f"{self._command[1]} {self._command[0]} was not imported within {self._start.key} = "
+                    f"{self._start.seconds:g} s; raise it, or have the module do less when it is imported"
+                )
             ours.recv()
         return self._connection

@@ -73,6 +73,14 @@ async def slowly_batched(prompts, completions, references):
     await asyncio.sleep(0.01)
     return [float(len(completion)) for completion in completions]
 
+def steady(prompt, completion, reference):
+    with open(prompt, "a") as file:
+        file.write(completion)
+    time.sleep(0.25)
+    if completion == "hang":
+        time.sleep(3600)
+    return float(len(completion))
+
 def sleepy(prompts, completions, references):
     time.sleep(0.4)
     return [1.0] * len(prompts)
@@ -183,6 +191,27 @@ def test_a_coroutine_that_hangs_costs_itself_and_no_second_call(functions: str, 
     assert noted.read_text().splitlines() == ["hang", *["ab"] * 19], "each is asked once"
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
     assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
+
+
+def test_a_function_of_single_samples_has_the_deadline_for_each(functions: str, tmp_path: Path) -> None:
+    """Six samples take longer together than one may; none is asked twice, and one that hangs costs itself."""
+    noted = tmp_path / "calls"
+    with RewardRunner(RewardConfig(function=f"{functions}:steady", batched=False, timeout_s=0.3)) as runner:
+        rewards = runner([str(noted)] * 6, ["ab", "ab", "hang", "ab", "ab", "ab"], ["r"] * 6)
+    assert noted.read_text() == "ababhangababab"
+    assert rewards.values.tolist() == [2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
+    assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 0.3 s")
+
+
+def test_a_function_whose_module_takes_too_long_to_import_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "import sys, time\nif 'function_process' in sys.argv[0]: time.sleep(60)\ndef reward(*texts): return [1.0]\n"
+    (tmp_path / "slow_to_import.py").write_text(slow)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function="slow_to_import:reward", start_timeout_s=0.3)) as runner:
+        with pytest.raises(RunError, match=r"was not imported within reward\.start_timeout_s = 0\.3 s; raise it"):
+            runner(["p"], ["c"], ["r"])
 
 
 def test_a_single_sample_is_asked_once(functions: str, tmp_path: Path) -> None:
