@@ -170,11 +170,12 @@ def _late(replay: Replay, so_far: SoFar, groups: Groups) -> PhaseError:
 
 def _stuck(replay: Replay, groups: Groups, running: Mapping[Place, Report]) -> list[Place]:
     """Those of the workers that do not come out of a replay though their collectives are broken; they are killed."""
-    stuck = list(running)
-    until = time.monotonic() + RELEASE_S
-    while stuck and (left := until - time.monotonic()) > 0:
+    stuck, left = list(running), RELEASE_S
+    until = time.monotonic() + left
+    while stuck and left > 0:  # whoever is killed was looked at: the time may pass while this process gets no turn
         time.sleep(min(left, TURN_S))
-        reports = _reports(groups, max(0.0, until - time.monotonic()))
+        left = until - time.monotonic()
+        reports = _reports(groups, max(TURN_S, left))
         stuck = [place for place in stuck if _runs(reports[place], replay)]
     for role, group in groups.items():
         group.kill([rank for of, rank in stuck if of == role])

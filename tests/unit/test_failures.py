@@ -76,7 +76,7 @@ class Group:
         self.killed += ranks
 
 
-def replay(*shards: Shard, deadline_s: float = 30.0) -> Any:
+def replay(*shards: Shard, deadline_s: float = 600.0) -> Any:
     submitted = [(shard, None) for shard in shards]
     so_far = SoFar(deque(range(len(shards))), time.monotonic() + deadline_s)
     return SimpleNamespace(phase="train_step", number=0, submitted=submitted, so_far=so_far)
@@ -104,6 +104,14 @@ def test_a_hang_frees_those_that_wait_and_kills_who_stays() -> None:
     assert [(failure.rank, failure.kind, failure.traceback) for failure in error.failures] == [(1, "hung", "a stack")]
     assert (group.aborted, group.killed) == ([0, 1], [1])
     assert error.breaks
+
+
+def test_workers_are_looked_at_however_late_before_they_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that waits for them may itself be held up for longer than they have."""
+    monkeypatch.setattr(failures, "RELEASE_S", 1e-9)
+    group = Group(reports=(BUSY, BUSY, IDLE), stay=[1])
+    failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert (group.aborted, group.killed) == ([0, 1], [1])
 
 
 def test_workers_that_all_come_out_are_named_and_live() -> None:
@@ -145,11 +153,11 @@ def test_any_error_of_a_graph_is_one_of_the_replay() -> None:
 
 
 def test_a_result_that_is_not_there_yet_can_be_asked_for_again() -> None:
-    first, second = Shard("first"), Shard("second", after_s=0.3)
+    first, second = Shard("first"), Shard()
     asked = replay(first, second)
     with pytest.raises(DeadlineError, match="Ask again"):
         outcome_of(asked, Group(), until=time.monotonic() + 0.05)
-    first.outcome = "read twice"
+    first.outcome, second.outcome = "read twice", "second"
     assert [packets[0].value for packets in outcome_of(asked, Group())] == ["first", "second"]
 
 
@@ -159,7 +167,7 @@ def test_a_death_is_heard_while_another_shard_hangs_and_frees_it() -> None:
     started = time.monotonic()
     with pytest.raises(PhaseError) as caught:
         outcome_of(replay(hung, Shard(RayActorError(), after_s=0.05), Shard("done")), group)
-    assert time.monotonic() - started < 10.0  # not the deadline of the replay
+    assert time.monotonic() - started < 60.0  # not the deadline of the replay
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died")]
     assert group.aborted == [0, 2]
 
@@ -170,7 +178,7 @@ def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs() -> None:
     started = time.monotonic()
     with pytest.raises(PhaseError) as caught:
         outcome_of(replay(Shard(come=[raised])))
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 60.0
     assert caught.value.failures == (raised,)
 
 
