@@ -17,6 +17,7 @@ from dagrl.executors.link import SECRET_BYTES, LinkReader, LinkWriter
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
 
 LIMIT = 8 << 20
+PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
 
 
 def parts(value: object) -> list[bytes | memoryview]:
@@ -47,9 +48,9 @@ def test_messages_of_any_size_arrive_in_order(link: Link) -> None:
         "end",
     ]
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(lambda: [link[0].write(parts(value), 10.0) for value in values])
+        done = pool.submit(lambda: [link[0].write(parts(value), PATIENCE_S) for value in values])
         for value in values:
-            np.testing.assert_equal(link[1].read(10.0), value)
+            np.testing.assert_equal(link[1].read(PATIENCE_S), value)
         done.result()
 
 
@@ -57,9 +58,9 @@ def test_arrays_may_be_kept_and_memory_of_those_that_are_gone_is_used_again(link
     writer, reader = link
     kept, addresses = [], []
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(lambda: [writer.write(parts(np.full(200_000, number)), 10.0) for number in range(12)])
+        done = pool.submit(lambda: [writer.write(parts(np.full(200_000, number)), PATIENCE_S) for number in range(12)])
         for number in range(12):
-            array = reader.read(10.0)
+            array = reader.read(PATIENCE_S)
             if number < 4:
                 kept.append(array)
             else:
@@ -75,13 +76,13 @@ def test_a_read_that_timed_out_goes_on_where_it_was(link: Link) -> None:
     started = time.monotonic()
     with pytest.raises(EdgeTimeoutError):
         reader.read(0.1)
-    assert 0.1 <= time.monotonic() - started < 2.0
-    writer.write(parts("first"), 5.0)
-    assert reader.read(5.0) == "first"
+    assert 0.1 <= time.monotonic() - started < PATIENCE_S
+    writer.write(parts("first"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "first"
     whole = b"".join(parts(np.arange(100_000))[:1])
     assert whole
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts(np.arange(1_000_000)), 10.0)
+        done = pool.submit(writer.write, parts(np.arange(1_000_000)), PATIENCE_S)
         while True:
             try:
                 array = reader.read(0.0)
@@ -105,8 +106,8 @@ def test_a_message_over_the_limit_is_an_error_and_the_link_lives_on(link: Link) 
     with pytest.raises(MessageTooLargeError, match="does not fit an edge"):
         writer.write(parts(np.zeros(LIMIT)), 1.0)
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts("fits"), 5.0)
-        assert reader.read(5.0) == "fits"
+        done = pool.submit(writer.write, parts("fits"), PATIENCE_S)
+        assert reader.read(PATIENCE_S) == "fits"
         done.result()
 
 
@@ -116,10 +117,10 @@ def test_who_does_not_know_the_secret_is_sent_nothing_and_keeps_nobody_out(link:
     stranger = socket.create_connection((address.host, address.port))
     stranger.sendall(bytes(SECRET_BYTES))
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts("for the reader alone"), 10.0)
-        assert reader.read(10.0) == "for the reader alone"
+        done = pool.submit(writer.write, parts("for the reader alone"), PATIENCE_S)
+        assert reader.read(PATIENCE_S) == "for the reader alone"
         done.result()
-    stranger.settimeout(5.0)
+    stranger.settimeout(PATIENCE_S)
     assert stranger.recv(1) == b""
     with pytest.raises(OSError):
         socket.create_connection((address.host, address.port))
@@ -129,24 +130,24 @@ def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link)
     writer = LinkWriter("127.0.0.1", LIMIT)
     reader = LinkReader(replace(writer.address, writer_secret=bytes(SECRET_BYTES)))
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts("not from my writer"), 5.0)
+        done = pool.submit(writer.write, parts("not from my writer"), PATIENCE_S)
         with pytest.raises(EdgeClosedError, match="does not know its secret"):
-            reader.read(5.0)
+            reader.read(PATIENCE_S)
         done.result()
 
 
 @pytest.mark.parametrize("side", ["writer", "reader"])
 def test_closing_either_side_wakes_a_reader_that_waits(link: Link, side: str) -> None:
     writer, reader = link
-    writing = threading.Thread(target=writer.write, args=(parts(1), 5.0))
+    writing = threading.Thread(target=writer.write, args=(parts(1), PATIENCE_S))
     writing.start()
-    assert reader.read(5.0) == 1
+    assert reader.read(PATIENCE_S) == 1
     writing.join()
     errors: list[Exception] = []
 
     def wait() -> None:
         try:
-            reader.read(30.0)
+            reader.read(600.0)
         except EdgeClosedError as error:
             errors.append(error)
 
@@ -154,7 +155,7 @@ def test_closing_either_side_wakes_a_reader_that_waits(link: Link, side: str) ->
     waiting.start()
     time.sleep(0.1)
     (writer if side == "writer" else reader).close()
-    waiting.join(5.0)
+    waiting.join(PATIENCE_S)
     assert errors and not waiting.is_alive()
     with pytest.raises(EdgeClosedError):
         for _ in range(3):  # what the other side's system has in its buffers may still be taken
@@ -162,7 +163,7 @@ def test_closing_either_side_wakes_a_reader_that_waits(link: Link, side: str) ->
 
 
 def test_waiting_takes_no_processor_time(link: Link) -> None:
-    before = time.process_time()
+    before = time.thread_time()
     with pytest.raises(EdgeTimeoutError):
         link[1].read(1.0)
-    assert time.process_time() - before < 0.05
+    assert time.thread_time() - before < 0.05
