@@ -86,6 +86,19 @@ class TestedWorker(MegatronWorker):
             hook.remove()
         return runs
 
+    def optimizers_beside_another_adam(self) -> set[str]:
+        """Classes of the optimizers that are made where Transformer Engine or Apex is installed, whose Adam Megatron prefers."""
+        from megatron.core import optimizer as megatron_optimizer
+
+        from workers.megatron.optimizer import make_trainer
+
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+        try:
+            trainer = make_trainer(self._ready().model, self.config, self.context.layout)
+        finally:
+            megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+        return {f"{type(inner).__module__}.{type(inner).__name__}" for inner in trainer.inner_optimizers()}
+
     def reseed(self, seed: int) -> None:
         """Random states that no checkpoint has."""
         import torch

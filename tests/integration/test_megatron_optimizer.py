@@ -100,3 +100,11 @@ def test_a_step_with_nothing_to_learn_is_skipped_and_counted(
             for (name, _, values), (_, _, kept) in zip(mine, theirs, strict=True):
                 np.testing.assert_array_equal(values, kept, err_msg=name)
         assert train(group, batch, "grpo")["skipped_steps"] == 1
+
+
+def test_the_optimizer_is_torchs_beside_transformer_engine(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """Transformer Engine's and Apex's count steps elsewhere: a checkpoint would have 0 of them, and resume with other steps."""
+    with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
+        assert group.call("optimizers_beside_another_adam") == [{"torch.optim.adamw.AdamW"}]

@@ -120,8 +120,9 @@ class Model:
 
 def build_model(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout, device: torch.device) -> Model:
     """This rank's part of the model on `device`; Megatron's model parallel groups must be initialised."""
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 names it without defining it when Transformer Engine is absent
-        moe_utils.te_general_gemm = None
+    # Routers multiply by torch. Where Transformer Engine is absent 0.16.1 names this without defining it, and where it is
+    # installed its layers are not used (docs/training.md).
+    moe_utils.te_general_gemm = None
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
     return Model(architecture, config, chunks)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -151,12 +153,26 @@ def make_trainer(model: Model, settings: Config, layout: ParallelLayout) -> Trai
     )
     chunks = [DistributedDataParallel(model.config, ddp, chunk) for chunk in model.chunks]
     model.config.finalize_model_grads_func = sum_gradients
-    with cuda_type_names():
+    with cuda_type_names(), _torch_adam():
         optimizer = get_megatron_optimizer(_optimizer_config(settings), chunks, use_gloo_process_groups=False)
     trainer = Trainer(model, chunks, optimizer, _make_scheduler(optimizer, settings), settings, layout)
     for inner in trainer.inner_optimizers():
         _create_state(inner)
     return trainer
+
+
+@contextmanager
+def _torch_adam() -> Iterator[None]:
+    """Let Megatron take torch's AdamW, also where Transformer Engine or Apex are installed, whose own it would prefer.
+
+    Those count steps in a place of their own, which neither checkpoints nor `reset_optimizer` know.
+    """
+    usual = megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    try:
+        yield
+    finally:
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = usual
 
 
 def _optimizer_config(settings: Config) -> OptimizerConfig:
