@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -14,6 +16,7 @@ from dagrl.phase import Shard, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.worker_group import WorkerGroup, shutdown_groups
 from tests.integration.fake_workers import FakeWorker
+from workers.megatron.groups import abort_groups
 
 
 @phase
@@ -78,6 +81,61 @@ def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
     scheduler.warmup()
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
     assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
+
+
+class Adding(FakeWorker):
+    """Adds ones up over all workers in a collective of Gloo, unless told to raise before it."""
+
+    def setup(self, address: str) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        limit, size = timedelta(seconds=100), self.context.layout.world_size
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://{address}", rank=self.context.rank, world_size=size, timeout=limit
+        )
+
+    def abort(self) -> None:
+        abort_groups()
+
+    def add(self, raises: int) -> int:
+        import torch
+
+        if self.context.rank == raises:
+            raise ValueError("told to raise")
+        ones = torch.ones(1)
+        torch.distributed.all_reduce(ones)
+        return int(ones)
+
+
+@phase
+def add_up(train: Shard, raises):
+    return train.map("add", raises)
+
+
+def check_freed(group: WorkerGroup, executor: Literal["compiled", "eager"]) -> None:
+    options = SchedulerOptions(executor=executor, fallback="error", replay_s=90.0, teardown_s=4.0)
+    with Scheduler([group], options) as scheduler:
+        scheduler.add(add_up, warmup_value=-1)
+        scheduler.compile()
+        assert scheduler.replay(add_up, -1).result() == (2, 2)
+        started = time.monotonic()
+        with pytest.raises(PhaseError) as caught:
+            scheduler.replay(add_up, 1).result()
+        assert time.monotonic() - started < 45.0  # half of the deadlines of the replay and of the collective
+        cause, freed = caught.value.failures
+        assert (cause.rank, cause.kind, cause.message) == (1, "raised", "ValueError: told to raise")
+        assert (freed.rank, freed.kind) == (0, "raised") and "all_reduce" in freed.traceback
+        group.setup()
+        assert scheduler.replay(add_up, -1).result() == (2, 2)  # nobody died, and the graphs are whole
+
+
+def test_a_shard_that_waits_in_a_collective_for_one_that_raised_is_freed(cluster: None) -> None:
+    group = WorkerGroup.create("train", Adding, ParallelLayout(dp=2), None)
+    check_freed(group, "compiled")
+    check_freed(group, "eager")
+    group.shutdown(2.0)
 
 
 class Parting(FakeWorker):
