@@ -87,7 +87,7 @@ class TestedWorker(MegatronWorker):
         return runs
 
     def optimizers_beside_another_adam(self) -> set[str]:
-        """Classes of the optimizers that are made where Transformer Engine or Apex is installed, whose Adam Megatron prefers."""
+        """Classes of the optimizers made where Transformer Engine or Apex is installed, whose Adam Megatron prefers."""
         from megatron.core import optimizer as megatron_optimizer
 
         from workers.megatron.optimizer import make_trainer

@@ -102,9 +102,7 @@ def test_a_step_with_nothing_to_learn_is_skipped_and_counted(
         assert train(group, batch, "grpo")["skipped_steps"] == 1
 
 
-def test_the_optimizer_is_torchs_beside_transformer_engine(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    """Transformer Engine's and Apex's count steps elsewhere: a checkpoint would have 0 of them, and resume with other steps."""
+def test_adam_is_torchs_beside_transformer_engine(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """Transformer Engine's and Apex's count steps elsewhere: checkpoints would hold 0 of them."""
     with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
         assert group.call("optimizers_beside_another_adam") == [{"torch.optim.adamw.AdamW"}]
