@@ -152,7 +152,7 @@ class GenerationConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # besides the ends of sequence of the tokenizer and of the model's config.json
     quantum_engine_steps: PositiveInt = 16  # engine steps in one replay of `generate`; with quantum_seconds the first size
     quantum_seconds: PositiveFloat | None = None  # what an update waits for quanta at most: sizes follow
     request_order: Literal["longest_first", "fifo"] = "longest_first"  # by the past lengths of their prompts

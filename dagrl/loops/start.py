@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from dagrl.annotate import enable_ranges
 from dagrl.checkpoint import Checkpoint, CheckpointStore
@@ -39,6 +39,9 @@ from dagrl.shapes import Bucket
 from dagrl.timing import PhaseClock
 from dagrl.trace import DRIVER, TraceWriter
 from dagrl.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 REFERENCE = "reference_policy"  # among the counters of a checkpoint: whether the workers' part has one
 
@@ -90,6 +93,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         paths = prepare_run_directory(config)
         model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
         config = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": str(model.resolve())})})
+        config = stopping_where_responses_end(config, inputs.tokenizer)
         store = CheckpointStore(
             paths.checkpoints,
             keep_top_k=config.checkpointing.keep_top_k,
@@ -127,6 +131,19 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
             _resume(session)
         stack.callback(session.write_trace)
         yield session
+
+
+def stopping_where_responses_end(config: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
+    """The configuration with the tokenizer's end of sequence among `policy.generation.stop_token_ids`.
+
+    Demonstrations end with it. Generation workers know the ends of sequence in the model's `config.json` alone, which may be
+    others: a base model's with the tokenizer of a chat model.
+    """
+    generation, end = config.policy.generation, int(cast(int, tokenizer.eos_token_id))
+    if generation is None or end in generation.stop_token_ids:
+        return config
+    generation = generation.model_copy(update={"stop_token_ids": (*generation.stop_token_ids, end)})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
 
 
 def check_reference(config: Config, resumed: Checkpoint) -> None:

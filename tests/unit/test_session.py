@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from dagrl.checkpoint import Checkpoint, TrainState
-from dagrl.config import Config
+from dagrl.config import Config, GenerationConfig, PolicyConfig
+from dagrl.data import Example
 from dagrl.errors import ConfigError
 from dagrl.loops import grpo_step
 from dagrl.loops.grpo_step import start_policy, with_logprobs
 from dagrl.loops.session import Session
-from dagrl.loops.start import REFERENCE, check_reference
+from dagrl.loops.start import REFERENCE, check_reference, stopping_where_responses_end
+from dagrl.model_init import character_tokenizer
 from dagrl.shapes import Batch
+from dagrl.tokenization import encode_demonstrations
 
 STEP = {"loss": 0.5, "reward/mean": 0.1}
 VALIDATED = {"validation/reward": 0.4}
@@ -69,6 +72,18 @@ def test_a_batch_without_a_token_in_the_loss_has_no_entropy() -> None:
     session.replay.return_value = scored
     for mask, expected in ((values, {"policy/entropy": 1.0}), (0 * values, {})):
         assert with_logprobs(session, Batch({**rows, "loss_mask": mask}))[1] == expected
+
+
+def test_generation_stops_where_demonstrations_end() -> None:
+    """Whatever the model's own config.json says; a stop token that the user named stays, and none is named twice."""
+    tokenizer = character_tokenizer("01")
+    (row,) = encode_demonstrations([Example("0", "1", source="row 1")], tokenizer)
+    config = configuration().model_copy(update={"policy": PolicyConfig(generation=GenerationConfig(stop_token_ids=(4,)))})
+    resolved = stopping_where_responses_end(config, tokenizer)
+    assert resolved.policy.generation is not None
+    assert resolved.policy.generation.stop_token_ids == (4, row.tokens[-1])
+    assert stopping_where_responses_end(resolved, tokenizer) == resolved
+    assert stopping_where_responses_end(configuration(), tokenizer) == configuration()
 
 
 def test_a_checkpoint_without_a_reference_policy_is_refused_by_a_run_that_needs_it() -> None:
