@@ -144,10 +144,17 @@ def _difference(first: Generated, second: Generated) -> str:
     for request, row in sorted(ours.items()):
         one, other = first.request(row), second.request(theirs[request])
         if (one.tokens, one.versions, one.finish_reason) != (other.tokens, other.versions, other.finish_reason):
-            return (
-                f"request {request} has tokens {one.tokens} ({one.finish_reason}) and {other.tokens} ({other.finish_reason})"
-            )
+            return f"request {request} {_first_difference(one, other)}"
     return _running_difference(first, second)
+
+
+def _first_difference(one: FinishedRequest, other: FinishedRequest) -> str:
+    """Where two ranks part, and what each drew there: sequences are too long to be shown."""
+    place = next((at for at, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]), None)
+    if place is not None:
+        return f"has at its new token {place} the tokens {one.tokens[place]} and {other.tokens[place]}"
+    ends = [f"{len(rank.tokens)} new tokens ({rank.finish_reason})" for rank in (one, other)]
+    return f"has equal tokens as far as both go, but {' and '.join(ends)}, or other policy versions"
 
 
 def _running_difference(first: Generated, second: Generated) -> str:

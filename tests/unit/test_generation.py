@@ -51,9 +51,10 @@ def test_a_logprob_may_differ_in_its_last_bits() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": [4, 5, 7]}, r"request 9 has tokens \[4, 5, 6\] \(length\) and \[4, 5, 7\]"),
-        ({"versions": [0, 1, 1]}, "request 9 "),
-        ({"finish_reason": "stop"}, r"request 9 .*\(length\) and .*\(stop\)"),
+        ({"tokens": [4, 5, 7]}, r"request 9 has at its new token 2 the tokens 6 and 7 \(part 2 of 3 against part 0\)"),
+        ({"tokens": [4, 5], "logprobs": [-1.0, -2.0], "versions": [0, 0]}, r"request 9 .*, but 3 new .* and 2 new"),
+        ({"versions": [0, 1, 1]}, "request 9 .* or other policy versions"),
+        ({"finish_reason": "stop"}, r"request 9 .* 3 new tokens \(length\) and 3 new tokens \(stop\)"),
         ({"request_id": 8}, "request 8 finished on one rank only"),
     ],
 )
