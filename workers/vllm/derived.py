@@ -68,7 +68,8 @@ def _absorbed_kv(model: torch.nn.Module, rule: Derived, dtype: torch.dtype, foun
     elif not hasattr(module, "W_K"):
         raise ConfigError(
             f"vLLM's {rule.module!r} has none of {', '.join(rule.tensors)} after loading; this attention backend keeps its "
-            "projections elsewhere, and a refit could not update them: choose another attention backend"
+            "projections elsewhere, and a refit could not update them: choose another attention backend "
+            "(policy.generation.vllm_kwargs.attention_backend)"
         )
 
 
@@ -98,7 +99,7 @@ def _kv_scales(model: torch.nn.Module, rule: Derived, dtype: torch.dtype, found:
     if backend not in _SCALES_IN_MEMORY:
         raise ConfigError(
             f"the attention backend {backend} takes the scales of its FP8 KV cache as numbers, which CUDA graphs keep; "
-            f"choose one of {', '.join(_SCALES_IN_MEMORY)} (VLLM_ATTENTION_BACKEND)"
+            f"choose one of {', '.join(_SCALES_IN_MEMORY)} (policy.generation.vllm_kwargs.attention_backend)"
         )
     scales = torch.ones(2, dtype=torch.float32, device=module._k_scale.device)
     for index, name in enumerate(rule.tensors):
