@@ -1,203 +1,89 @@
-"""Compares the weight layout with real Megatron-Core modules; run by test_megatron_weights.py in a process of its own.
+"""Holds the weight layout to real Megatron-Core modules; run by test_megatron_weights.py in a process of its own.
 
-torch's fake process group lets one process be any rank of any world, so that every rank's model is built here in turn. What
-must agree are names and shapes of every parameter and of the router's bias; Mamba's mixer is built with a stand-in for the
-norm of `mamba_ssm`, which is not installed where there is no GPU, and with Megatron's local linear layers.
+Every rank's model is built in turn. What must agree are names and shapes of every parameter and of the router's bias, and
+every element: Megatron's own `sharded_state_dict`, with which it writes checkpoints that any other layout can read, says
+which box of which global tensor each local tensor holds. The global tensors are those of a single rank that holds the
+whole model, so a slice of ours that is cut, ordered or numbered in another way than Megatron's names another element.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-from unittest.mock import MagicMock
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from dagrl.layout import ParallelLayout
+from tests.unit.megatron_models import build_chunks, rank_of, tensors_of
 from tests.unit.test_megatron_weights import REAL_CASES
-from tests.unit.weight_reference import Config, hf_weights, layer_kind, megatron_tensors
+from tests.unit.weight_reference import Config, Weights, filled, hf_weights, megatron_tensors
+from workers.megatron.weights import megatron_weight_slices
 
-Shapes = dict[str, tuple[int, ...]]
-
-
-def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
-    kind, layers = c["model_type"], c["num_hidden_layers"]
-    kinds = [layer_kind(c, layer) for layer in range(layers)]
-    count = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts")
-    hybrid, latent = kind == "nemotron_h", kind == "deepseek_v3"
-    options: dict[str, Any] = {}
-    if "E" in kinds:
-        options |= {
-            "num_moe_experts": count,
-            "moe_ffn_hidden_size": c.get("moe_intermediate_size") or c["intermediate_size"],
-            "moe_layer_freq": 1 if hybrid else [int(one == "E") for one in kinds],
-            "moe_router_topk": 2,
-            "moe_router_score_function": "sigmoid" if latent or hybrid else "softmax",
-            "moe_router_enable_expert_bias": latent or hybrid,
-            "moe_shared_expert_intermediate_size": shared_width(c),
-            "moe_shared_expert_gate": kind == "qwen2_moe",
-        }
-    if latent:
-        options |= {
-            "q_lora_rank": c["q_lora_rank"],
-            "kv_lora_rank": c["kv_lora_rank"],
-            "qk_head_dim": c["qk_nope_head_dim"],
-            "qk_pos_emb_head_dim": c["qk_rope_head_dim"],
-            "v_head_dim": c["v_head_dim"],
-            "rope_type": "rope",
-        }
-    if hybrid:
-        options |= {
-            "mamba_num_heads": c["mamba_num_heads"],
-            "mamba_head_dim": c["mamba_head_dim"],
-            "mamba_num_groups": c["n_groups"],
-            "mamba_state_dim": c["ssm_state_size"],
-            "is_hybrid_model": True,
-        }
-    return (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=layers,
-        hidden_size=c["hidden_size"],
-        ffn_hidden_size=c["intermediate_size"],
-        num_attention_heads=c["num_attention_heads"],
-        num_query_groups=c["num_key_value_heads"],
-        kv_channels=c["head_dim"],
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        add_qkv_bias=kind.startswith("qwen2"),
-        qk_layernorm=kind.startswith("qwen3") or latent,
-        gated_linear_unit=not hybrid,
-        activation_func=torch.nn.functional.silu,
-        pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        sequence_parallel=layout.tp > 1 and "E" in kinds,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        **options,
-    )
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Global tensor, where a box begins in it, and its extents."""
 
 
-def shared_width(c: Config) -> int | None:
-    if c["model_type"] == "qwen2_moe":
-        return int(c["shared_expert_intermediate_size"])
-    if not c.get("n_shared_experts"):
-        return None
-    return int(c["n_shared_experts"] * c.get("moe_shared_expert_intermediate_size", c["moe_intermediate_size"]))
+def boxes_of(model: torch.nn.Module) -> Iterator[ShardedTensor]:
+    """What the model's tensors hold, as Megatron says; their data are views of the live tensors."""
+    for value in model.sharded_state_dict().values():
+        if isinstance(value, ShardedTensorFactory):
+            yield from value.build()
+        elif isinstance(value, ShardedTensor):
+            yield value
 
 
-def shapes_on(config: Config, layout: ParallelLayout, rank: int) -> Shapes:
-    """Names and shapes of what Megatron-Core builds on `rank`."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,
-    )
-    options = transformer_config(config, layout)
-    found: Shapes = {}
-    for stage in range(layout.vpp):
-        model = build(config, options, layout, stage if layout.vpp > 1 else None)
-        prefix = f"vp{stage}." if layout.vpp > 1 else ""
-        held = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0].endswith("expert_bias"))]
-        found |= {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in held}
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    return found
+def fill(chunks: Mapping[str, torch.nn.Module], weights: Weights) -> None:
+    """Give every tensor of this rank its value; as many as there are, of the same shapes."""
+    held = {f"{prefix}{name}": tensor for prefix, chunk in chunks.items() for name, tensor in tensors_of(chunk).items()}
+    found = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    assert found == expected, sorted(found.items() ^ expected.items())
+    with torch.no_grad():
+        for name, tensor in held.items():
+            tensor.copy_(weights[name])
 
 
-def build(config: Config, options: TransformerConfig, layout: ParallelLayout, virtual: int | None) -> torch.nn.Module:
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
-    common = {
-        "vocab_size": -(-config["vocab_size"] // (128 * layout.tp)) * 128 * layout.tp,
-        "max_sequence_length": 32,
-        "pre_process": first,
-        "post_process": last,
-        "share_embeddings_and_output_weights": config["tie_word_embeddings"],
-        "position_embedding_type": "rope",
-    }
-    if config["model_type"] == "nemotron_h":
-        from megatron.core.models.mamba import MambaModel
-
-        pattern = config["hybrid_override_pattern"]
-        return MambaModel(options, hybrid_spec(), hybrid_override_pattern=pattern, **common)  # type: ignore[no-any-return]
-    spec = get_gpt_decoder_block_spec(options, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
-    spec.layer_norm = Norm
-    for layer in spec.layer_specs:
-        submodules = layer.submodules
-        submodules.self_attention.submodules.core_attention = NoAttention
-        submodules.input_layernorm = submodules.pre_mlp_layernorm = Norm
-        attention = submodules.self_attention.submodules
-        if options.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = Norm
-    return GPTModel(config=options, transformer_layer_spec=spec, vp_stage=virtual, **common)  # type: ignore[no-any-return]
+def global_tensors(config: Config, weights: Weights) -> Weights:
+    """Megatron's global tensors, by their names in checkpoints: what a single rank holds, put where it says."""
+    alone = ParallelLayout()
+    whole: Weights = {}
+    with rank_of(alone, 0):
+        chunks = build_chunks(config, alone)
+        fill(chunks, megatron_tensors(weights, config, alone, 0))
+        for box in boxes_of(chunks[""]):
+            whole.setdefault(box.key, torch.full(box.global_shape, torch.nan))[box.global_slice()] = box.data
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
 
 
-class NoAttention(torch.nn.Module):
-    """Megatron's own refuses context parallelism; it has no weights."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-
-class Norm(torch.nn.RMSNorm):
-    """Megatron's own refuses sequence parallelism."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
+def part_of(whole: Weights, box: ShardedTensor) -> torch.Tensor:
+    """What the box holds; 0 past the end of a vocabulary, which every layout pads in its own way."""
+    known = whole[box.key][box.global_slice()]
+    if not box.allow_shape_mismatch:
+        return known
+    out = torch.zeros(box.local_shape)
+    out[: len(known)] = known
+    return out
 
 
-class GatedNorm(torch.nn.Module):
-    """`mamba_ssm`'s RMSNormGated: one weight as wide as the rank's heads."""
-
-    def __init__(self, hidden_size: int, **_: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
-
-
-def hybrid_spec() -> ModuleSpec:
-    """Megatron's hybrid stack with its local linear layers and norms of their own in place of Transformer Engine's."""
-    sys.modules.setdefault("triton", MagicMock())  # for kernels that are only defined here
-    sys.modules.setdefault("triton.language", MagicMock())
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-    from megatron.core.ssm import mamba_block, mamba_mixer
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    mamba_mixer.get_cuda_rng_tracker = MagicMock()
-    mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = True
-    mamba_mixer.RMSNormGated, mamba_mixer.ExtendedRMSNorm = GatedNorm, GatedNorm
-    mamba_block.TENorm = Norm
-    layers = mamba_stack_spec.submodules
-    mixer, attention, mlp = layers.mamba_layer.submodules, layers.attention_layer.submodules, layers.mlp_layer.submodules
-    mixer.norm = attention.input_layernorm = mlp.pre_mlp_layernorm = layers.moe_layer.submodules.pre_mlp_layernorm = Norm
-    mixer.mixer.submodules.in_proj, mixer.mixer.submodules.out_proj = ColumnParallelLinear, RowParallelLinear
-    inner = attention.self_attention.submodules
-    inner.linear_qkv, inner.core_attention, inner.linear_proj = ColumnParallelLinear, NoAttention, RowParallelLinear
-    mlp.mlp.submodules.linear_fc1, mlp.mlp.submodules.linear_fc2 = ColumnParallelLinear, RowParallelLinear
-    layers.moe_layer.submodules.mlp = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
-    return mamba_stack_spec
+def check(config: Config, layout: ParallelLayout) -> None:
+    """All ranks of a layout hold what our slices say, and together every element of the model."""
+    weights = hf_weights(config)
+    whole = global_tensors(config, weights)
+    replicas: defaultdict[Place, list[tuple[int, ...]]] = defaultdict(list)
+    for rank in range(layout.world_size):
+        like = megatron_tensors(weights, config, layout, rank)
+        with rank_of(layout, rank):
+            chunks = build_chunks(config, layout)
+            fill(chunks, filled(weights, list(megatron_weight_slices(config, layout, rank)), like))
+            boxes = [box for chunk in chunks.values() for box in boxes_of(chunk)]
+        assert sum(box.data.numel() for box in boxes) == sum(tensor.numel() for tensor in like.values())
+        for box in boxes:
+            assert torch.equal(box.data, part_of(whole, box)), (rank, box.key, box.global_offset)
+            replicas[box.key, box.global_offset, box.local_shape].append(box.replica_id)
+    for place, ids in replicas.items():
+        assert len(set(ids)) == len(ids) and sum(not any(one) for one in ids) == 1, (place, ids)
 
 
 class NotInstalled:
@@ -211,11 +97,7 @@ def main() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for config, layout in REAL_CASES:
-        weights = hf_weights(config)
-        for rank in range(layout.world_size):
-            expected = {name: tuple(t.shape) for name, t in megatron_tensors(weights, config, layout, rank).items()}
-            found = shapes_on(config, layout, rank)
-            assert found == expected, (config["model_type"], layout, rank, sorted(found.items() ^ expected.items()))
+        check(config, layout)
         print(config["model_type"], layout.describe(), "agrees", flush=True)
 
 

@@ -95,13 +95,18 @@ REAL_CASES: list[tuple[Config, ParallelLayout]] = [
     (model_config("mixtral"), ParallelLayout(tp=2, dp=2, ep=4, etp=1)),
     (model_config("qwen2_moe"), ParallelLayout(tp=2, pp=2, ep=2, etp=1)),
     (model_config("deepseek_v3"), ParallelLayout(tp=2, pp=2, ep=2, etp=1, first_stage_layers=1)),
+    (model_config("qwen2_moe"), ParallelLayout(tp=2, dp=4, ep=2)),  # experts cut twice, with replicas
+    (model_config("deepseek_v3"), ParallelLayout(dp=4, ep=2, etp=2)),  # experts cut where attention is not
+    (model_config("deepseek_v3"), ParallelLayout(tp=2, pp=2, vpp=2, cp=2, ep=2, etp=1)),
     (model_config("deepseek_v3", q_lora_rank=None, n_shared_experts=None), ParallelLayout(tp=2)),
     (model_config("nemotron_h"), ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)),
+    (model_config("nemotron_h", n_groups=2, mamba_num_heads=8), ParallelLayout(tp=2, dp=2, ep=2)),
+    (model_config("nemotron_h", hybrid_override_pattern="MEME", tie_word_embeddings=True), ParallelLayout(pp=4, ep=2, dp=2)),
     (model_config("nemotron_h", hybrid_override_pattern="EM-*", n_shared_experts=None), ParallelLayout(tp=4)),
 ]
 
 
-def test_names_and_shapes_are_those_of_megatron_core() -> None:
+def test_names_shapes_and_elements_are_those_of_megatron_core() -> None:
     """All ranks of several layouts, built one after the other in one process over torch's fake process group."""
     pytest.importorskip("megatron.core")
     done = subprocess.run([sys.executable, "-m", "tests.unit.megatron_shapes"], capture_output=True, text=True, timeout=240)
