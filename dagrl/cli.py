@@ -32,6 +32,7 @@ BENCHES = {
     "overhead": "what a step costs before any work is done, over 1 to 64 workers, five ways",
     "step_overhead": "what a step costs beyond its workers' own time, compiled and eager",
     "refit": "weights from Megatron's modules to vLLM's, beside broadcasts",
+    "refit_plan": "planning refits of models at full size, without weights: time and memory",
     "train": "training steps beside a plain Megatron loop: time, MFU, losses",
     "step": "GRPO steps, synchronous, asynchronous and with updates in flight",
     "compare": "GRPO steps beside the same step in plain Ray calls",

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.refit_mappings import DEEPSEEK_V3, LARGEST, QWEN3_4B, QWEN3_30B, QWEN3_235B, TABLE, Mapping, parameters
 from dagrl.errors import RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
 from dagrl.refit.quantize import dequantize_blocks, quantize_blocks
 from dagrl.refit.slices import expand
-from tests.unit.full_models import DEEPSEEK_V3, LARGEST, QWEN3_4B, QWEN3_30B, QWEN3_235B, TABLE, Mapping, parameters
 from tests.unit.memory_channel import run_refit
 from tests.unit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
 from workers.families.megatron import MegatronModules
@@ -79,7 +79,7 @@ def test_the_counts_are_those_published() -> None:
 
 PROGRAM = """
 import json, resource, sys, time
-from tests.unit.full_models import LARGEST
+from bench.refit_mappings import LARGEST
 from tests.unit.test_refit_table import plan_of
 row = LARGEST[int(sys.argv[1])]
 start = time.process_time()

@@ -1,0 +1,155 @@
+"""What planning a refit costs: `dagrl inspect --phase refit` of models at full size, in seconds and memory, without weights.
+
+    dagrl bench refit_plan --json F                              all mappings of `refit_mappings.py`
+    dagrl bench refit_plan --mappings 235b dsv3 --rounds 5
+
+Every round is a process of its own that does all that the command does: imports, phase graphs and their picture,
+descriptions of all ranks, the plan, its summary. Mappings take turns. The median and the slowest round are told, on the
+clock (`wall_s`) and of the processor (`cpu_s`, which is what stays comparable where other jobs run too: `load` is how many
+there were on average, this one included), and the most memory that any round held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from bench.refit_mappings import TABLE
+from bench.refit_mappings import Mapping as Case
+from bench.report import Report, command_line
+from bench.report import Row as ReportRow
+from dagrl.errors import ConfigError, RunError
+
+_LIMIT_S, _POLL_S = 300.0, 0.05
+_TITLE = re.compile(r"refit of ([\d,.]+) MB from (\d+) to (\d+) ranks, (\d+) buckets")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One process: seconds on the clock and of the processor, memory at its peak, and what it printed of the plan."""
+
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+    plan: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dagrl bench refit_plan`."""
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--mappings", nargs="*", default=[""], help="only mappings whose names begin so: 4b 30b 235b dsv3")
+    parser.add_argument("--rounds", type=int, default=3, help="processes for each mapping")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print the table, write what was asked for."""
+    cases = [case for case in TABLE if str(case).startswith(tuple(options.mappings))]
+    if not cases or options.rounds < 1:
+        raise ConfigError(
+            f"--mappings {' '.join(options.mappings)} --rounds {options.rounds} leave nothing to measure; there are "
+            f"{', '.join(map(str, TABLE))}"
+        )
+    rounds: dict[str, list[Round]] = {str(case): [] for case in cases}
+    loads: list[float] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(options.rounds):
+            for case in cases:
+                rounds[str(case)].append(_inspect(case, Path(directory)))
+                loads.append(os.getloadavg()[0])
+    rows = [_row(case, rounds[str(case)], median(loads)) for case in cases]
+    _print(rows)
+    if options.json:
+        Report(rows, command_line()).write(options.json)
+
+
+def configuration(case: Case) -> dict[str, Any]:
+    """A run of a mapping, as a configuration file has it."""
+    train = case.train
+    megatron = {
+        "data_parallel_size": train.dp,
+        "tensor_model_parallel_size": train.tp,
+        "pipeline_model_parallel_size": train.pp,
+        "expert_model_parallel_size": train.ep,
+        "expert_tensor_parallel_size": train.etp,
+        "num_layers_in_first_pipeline_stage": train.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": train.last_stage_layers,
+    }
+    vllm = {"tensor_parallel_size": case.tp, "data_parallel_size": case.dp, "precision": "fp8" if case.fp8 else None}
+    policy = {
+        "precision": "bfloat16",
+        "random_init": {"tokenizer_characters": "0123456789+=", "hf_config": case.model},
+        "megatron_cfg": megatron,
+        "generation": {"vllm_cfg": vllm},
+    }
+    return {"name": str(case), "algorithm": "grpo", "policy": policy, "data": {"task": "dagrl.tasks:arithmetic"}}
+
+
+def _inspect(case: Case, directory: Path) -> Round:
+    """Run the command once, in a process of its own. Raises RunError when it fails or does not end."""
+    config, output = directory / f"{case}.yaml", directory / "output"
+    config.write_text(yaml.safe_dump(configuration(case)))
+    words = ["inspect", str(config), "--phase", "refit", "-o", str(directory / "refit.svg")]
+    program = f"import sys; from dagrl.cli import main; sys.exit(main({words!r}))"
+    start = time.perf_counter()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    files = [(os.POSIX_SPAWN_OPEN, 1, str(output), flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", program], os.environ, file_actions=files)
+    status, used = _end_of(pid, start + _LIMIT_S)
+    wall, text = time.perf_counter() - start, output.read_text()
+    title = _TITLE.search(text)
+    if status or title is None:
+        raise RunError(f"dagrl inspect of {case} ended with {status}, or without a plan: {text[-2000:]}")
+    return Round(wall, used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss, title.groups())
+
+
+def _end_of(pid: int, deadline: float) -> tuple[int, Any]:
+    """Exit code and resources of a process, killed at the deadline; those of this one alone, which `subprocess` hides."""
+    while True:
+        found, status, used = os.wait4(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status), used
+        if time.perf_counter() > deadline:
+            os.kill(pid, 9)
+            deadline = float("inf")
+        time.sleep(_POLL_S)
+
+
+def _row(case: Case, rounds: Sequence[Round], load: float) -> ReportRow:
+    megabytes, sources, destinations, buckets = rounds[0].plan
+    return {
+        "mapping": str(case),
+        "train_ranks": int(sources),
+        "generation_ranks": int(destinations),
+        "gigabytes": round(float(megabytes.replace(",", "")) / 1e3, 1),
+        "buckets": int(buckets),
+        "wall_s": round(median(one.wall_s for one in rounds), 2),
+        "wall_max_s": round(max(one.wall_s for one in rounds), 2),
+        "cpu_s": round(median(one.cpu_s for one in rounds), 2),
+        "cpu_max_s": round(max(one.cpu_s for one in rounds), 2),
+        "peak_gib": round(max(one.peak_bytes for one in rounds) / 2**30, 3),
+        "n": len(rounds),
+        "load": round(load, 1),
+    }
+
+
+def _print(rows: Sequence[Mapping[str, str | int | float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="dagrl inspect --phase refit: seconds (median, slowest), memory at the peak")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name == "mapping" else "right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=max(170, Console().width)).print(table)
