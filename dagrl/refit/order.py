@@ -32,15 +32,17 @@ def order_rounds(
     waiting = _Waiting(durations, after or {})
     free: dict[int, int] = defaultdict(int)  # rank -> when its group ends
     freed = {rank for pair in durations for rank in pair}
+    idle = set(freed)
     ends: list[tuple[int, int]] = []  # (time, rank)
     number = now = 0
     while waiting:
-        chosen = waiting.choose(now, free, freed)
+        chosen = waiting.choose(now, idle, freed)
         for sender, receiver, position in chosen:
             end = now + durations[sender, receiver][position]
             for rank in (sender, receiver):
                 free[rank] = max(free[rank], end)
                 heapq.heappush(ends, (end, rank))
+            idle -= {sender, receiver}
             waiting.start(sender, receiver, end)
             yield number, sender, receiver, position
         number += bool(chosen)
@@ -48,6 +50,7 @@ def order_rounds(
         now, freed = ends[0][0] if ends else now, set()
         while ends and ends[0][0] == now:
             freed.add(heapq.heappop(ends)[1])
+        idle |= {rank for rank in freed if free[rank] <= now}
 
 
 class _Waiting:
@@ -70,20 +73,21 @@ class _Waiting:
     def __bool__(self) -> bool:
         return bool(self._next)
 
-    def choose(self, now: int, free: Mapping[int, int], freed: set[int]) -> list[Position]:
-        """What starts now: at most one bucket of each free sender, to each free receiver.
+    def choose(self, now: int, idle: set[int], freed: set[int]) -> list[Position]:
+        """What starts now: at most one bucket of each idle sender, to each idle receiver.
 
         Only what has a part in `freed`, the ranks whose group has just ended, could not have started before.
         """
-        reached = {receiver for sender in freed for receiver in self._receivers.get(sender, ())}
-        idle = [rank for rank in reached | (freed & self._next.keys()) if free[rank] <= now]
+        reached = freed & self._next.keys()
+        for sender in freed & self._receivers.keys():
+            reached |= self._receivers[sender] & idle
         chosen: list[Position] = []
         busy: set[int] = set()
-        for receiver in sorted(idle, key=lambda rank: (-self._to_receive[rank], rank)):
+        for receiver in sorted(reached & idle, key=lambda rank: (-self._to_receive[rank], rank)):
             waiting = self._next[receiver]
             best, most = -1, (0, 0, 0)
-            for sender in waiting if receiver in freed else waiting.keys() & freed:
-                if sender in busy or free[sender] > now:
+            for sender in waiting.keys() & (idle if receiver in freed else freed & idle):
+                if sender in busy:
                     continue
                 rank = (self._durations[sender, receiver][waiting[sender]], self._to_send[sender], -sender)
                 if (best < 0 or rank > most) and self._is_ready((sender, receiver, waiting[sender]), now):

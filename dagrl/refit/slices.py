@@ -88,8 +88,13 @@ def _part_of(scales: Scales | None, offset: int) -> Scales | None:
 
 def intersect(first: Box, second: Box) -> Box | None:
     """The box in both, or None."""
-    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    both: list[tuple[int, int]] = []
+    for (a, b), (c, d) in zip(first, second, strict=True):
+        start, stop = max(a, c), min(b, d)
+        if start >= stop:
+            return None
+        both.append((start, stop))
+    return tuple(both)
 
 
 def volume(box: Box) -> int:
