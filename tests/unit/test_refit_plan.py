@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal, get_args
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from dagrl.refit.verify import Verify
 from tests.unit.memory_channel import run_refit
 from tests.unit.weight_reference import (
     Config,
+    Weights,
     equal,
     hf_weights,
     megatron_layouts,
@@ -31,10 +33,14 @@ from tests.unit.weight_reference import (
     vllm_tensors,
     zeros_like,
 )
+from workers.families import find_family
 from workers.families.megatron import MegatronModules
 from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.weights import vllm_weight_slices
+
+TiedHead = Literal["one tensor", "two names", "own memory"]
+"""A tied head of an engine: not described, described under two names of one memory, or in memory of its own."""
 
 
 def megatron_slices(
@@ -55,21 +61,29 @@ def check_megatron_to_vllm(
     ranks_a_host: int = 0,
     verify: Verify = "off",
     dtype: torch.dtype = torch.float32,
+    tied_head: TiedHead = "one tensor",
 ) -> RefitPlan:
     """Everything that vLLM holds afterwards is what slicing the whole model gives, bit for bit; cast to `dtype` there."""
     ranks = [VllmRank(tp, rank, expert_parallel=ep) for _ in range(replicas) for rank in range(tp)]
     size = layout.world_size + len(ranks)
+    weights, held = hf_weights(config), megatron_slices(config, layout, modules)
+    sources = [megatron_tensors(weights, config, layout, rank, modules) for rank in range(layout.world_size)]
+    embedding, aliases = find_family(config).names.embedding, {}
+    if config["tie_word_embeddings"] and tied_head != "one tensor":
+        config, aliases = dict(config, tie_word_embeddings=False), {"lm_head.weight": embedding}
+        weights["lm_head.weight"] = weights[embedding]
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
+    expected = [vllm_tensors(weights, config, tp, rank.tp_rank, ep) for rank in ranks]
+    if aliases and tied_head == "two names":
+        held = [name_again(mine, embedding, tensors) for mine, tensors in zip(held, sources, strict=True)]
     plan = plan_refit(
-        megatron_slices(config, layout, modules),
+        held,
         wanted,
         dtype="float32",
+        aliases=aliases,
         bucket_bytes=bucket_bytes,
         hosts=[rank // ranks_a_host for rank in range(size)] if ranks_a_host else None,
     )
-    weights = hf_weights(config)
-    sources = [megatron_tensors(weights, config, layout, rank, modules) for rank in range(layout.world_size)]
-    expected = [vllm_tensors(weights, config, tp, rank.tp_rank, ep) for rank in ranks]
     if dtype != torch.float32:
         kept = [{one.tensor for one in expand(slices) if one.dtype} for slices in wanted]
         expected = [
@@ -77,10 +91,20 @@ def check_megatron_to_vllm(
             for mine, names in zip(expected, kept, strict=True)
         ]
     built = [{name: torch.zeros_like(tensor) for name, tensor in tensors.items()} for tensors in expected]
+    if aliases and tied_head == "two names":
+        for tensors in built:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     run_refit(plan, [*sources, *built], verify=verify)
     assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
     check_rounds(plan)
     return plan
+
+
+def name_again(slices: list[WeightSlice], embedding: str, tensors: Weights) -> list[WeightSlice]:
+    """A rank that describes its embeddings once more, under a second name of the same memory."""
+    second = [replace(one, tensor=f"again.{one.tensor}") for one in slices if one.name == embedding]
+    tensors.update({one.tensor: tensors[one.tensor.removeprefix("again.")] for one in second})
+    return [*second, *slices]
 
 
 def check_rounds(plan: RefitPlan) -> None:
@@ -108,6 +132,7 @@ def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
         ranks_a_host=data.draw(st.sampled_from([0, 0, 2, 3])),
         verify=data.draw(st.sampled_from(["off", "checksum", "bitwise"])),
         dtype=data.draw(st.sampled_from([torch.float32, torch.float64])),  # casts that let no two values fall together
+        tied_head=data.draw(st.sampled_from(get_args(TiedHead))),
     )
     assert pickle.loads(pickle.dumps(plan.for_rank(0))) == plan.for_rank(0)  # noqa: S301
 
