@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +48,14 @@ def pid(prompts, completions, references):
 def short(prompts, completions, references):
     return [1.0]
 
-async def slowly(prompt, completion, reference):
+under_way = 0
+
+async def together(prompt, completion, reference):
     import asyncio
-    await asyncio.sleep(0.3)
+    global under_way
+    under_way += 1
+    while under_way < int(prompt):
+        await asyncio.sleep(0.01)
     if completion == "raise":
         raise ValueError("no such answer")
     return float(len(completion))
@@ -81,8 +85,11 @@ def steady(prompt, completion, reference):
         time.sleep(3600)
     return float(len(completion))
 
-def sleepy(prompts, completions, references):
-    time.sleep(0.4)
+def beside(prompts, completions, references):
+    with open(os.path.join(prompts[0], str(os.getpid())), "w"):
+        pass
+    while len(os.listdir(prompts[0])) < 2:
+        time.sleep(0.01)
     return [1.0] * len(prompts)
 
 def undefined(prompts, completions, references):
@@ -119,16 +126,14 @@ def test_sample_that_raises_costs_itself(functions: str) -> None:
 
 
 def test_sample_that_hangs_or_ends_the_process_costs_itself(functions: str) -> None:
-    started = time.monotonic()
-    values, failed, _ = run(f"{functions}:picky", ["ab", "hang", "abc", "die"], timeout_s=0.5)
+    values, failed, _ = run(f"{functions}:picky", ["ab", "hang", "abc", "die"], timeout_s=1.0)
     assert (values, failed) == ([2.0, 0.0, 3.0, 0.0], 2)
-    assert time.monotonic() - started < 30
 
 
 def test_many_hangs_end(functions: str) -> None:
-    values, failed, message = run(f"{functions}:picky", ["ab", *["hang"] * 50], timeout_s=0.3)
+    values, failed, message = run(f"{functions}:picky", ["ab", *["hang"] * 50], timeout_s=0.7)
     assert (values[0], failed) == (2.0, 50)
-    assert "timeout_s = 0.3" in message
+    assert "timeout_s = 0.7" in message
 
 
 def test_wrong_results(functions: str) -> None:
@@ -160,11 +165,9 @@ def test_shuffled_deals_out_the_same_rewards() -> None:
 
 
 def test_coroutines_of_single_samples_run_side_by_side_and_fail_alone(functions: str) -> None:
-    with RewardRunner(RewardConfig(function=f"{functions}:slowly", batched=False)) as runner:
-        runner(["p"], ["c"], ["r"])  # the process has started
-        started = time.monotonic()
-        rewards = runner(["p"] * 20, ["raise", *["ab"] * 19], ["r"] * 20)
-        assert time.monotonic() - started < 2, "20 samples of 0.3 s each, one after the other, take 6 s"
+    """None of the twenty ends before all are under way."""
+    with RewardRunner(RewardConfig(function=f"{functions}:together", batched=False, timeout_s=60.0)) as runner:
+        rewards = runner(["20"] * 20, ["raise", *["ab"] * 19], ["r"] * 20)
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
     assert (rewards.failed, rewards.message) == (1, "ValueError: no such answer")
 
@@ -173,15 +176,12 @@ def test_a_batched_coroutine(functions: str) -> None:
     assert run(f"{functions}:slowly_batched", ["a", "abc"]) == ([1.0, 3.0], 0, "")
 
 
-def test_calls_run_beside_the_caller_in_several_processes(functions: str) -> None:
-    with RewardRunner(RewardConfig(function=f"{functions}:sleepy", num_workers=2)) as runner:
-        for warm in [runner.submit(["p"], ["c"], ["r"]) for _ in range(2)]:
-            warm.result()
-        started = time.monotonic()
-        futures = [runner.submit(["p"] * 3, ["c"] * 3, ["r"] * 3) for _ in range(2)]
-        assert time.monotonic() - started < 0.2, "submit does not wait"
+def test_calls_run_beside_the_caller_in_several_processes(functions: str, tmp_path: Path) -> None:
+    """Neither of two calls ends before the other has begun, in another process."""
+    (meeting := tmp_path / "meeting").mkdir()
+    with RewardRunner(RewardConfig(function=f"{functions}:beside", num_workers=2, timeout_s=60.0)) as runner:
+        futures = [runner.submit([str(meeting)] * 3, ["c"] * 3, ["r"] * 3) for _ in range(2)]
         assert [rewards_of(future.result()).values.tolist() for future in futures] == [[1.0] * 3] * 2
-        assert time.monotonic() - started < 0.75, "two processes: 0.4 s, not 0.8 s"
 
 
 def test_a_coroutine_that_hangs_costs_itself_and_no_second_call(functions: str, tmp_path: Path) -> None:
@@ -196,11 +196,11 @@ def test_a_coroutine_that_hangs_costs_itself_and_no_second_call(functions: str, 
 def test_a_function_of_single_samples_has_the_deadline_for_each(functions: str, tmp_path: Path) -> None:
     """Six samples take longer together than one may; none is asked twice, and one that hangs costs itself."""
     noted = tmp_path / "calls"
-    with RewardRunner(RewardConfig(function=f"{functions}:steady", batched=False, timeout_s=0.3)) as runner:
+    with RewardRunner(RewardConfig(function=f"{functions}:steady", batched=False, timeout_s=1.0)) as runner:
         rewards = runner([str(noted)] * 6, ["ab", "ab", "hang", "ab", "ab", "ab"], ["r"] * 6)
     assert noted.read_text() == "ababhangababab"
     assert rewards.values.tolist() == [2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
-    assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 0.3 s")
+    assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
 
 
 def test_a_function_whose_module_takes_too_long_to_import_ends_the_run(
