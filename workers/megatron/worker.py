@@ -1,135 +1,36 @@
 """MegatronWorker: one rank of a train group, on Megatron-Core, with or without a GPU.
 
-Its methods are what the phases `train_step`, `logprobs` and `refit` name. Heavy imports happen in `setup`, so that the
-driver can import the class to trace phases.
+Its methods are what the phases `train_step`, `logprobs` and `refit` name; `GroupMember` is what they stand on.
 """
 
 from __future__ import annotations
 
-import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from dagrl.config import Config, Json
+from dagrl.config import Json
 from dagrl.errors import ConfigError, RunError
-from dagrl.layout import ParallelLayout
 from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
-from dagrl.worker import WorkerContext, in_warmup
-from workers.megatron.architecture import check_layout
+from dagrl.worker import in_warmup
+from workers.megatron.member import GroupMember
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
-    from dagrl.channels.base import Channel, ChannelSpec
+    from dagrl.channels.base import ChannelSpec
     from dagrl.refit.moves import RankPlan
-    from dagrl.refit.run import RefitReport, RefitSender
-    from workers.megatron.checkpoint import Saving
-    from workers.megatron.kv_scales import KvScales
+    from dagrl.refit.run import RefitReport
     from workers.megatron.microbatches import Microbatches
-    from workers.megatron.model import Model
-    from workers.megatron.offload import Part
-    from workers.megatron.optimizer import Trainer
-    from workers.megatron.reference import ReferencePolicy
     from workers.megatron.step import LossStep
 
 
-class MegatronWorker:
-    """Holds one rank's part of the policy; `context.layout` says which. `config.policy.model_name` is a HF directory."""
-
-    requires = ("megatron",)
-
-    def __init__(self, context: WorkerContext, config: Config) -> None:
-        self.context = context
-        self.config = config
-        self._trainer: Trainer | None = None
-        self._reference: ReferencePolicy | None = None
-        self._sender: RefitSender | None = None
-        self._channel: Channel | None = None
-        self._saving: Saving | None = None
-        self._checkpoint_group: ProcessGroup | None = None
-        self._aborted = False
-        self._sending = False
-        self._kv_scales: KvScales | None = None
-
-    @staticmethod
-    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
-        """Raise LayoutError or ConfigError, before any actor starts, for a model that cannot be trained in this layout."""
-        check_layout(hf_config, config.policy.megatron_cfg.layout)
-
-    @staticmethod
-    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        """What `rank` of `layout` will hold, without a worker."""
-        from workers.families.kv_scales import carries_kv_scales, megatron_kv_scales
-        from workers.megatron.weights import megatron_weight_slices
-
-        weights = megatron_weight_slices(hf_config, layout, rank)
-        return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if carries_kv_scales(config) else ())]
-
-    @staticmethod
-    def environment(config: Config) -> dict[str, str]:
-        """Variables that must stand before torch is imported."""
-        threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads}
-
-    def setup(self, address: str) -> None:
-        """Join the group at `address`, build this rank's part of the model and load its weights."""
-        from workers.megatron.architecture import check_layout
-
-        check_layout(self._hf_config, self.context.layout)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron warns of every optional extension that is absent
-            self._trainer = self._build(address)
-
-    def _build(self, address: str) -> Trainer:
-        from workers.megatron import cpu
-
-        cpu.adapt()
-        from workers.megatron.architecture import read_architecture
-        from workers.megatron.groups import start_checkpoint_group, start_groups
-        from workers.megatron.hf import load_hf
-        from workers.megatron.model import build_model
-        from workers.megatron.optimizer import make_trainer
-        from workers.megatron.weights import parameter_shapes
-
-        with self._running():
-            start_groups(self.context, address, self.config.seed)
-            self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
-            architecture = read_architecture(self._hf_config)
-            model = build_model(architecture, self.config.policy, self.context.layout, self._device)
-            shapes = parameter_shapes(self._hf_config)
-            load_hf(self._source, self._slices_of(self.context.rank), shapes, model.tensors())
-            self._kv_scales = self._make_kv_scales(model)
-            return make_trainer(model, self.config, self.context.layout)
-
-    def abort(self) -> None:
-        """Break this worker's collectives and channel, so that peers that wait for it raise."""
-        from workers.megatron.groups import abort_groups
-
-        if self._channel is not None:
-            self._channel.abort(f"train worker {self.context.rank} was aborted")
-        if self._sending:  # no peer waits in Megatron's groups: training goes on, with a new channel so do refits
-            return
-        self._aborted = True
-        abort_groups()
-
-    def shutdown(self) -> None:
-        """Leave the groups and drop the model."""
-        from workers.megatron.groups import end_groups
-
-        if self._channel is not None:
-            self._channel.close()
-        self._trainer = self._sender = self._channel = self._reference = self._saving = None
-        self._checkpoint_group = None
-        end_groups()
+class MegatronWorker(GroupMember):
+    """A train worker: steps, log-probabilities, memory, refits and checkpoints of its part of the policy."""
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         """One optimizer step on the shard's rows (`tokens`, `lengths`, `loss_mask`, and for GRPO the log-probabilities).
@@ -347,28 +248,10 @@ class MegatronWorker:
         self._ready().reset_optimizer()
 
     @property
-    def _source(self) -> Path:
-        if self.config.policy.model_name is None:
-            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
-        return Path(self.config.policy.model_name)
-
-    @property
-    def _hf_config(self) -> dict[str, Json]:
-        from workers.megatron.hf import read_hf_config
-
-        return read_hf_config(self._source)
-
-    @property
     def _identity(self) -> dict[str, Json]:
         from workers.megatron.checkpoint import identity_of
 
         return identity_of(self.config.policy.precision, self._hf_config)
-
-    @property
-    def _files_group(self) -> ProcessGroup:
-        """Where workers wait for each other's files."""
-        assert self._checkpoint_group is not None, "`setup` makes it"
-        return self._checkpoint_group
 
     @property
     def _temperature(self) -> float:
@@ -380,30 +263,6 @@ class MegatronWorker:
         """Whether this worker's metrics count: losses are known to the last stage, and equal on its tp workers."""
         where = self.context.coordinates
         return where.pp == self.context.layout.pp - 1 and where.tp == 0
-
-    def _ready(self, *needs: Part) -> Trainer:
-        """The trainer; RunError when the worker cannot run, or a part of the state that is needed is offloaded."""
-        if self._trainer is None:
-            raise RunError("the worker is not set up; call setup(address) on all workers of the group first")
-        self._check_standing()
-        if needs:
-            self._trainer.offloader.require(needs, f"train worker {self.context.rank}")
-        return self._trainer
-
-    def _slices_of(self, rank: int) -> list[WeightSlice]:
-        """What a rank holds of a checkpoint."""
-        from workers.megatron.weights import megatron_weight_slices
-
-        return megatron_weight_slices(self._hf_config, self.context.layout, rank)
-
-    def _make_kv_scales(self, model: Model) -> KvScales | None:
-        from workers.families.kv_scales import carries_kv_scales
-        from workers.megatron.kv_scales import KvScales
-
-        if not carries_kv_scales(self.config):
-            return None
-        layers = model.architecture.layers
-        return KvScales(model.chunks, layers, self.context.layout, self.context.coordinates, self._device)
 
     def _cuts(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
         """The batch's microbatches; in a warm-up first those of every other shape that they may have."""
@@ -429,41 +288,6 @@ class MegatronWorker:
         temperature = 1.0 if loss == "sft" else self._temperature  # SFT learns the distribution itself
         layer = self._ready().model.output_layer(temperature, self.config.policy.logprob_chunk_size)
         return LossStep(loss, self.config.loss_fn, denominators, layer)
-
-    @contextmanager
-    def _running(self, *, sending: bool = False) -> Iterator[None]:
-        """A phase may run on any thread, and CUDA's current device is the thread's own.
-
-        An abort may come when a phase has failed already: until the next begins, `sending` says that it was a refit.
-        What was launched is waited for, so that a failure belongs to the phase that it happened in; copies of offloaded
-        state, on a stream of their own, are not. NCCL's collectives do not raise when they are aborted, they end: what they
-        gave must not be used.
-        """
-        import torch
-
-        self._sending = sending
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self._device)
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        self._check_standing()
-        self._sending = False
-
-    def _check_standing(self) -> None:
-        if self._aborted:
-            raise RunError(f"train worker {self.context.rank} was aborted; restart the group")
-
-    @property
-    def _device(self) -> torch.device:
-        """This worker's device; of several visible GPUs the one that `LOCAL_RANK` names, else they are dealt by rank."""
-        import torch
-
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        visible = torch.cuda.device_count()
-        local = self.context.rank if visible > 1 else 0
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", local)) % visible)
 
     @contextmanager
     def _weights_of(self, model: Literal["policy", "reference"]) -> Iterator[None]:
