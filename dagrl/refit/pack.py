@@ -68,7 +68,7 @@ class BucketMemory:
         self._copies: dict[Side, BatchedCopy] = {}  # from this side to the other, made when first needed
         self._quantizer = BlockQuantizer([])
         self.message = torch.empty(0, dtype=torch.uint8)
-        self.checksums: ChecksumTable | None = None  # made by `verify.checksums` when first needed
+        self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
         self.alone = False  # nothing travels while it is packed or unpacked
         part, move = self.live[0][0], bucket.moves[0]
         alone = len(bucket.moves) == 1 and len(self.live[0]) == 1 and move.scales is None
@@ -105,7 +105,7 @@ class BucketMemory:
             else:
                 quantized += zip(parts, places, stored, strict=True)
         self._quantizer = BlockQuantizer(quantized)
-        self._prepare(self.side)  # now: an upload of its table would wait for a message, without the channel's deadline
+        self.prepare(self.side)
 
     def pack(self) -> None:
         """Copy the live parts into the message, one launch for all where the backend has it; quantize where asked."""
@@ -145,11 +145,12 @@ class BucketMemory:
         """As the source does, from the live parts to the message; or as the target does, back."""
         if self.direct or not self._owners:
             return
-        self._prepare(side)
+        self.prepare(side)
         self._copies[side].run(self.alone)
 
-    def _prepare(self, side: Side) -> None:
-        if side not in self._copies:
+    def prepare(self, side: Side) -> None:
+        """Make the copies of `side` before a refit: their table's upload would wait for a message, without a deadline."""
+        if not self.direct and side not in self._copies:
             live, places = self._pairs
             self._copies[side] = BatchedCopy(places, live) if side == "source" else BatchedCopy(live, places)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dagrl.annotate import annotate
 from dagrl.channels.base import Channel, Pending, wait_all
 from dagrl.refit.moves import RankPlan
-from dagrl.refit.pack import BucketMemory, Side, bind_staging, moved_tensors
+from dagrl.refit.pack import BucketMemory, bind_staging, moved_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -31,26 +31,32 @@ class Round:
 
 
 class Rounds:
-    """All rounds of `plan`, over `tensors` as they lie in memory now.
+    """All rounds of `plan`, over `tensors` as they lie in memory when `bind` is called: at first, and after they moved."""
 
-    Raises RefitPlanError when tensors or dtypes do not fit the plan.
-    """
+    def __init__(self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel) -> None:
+        self._plan, self._tensors, self._channel = plan, tensors, channel
+        self._named = list(dict.fromkeys([*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]))
+        self._rounds: list[Round] = []
+        self.bind()
+        self.device = next((tensors[name].device for name in self._named), None)
 
-    def __init__(self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel, side: Side) -> None:
-        self._channel = channel
-        self._plan, self._side = plan, side
-        named = dict.fromkeys([*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")])
-        self._rounds = self._bind(tensors)
-        self._pointers = [tensors[name].data_ptr for name in named]
+    def bind(self) -> None:
+        """Bind to the memory that tensors have now.
+
+        What was bound before is let go first: memory never holds staging for both. Tables for GPUs are uploaded, which
+        waits on the host for the current stream. Raises RefitPlanError when tensors or dtypes do not fit the plan.
+        """
+        self._rounds, self._addresses = [], list[int]()
+        self._rounds = self._bound()
+        self._pointers = [self._tensors[name].data_ptr for name in self._named]
         self._addresses = [pointer() for pointer in self._pointers]
-        self.device = next((tensors[name].device for name in named), None)
 
-    def _bind(self, tensors: Mapping[str, torch.Tensor]) -> list[Round]:
+    def _bound(self) -> list[Round]:
         rounds: dict[int, Round] = {}
         for bucket in self._plan.sends:
-            rounds.setdefault(bucket.round, Round(bucket.round)).send = BucketMemory(bucket, tensors, "source")
+            rounds.setdefault(bucket.round, Round(bucket.round)).send = BucketMemory(bucket, self._tensors, "source")
         for bucket in self._plan.receives:
-            rounds.setdefault(bucket.round, Round(bucket.round)).receive = BucketMemory(bucket, tensors, "target")
+            rounds.setdefault(bucket.round, Round(bucket.round)).receive = BucketMemory(bucket, self._tensors, "target")
         ordered = [rounds[number] for number in sorted(rounds)]
         sends, receives = [one.send for one in ordered if one.send], [one.receive for one in ordered if one.receive]
         self.staging_bytes = bind_staging(sends) + bind_staging(receives)

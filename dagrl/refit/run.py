@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from dagrl.channels.base import Channel, wait_all
 from dagrl.errors import RefitPlanError, RunError
 from dagrl.refit.headers import Headers
 from dagrl.refit.moves import Move, RankPlan
-from dagrl.refit.pack import BucketMemory, Side
+from dagrl.refit.pack import BucketMemory
 from dagrl.refit.rounds import Rounds
-from dagrl.refit.verify import Verify, check_mode, checksums, compare_checksums, differs
+from dagrl.refit.verify import Verify, check_mode, checksums, compare_checksums, differs, prepare_checksums
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +69,7 @@ class RefitSender:
         verify: Verify = "off",
         record: bool = True,
     ) -> None:
-        self._end = _End(plan, tensors, channel, "source", verify, record)
+        self._end = _End(plan, tensors, channel, verify, record)
 
     @property
     def rounds(self) -> Rounds:
@@ -93,7 +92,7 @@ class RefitReceiver:
         verify: Verify = "off",
         record: bool = True,
     ) -> None:
-        self._end = _End(plan, tensors, channel, "target", verify, record)
+        self._end = _End(plan, tensors, channel, verify, record)
 
     @property
     def rounds(self) -> Rounds:
@@ -117,7 +116,6 @@ class _End:
         plan: RankPlan,
         tensors: Mapping[str, torch.Tensor],
         channel: Channel,
-        side: Side,
         verify: Verify,
         record: bool,
     ) -> None:
@@ -128,8 +126,8 @@ class _End:
             )
         check_mode(verify)
         self._channel, self._verify, self._record = channel, verify, record
-        self._make_rounds = partial(Rounds, plan, tensors, channel, side)
-        self.rounds = self._make_rounds()
+        self.rounds = Rounds(plan, tensors, channel)
+        self._prepare()
         self._carried_once = False
         self._replay: Callable[[], None] | None = None
         self._sums: dict[int, list[torch.Tensor]] = {}
@@ -155,11 +153,19 @@ class _End:
         self._channel.synchronize()
         return RefitReport(version, self._sent, self._received, time.perf_counter() - start)
 
+    def _prepare(self) -> None:
+        """Upload what verifying needs: in a refit an upload would wait for a message, without the channel's deadline."""
+        if self._verify == "checksum":
+            for memory in (*self.rounds.sends, *self.rounds.receives):
+                prepare_checksums(memory)
+
     def _follow_memory(self) -> None:
         """Bind again what was given new memory; otherwise views, tables and graphs would go to dead memory."""
         if self.rounds.moved:
+            self._channel.synchronize()  # the header, which uploads of new tables would wait for without its deadline
             self._replay, self._carried_once = None, False
-            self.rounds = self._make_rounds()
+            self.rounds.bind()
+            self._prepare()
 
     def _carry(self) -> None:
         """All rounds: one by one the first time, which also opens connections; then recorded, and from then on replayed."""

@@ -30,20 +30,30 @@ def check_mode(mode: str) -> None:
         raise RefitPlanError(f"refit.verify is {mode!r}; choose one of {', '.join(get_args(Verify))}")
 
 
-def checksums(memory: BucketMemory) -> torch.Tensor:
-    """`[moves, 2]` int64: the two sums of each part of the bucket's message; on GPUs by one launch, into the same tensor."""
-    import torch
-
-    moves, message = memory.bucket.moves, memory.message
-    offsets = bucket_offsets(moves)
-    parts = [message[offset : offset + move.nbytes] for offset, move in zip(offsets, moves, strict=True)]
-    if not message.is_cuda or message.data_ptr() % _WORD:
-        return torch.stack([checksum(part) for part in parts])
-    if memory.checksums is None:
+def prepare_checksums(memory: BucketMemory) -> None:
+    """Upload the tables of `checksums`, and of what `repack` copies for them, to the GPU of a bucket that is bound."""
+    if memory.side == "target" and memory.exact:
+        memory.prepare("source")
+    message = memory.message
+    if message.is_cuda and message.data_ptr() % _WORD == 0:
         from dagrl.refit.checksum_kernel import ChecksumTable
 
-        memory.checksums = ChecksumTable(parts, _COLUMNS, _WEIGHT)
-    return memory.checksums.launch()
+        memory.checksums = ChecksumTable(_parts(memory), _COLUMNS, _WEIGHT)
+
+
+def checksums(memory: BucketMemory) -> torch.Tensor:
+    """`[moves, 2]` int64: the two sums of each part of the bucket's message; with a table by one launch, into one tensor."""
+    import torch
+
+    if memory.checksums is not None:
+        return memory.checksums.launch()
+    return torch.stack([checksum(part) for part in _parts(memory)])
+
+
+def _parts(memory: BucketMemory) -> list[torch.Tensor]:
+    """The bytes of each move in the message."""
+    moves = memory.bucket.moves
+    return [memory.message[at : at + move.nbytes] for at, move in zip(bucket_offsets(moves), moves, strict=True)]
 
 
 def checksum(raw: torch.Tensor) -> torch.Tensor:

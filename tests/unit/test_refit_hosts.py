@@ -10,7 +10,6 @@ import torch
 from dagrl.errors import RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import LinkSpeeds, RefitPlan, plan_refit
-from dagrl.refit.pack import Side
 from dagrl.refit.rounds import Rounds
 from dagrl.refit.slices import volume
 from tests.unit.memory_channel import MemoryChannel
@@ -63,8 +62,7 @@ def test_staging_of_a_rank_that_passes_on_is_that_of_both_directions() -> None:
     tensors += [vllm_tensors(weights, CONFIG, 2, rank) for rank in range(2)] * 3
     taken = []
     for rank, held in enumerate(tensors):
-        side: Side = "source" if rank < 2 else "target"
-        taken.append(Rounds(plan.for_rank(rank), held, MemoryChannel(rank, 8, {}), side).staging_bytes)
+        taken.append(Rounds(plan.for_rank(rank), held, MemoryChannel(rank, 8, {})).staging_bytes)
     largest = max(bucket.nbytes for bucket in plan.buckets)
     assert 2 * largest < max(taken) <= plan.summary().staging_bytes <= 4 * largest
     boxes = plan.summary(mailboxes=True).staging_bytes

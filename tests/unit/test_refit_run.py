@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from queue import Queue
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, WeightSlice, merge_reports, plan_refit
-from dagrl.refit.pack import bind_buckets
+from dagrl.refit.copies import BatchedCopy
+from dagrl.refit.pack import BucketMemory, bind_buckets, bind_staging
 from dagrl.refit.slices import Box
-from tests.unit.memory_channel import MemoryChannel, run_refit
+from tests.unit.memory_channel import Done, MemoryChannel, run_refit
 
 WHOLE: Box = ((0, 6), (0, 10))
 
@@ -132,6 +134,81 @@ def test_a_tensor_with_new_memory_is_followed_there() -> None:
         sender.send(version)
         receiver.receive(version)
         assert torch.equal(held, torch.stack([sent[:, 5:], sent[:, :5]]))
+
+
+def test_staging_of_before_is_gone_when_moved_tensors_are_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    sent = torch.nn.Parameter(source())
+    sender = RefitSender(plan_of(*columns(), bucket_bytes=64).for_rank(0), {"s": sent}, MemoryChannel(0, 2, queues))
+    before = [weakref.ref(memory.message) for memory in sender.rounds.sends]
+    there: list[int] = []
+
+    def bind(memories: list[BucketMemory]) -> int:
+        there.append(sum(message() is not None for message in before))
+        return bind_staging(memories)
+
+    monkeypatch.setattr("dagrl.refit.rounds.bind_staging", bind)
+    sender.send(1)
+    assert before[0]() is not None and not there
+    sent.data = source()
+    sender.send(2)
+    assert len(before) == 4 and set(there) == {0}
+
+
+def test_a_tensor_that_no_longer_fits_is_refused_until_it_does() -> None:
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    sent, first = torch.nn.Parameter(source()), source()
+    sent.data = first
+    sender = RefitSender(plan_of(matrix()).for_rank(0), {"s": sent}, MemoryChannel(0, 2, queues))
+    for _ in range(2):
+        sent.data = torch.zeros(3, 3)
+        with pytest.raises(RefitPlanError, match=r"its shape is \(3, 3\)"):
+            sender.send(1)
+    sent.data = first  # the memory that it was bound to at first
+    sender.send(2)
+    *_, message = queues[0, 1].queue
+    assert torch.equal(message.view(torch.float32), first.flatten())
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["first", "moved"])
+def test_all_copies_of_a_verified_refit_are_made_before_its_first_message(
+    moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs their tables are uploaded, which would wait for messages without the channel's deadline."""
+    events: list[str] = []
+
+    class Channel(MemoryChannel):
+        def receive(self, tensor: Tensor, peer: int) -> Done:
+            events.append("header" if tensor.dtype == torch.int64 and tensor.numel() == 2 else "message")
+            return super().receive(tensor, peer)
+
+        def synchronize(self) -> None:
+            events.append("synchronized")
+
+    class Copy(BatchedCopy):
+        def __init__(self, *sides: list[Tensor]) -> None:
+            events.append("copy")
+            super().__init__(*sides)
+
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    plan = plan_of(*columns())
+    held = torch.nn.Parameter(torch.zeros(2, 6, 5))
+    monkeypatch.setattr("dagrl.refit.pack.BatchedCopy", Copy)
+    receiver = RefitReceiver(plan.for_rank(1), {"t": held}, Channel(1, 2, queues), "checksum")
+    assert events == ["copy"] * 2  # both ways of the one bucket
+    if moved:
+        held.data = torch.zeros(2, 6, 5)
+    events.clear()
+    RefitSender(plan.for_rank(0), {"s": source()}, MemoryChannel(0, 2, queues), "checksum").send(1)
+    ours = len(events)
+    receiver.receive(1)
+    received = events[ours:]
+    assert received[: received.index("message")] == [
+        "header",
+        *(["synchronized", *["copy"] * 2] if moved else []),
+        "synchronized",
+    ]
+    assert "copy" not in received[received.index("message") :]
 
 
 def test_another_plan_is_refused() -> None:
