@@ -96,6 +96,7 @@ class WorkerGroup:
         self._health_group = health_group
         self._while_waiting = while_waiting
         self.places: tuple[Place, ...] = ()
+        self._late_runs: list[tuple[Any, ...]] = [()] * len(self.actors)
         installs = [
             actor.__ray_call__.remote(install, role.name, rank, str(self.layout.coordinates(rank)))
             for rank, actor in enumerate(self.actors)
@@ -198,17 +199,22 @@ class WorkerGroup:
         return self.wait(refs, timeout_s or self._call_timeout_s, function.__name__)
 
     def drain_runs(self, timeout_s: float = 2.0) -> list[list[NodeRun]]:
-        """What each worker ran since the last call, for the trace; nothing of one that died or does not answer."""
-        refs = [self._health(actor, drain_runs) for actor in self.actors]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-        runs: list[list[NodeRun]] = []
-        for rank, ref in enumerate(refs):
-            try:
-                runs.append(ray.get(ref) if ref in ready else [])
-            except ray.exceptions.RayActorError:
-                logger.debug("%s worker %d died with its part of the trace", self.role.name, rank)
-                runs.append([])
-        return runs
+        """What each worker ran since the last call, for the trace; nothing of one that died.
+
+        Of one that does not answer in time it comes with the next call.
+        """
+        asked = [(*late, self._health(actor, drain_runs)) for late, actor in zip(self._late_runs, self.actors, strict=True)]
+        refs = [ref for of_rank in asked for ref in of_rank]
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0])
+        self._late_runs = [tuple(ref for ref in of_rank if ref not in ready) for of_rank in asked]
+        return [self._drained(rank, [ref for ref in of_rank if ref in ready]) for rank, of_rank in enumerate(asked)]
+
+    def _drained(self, rank: int, answers: Sequence[Any]) -> list[NodeRun]:
+        try:
+            return [run for runs in ray.get(answers) for run in runs]
+        except ray.exceptions.RayActorError:
+            logger.debug("%s worker %d died with its part of the trace", self.role.name, rank)
+            return []
 
     def reset_tickets(self, tickets: Sequence[int]) -> None:
         """Start each worker's ticket order again at its ticket."""

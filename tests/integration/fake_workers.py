@@ -49,9 +49,14 @@ class FakeWorker:
     def add_one(self, value: int) -> int:
         return value + 1
 
-    def slow(self, seconds: float) -> str:
+    def slow(self, until: float | str) -> str:
+        """Takes so many seconds, or until there is a file of that name."""
         self._record(f"slow:{current_replay().replay}")
-        time.sleep(seconds)
+        if isinstance(until, str):
+            while not os.path.exists(until):
+                time.sleep(0.01)
+        else:
+            time.sleep(until)
         return "done"
 
     def misbehave(self, how: dict[str, object]) -> int:

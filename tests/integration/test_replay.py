@@ -183,13 +183,18 @@ def test_replays_of_one_group_keep_their_order_and_those_of_two_overlap(schedule
     assert first.timing is not None and first.timing.busy_s >= 0.3
 
 
-def test_a_thread_that_waits_does_not_hold_up_replays_of_other_phases(scheduler: Scheduler) -> None:
+def test_a_thread_that_waits_does_not_hold_up_replays_of_other_phases(scheduler: Scheduler, tmp_path: Path) -> None:
+    released = tmp_path / "released"
+    replay = scheduler.replay(slow, str(released))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: scheduler.replay(slow, 1.0).result())
+        waiting = pool.submit(replay.result)
         time.sleep(0.1)
-        for _ in range(3):
-            assert scheduler.replay(slow_generation, 0.05).result() == ("done",)
-        assert not waiting.done(), "the replays of the other group were over before the slow one"
+        try:
+            for _ in range(3):
+                assert scheduler.replay(slow_generation, 0.05).result() == ("done",)
+            assert not waiting.done()
+        finally:
+            released.touch()
         assert waiting.result() == ("done", "done")
 
 
@@ -249,12 +254,24 @@ def test_a_warm_up_repeats_replays_within_its_time(
         assert len(of_phase) == 2 * replays, "two buckets"
 
 
+def test_runs_that_are_asked_for_in_vain_come_with_the_next_call(scheduler: Scheduler) -> None:
+    train = scheduler.groups["train"]
+    train.drain_runs(60.0)
+    scheduler.replay(ranks, "x").result()
+    asked = [train.drain_runs(timeout_s) for timeout_s in (0.0, 60.0)]
+    for rank in range(4):
+        assert [run.phase for runs in asked for run in runs[rank]] == ["ranks"]
+
+
 def test_graphs_that_wait_take_no_processor_time(scheduler: Scheduler) -> None:
+    """In the quietest of some seconds: Ray's own threads have work now and then, a loop that polls has in each."""
     pids = [place.pid for group in scheduler.groups.values() for place in group.places]
-    before = [processor_seconds(pid) for pid in pids]
-    time.sleep(1.0)
-    used = [processor_seconds(pid) - start for pid, start in zip(pids, before, strict=True)]
-    assert max(used) < 0.2, "a loop of a compiled graph polls"
+    used = []
+    while len(used) < 5 and min(used, default=1.0) >= 0.2:
+        before = [processor_seconds(pid) for pid in pids]
+        time.sleep(1.0)
+        used.append(max(processor_seconds(pid) - start for pid, start in zip(pids, before, strict=True)))
+    assert min(used) < 0.2, "a loop of a compiled graph polls"
 
 
 def processor_seconds(pid: int) -> float:
