@@ -39,8 +39,13 @@ class Agreement:
         assert self._open_store is not None, "channels look whether they are closed first"
         return self._open_store
 
-    def vote(self, refusal: str = "") -> int:
-        """Say that this rank has done its part, or why it cannot; the number of the agreement, to be waited for."""
+    def reach(self, check: Callable[[], None], refusal: str = "", *, wait: bool = True) -> None:
+        """`Channel.agree`; `check` is called now and then while this waits, and may raise to give up."""
+        number = self._vote(refusal)
+        if wait and not refusal:
+            self._wait(number, check)
+
+    def _vote(self, refusal: str) -> int:
         number = self._number
         self._number += 1
         with _named_errors(self._spec):
@@ -51,11 +56,7 @@ class Agreement:
                 self._forget(number - 1)
         return number
 
-    def wait(self, number: int, check: Callable[[], None]) -> None:
-        """Return when all ranks have voted; `check` is called now and then and may raise to give up.
-
-        Raises ChannelError when a rank aborted, or did not vote within the deadline.
-        """
+    def _wait(self, number: int, check: Callable[[], None]) -> None:
         start = time.monotonic()
         looked, pause = start, max(_POLL_S, _POLL_A_RANK_S * self._spec.size)
         key = f"agree/{number}/outcome"

@@ -84,7 +84,7 @@ class IpcChannel:
         self._publish(f"pid/{spec.rank}", str(os.getpid()))
         pids = [int(self._load(f"pid/{rank}")) for rank in range(spec.size)]
         self._lives = {rank: self._process(rank, pid) for rank, pid in enumerate(pids) if rank != spec.rank}
-        self._agreement.wait(self._agreement.vote(), self._check_usable)  # all have mapped the table
+        self._agreement.reach(self._check_usable)  # all have mapped the table
 
     def _process(self, rank: int, pid: int) -> _Process:
         try:
@@ -132,9 +132,7 @@ class IpcChannel:
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         """See `Channel.agree`."""
         self._check_usable()
-        number = self._agreement.vote(refusal)
-        if wait and not refusal:
-            self._agreement.wait(number, self._check_peers)
+        self._agreement.reach(self._check_peers, refusal, wait=wait)
 
     def release(self) -> None:
         """Unmap the peers' mailboxes, and free the own ones that nobody maps and all of whose messages were taken."""

@@ -170,9 +170,7 @@ class NcclChannel:
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         """See `Channel.agree`."""
         self._check_usable()
-        number = self._agreement.vote(refusal)
-        if wait and not refusal:
-            self._agreement.wait(number, self._check_usable)
+        self._agreement.reach(self._check_usable, refusal, wait=wait)
 
     def release(self) -> None:
         """Nothing is kept."""
