@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,9 @@ INDEPENDENT = ("async_grpo", "bench_step", "environments", "refit_layouts", "vll
 APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
 """Where the tests of one of two processes are: those that share no pool of workers with the others'."""
 
-# Machines that run tests are shared; how long one example took says nothing of the code. pytest-timeout bounds a whole test.
-hypothesis.settings.register_profile("dagrl", deadline=None)
+# Machines that run tests are shared; how long one example took, or took to be made up, says nothing of the code.
+# pytest-timeout bounds a whole test.
+hypothesis.settings.register_profile("dagrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("dagrl")
 
 
@@ -30,6 +32,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "apart" if nodeid.startswith(APART) else "together"
 
     return InTwo(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Commands set the level of their process, which here goes on with other tests."""
+    ours = logging.getLogger("dagrl")
+    level, propagate, handlers = ours.level, ours.propagate, list(ours.handlers)
+    yield
+    ours.setLevel(level)
+    ours.propagate, ours.handlers[:] = propagate, handlers
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,15 +25,6 @@ SMALL = (
     "data.task_args={count: 16, train_s: 0.02, engine_step_s: 0.002}",
 )
 WORKERS = 3  # one trains, two generate
-
-
-@pytest.fixture(autouse=True)
-def usual_level() -> Iterator[None]:
-    """The command silences dagrl's warnings for the rest of its process, which here goes on."""
-    logger = logging.getLogger("dagrl")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 def test_rows_of_two_ways(tmp_path: Path) -> None:
