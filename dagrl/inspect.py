@@ -112,7 +112,7 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
 
 
 def _descriptions(describe: Callable[[int], Sequence[WeightSlice]], layout: ParallelLayout) -> list[Sequence[WeightSlice]]:
-    """What each rank holds. Replicas hold the same (data and context parallelism cut no weights): one description for all."""
+    """What each rank holds. Replicas hold the same (data and context parallelism cut no weights), described once."""
     described: dict[tuple[int, ...], Sequence[WeightSlice]] = {}
     keys = [(at.pp, at.tp, at.ep, at.etp) for at in map(layout.coordinates, range(layout.world_size))]
     for rank, key in enumerate(keys):
