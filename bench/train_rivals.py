@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from dagrl.config import Config
 from dagrl.layout import ParallelLayout
+from dagrl.ports import reserve_port
 from dagrl.shapes import Batch, Bucket, split_rows
 from dagrl.worker import WorkerContext
 
@@ -92,7 +92,7 @@ class DagrlSteps:
         self._case, self._batch, self._config = ExitStack(), batch, config
         self.losses, self.overheads = [], []
         self.group = WorkerGroup.from_actors(self._actors[: layout.world_size], layout, call_timeout_s=DEADLINE_S)
-        address = f"127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{reserve_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, 60.0) for rank in range(layout.world_size)]
         self._building = [
             actor.become.remote(context, config, address) for actor, context in zip(self.group.actors, contexts, strict=True)
@@ -153,7 +153,7 @@ class PlainSteps:
         host, port = self._listener.address
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self._workers)]
-        command += ["--master-port", str(free_port()), "-m", "bench.train_plain", f"{host}:{port}", key]
+        command += ["--master-port", str(reserve_port()), "-m", "bench.train_plain", f"{host}:{port}", key]
         self._torchrun = subprocess.Popen(command, env=environment)  # noqa: S603  # our own module
         return self
 
@@ -196,7 +196,7 @@ class PlainSteps:
     def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None:
         self._used = self._connections[: layout.world_size]
         self.losses, self._peak = [], 0
-        address = f"127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{reserve_port()}"
         shards = [batch.select(rows) for rows in split_rows(batch["lengths"], layout.dp)]
         for rank, connection in enumerate(self._used):
             context = WorkerContext("train", rank, layout, config.seed, 60.0)
@@ -233,10 +233,3 @@ class PlainSteps:
         if errors:
             raise RuntimeError(f"the plain loop failed:\n{errors[0]}")
         return results
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

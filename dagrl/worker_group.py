@@ -16,6 +16,7 @@ from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, Wor
 from dagrl.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
 from dagrl.layout import ParallelLayout
 from dagrl.phase import SHARED_MEMORY, Role, group_transports, methods_of
+from dagrl.ports import reserve_port
 from dagrl.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
@@ -361,12 +362,8 @@ def _abort(worker: object) -> None:
 
 
 def free_address(worker: object) -> str:
-    """`host:port` with a port that is free now on the worker's host; runs in the worker."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    """`host:port` with a port that is reserved for a store on the worker's host; runs in the worker."""
+    return f"{ray.util.get_node_ip_address()}:{reserve_port()}"
 
 
 def _signature(flat: Sequence[Any]) -> Any:

@@ -10,7 +10,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.errors import ChannelError, RefitPlanError
 from dagrl.layout import ParallelLayout
+from dagrl.ports import reserve_port
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
 from tests.unit.weight_reference import (
     equal,
@@ -64,17 +64,11 @@ class Place:
 Case = Callable[[Place], object]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0, limit_s: float = 60.0) -> list[object]:
     """Run `case` on `size` ranks; a rank that died gives None, one that raised gives its error's text."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.channel_cases"])
-    ports, address = (free_port(), free_port()), f"127.0.0.1:{free_port()}"
+    ports, address = (reserve_port(), reserve_port()), f"127.0.0.1:{reserve_port()}"
     running = []
     for rank in range(size):
         backend: Literal["gloo", "nccl", "ipc"] = "ipc" if kind == "ipc on a GPU" else kind

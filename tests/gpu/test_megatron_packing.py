@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.layout import ParallelLayout
+from dagrl.ports import reserve_port
 from dagrl.worker import ReplayContext, WorkerContext, _current
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import free_port
 from workers.megatron.logprobs import OutputLayer, VocabularyPart, token_logprobs
 
 pytest.importorskip("megatron.core")
@@ -72,7 +72,7 @@ def worker(config: Config) -> Iterator[Any]:
     from tests.integration.megatron_worker import TestedWorker
 
     made = TestedWorker(WorkerContext("train", 0, ParallelLayout(), 0, 60.0), config)
-    made.setup(f"127.0.0.1:{free_port()}")
+    made.setup(f"127.0.0.1:{reserve_port()}")
     try:
         yield made
     finally:

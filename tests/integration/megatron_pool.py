@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 
 from dagrl.config import Config
 from dagrl.layout import ParallelLayout
+from dagrl.ports import reserve_port
 from dagrl.worker import ReplayContext, WorkerContext, _current
 
 SIZE = 4
@@ -84,7 +84,7 @@ class MegatronPool:
     def group(self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0) -> Iterator[Group]:
         """Workers that are set up; shut down at the end."""
         group = Group(self.connections[: layout.world_size], layout)
-        address = f"127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{reserve_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, timeout_s) for rank in range(layout.world_size)]
         group.call("new", per_rank=[(context, config, address) for context in contexts])
         try:
@@ -100,13 +100,6 @@ class MegatronPool:
             process.join(10)
             if process.is_alive():
                 process.kill()
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(connection: Connection) -> None:

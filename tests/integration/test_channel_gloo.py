@@ -8,6 +8,7 @@ import pytest
 
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.errors import ChannelError
+from dagrl.ports import reserve_port
 from tests import channel_cases as cases
 from tests.channel_cases import Kind, run_case
 from tests.channel_suite import ChannelSuite
@@ -48,7 +49,7 @@ def test_a_spec_that_cannot_be_is_refused(address: str, rank: int) -> None:
 
 
 def test_an_address_in_use_is_said() -> None:
-    first = open_channel(ChannelSpec("gloo", f"127.0.0.1:{(port := cases.free_port())}", 0, 1))
+    first = open_channel(ChannelSpec("gloo", f"127.0.0.1:{(port := reserve_port())}", 0, 1))
     with pytest.raises(ChannelError, match="the address must be free on the host of rank 0"):
         open_channel(ChannelSpec("gloo", f"127.0.0.1:{port}", 0, 1, timeout_s=2))
     first.close()

@@ -14,12 +14,13 @@ import torch
 
 from dagrl.channels.base import ChannelSpec, open_channel
 from dagrl.layout import ParallelLayout
+from dagrl.ports import reserve_port
 from dagrl.refit.plan import plan_refit
 from dagrl.refit.run import RefitReceiver
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import Group, MegatronPool, WorkerError, free_port
+from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
 
 
@@ -48,7 +49,7 @@ def test_weights_after_each_step_arrive(
         plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
         received = {name: torch.zeros(shape) for name, shape in shapes.items()}
 
-        size, address = layout.world_size + 1, f"127.0.0.1:{free_port()}"
+        size, address = layout.world_size + 1, f"127.0.0.1:{reserve_port()}"
         specs = [ChannelSpec("gloo", address, rank, size, 30.0) for rank in range(size)]
         for rank in range(layout.world_size):
             group.start(rank, "prepare_refit", plan.for_rank(rank), specs[rank])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import numpy as np
 from dagrl.config import Config
 from dagrl.generation import FinishedRequest, Generated, merge_generated
 from dagrl.layout import ParallelLayout
+from dagrl.ports import reserve_port
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext
 
@@ -44,9 +44,7 @@ class Ranks:
 
     @contextmanager
     def engine(self, config: Config, tp: int) -> Iterator[Engine]:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        address = f"127.0.0.1:{reserve_port()}"
         assert not self._busy, "an engine is running; let its fixture end first (a test module of its own does that)"
         self._busy = True
         layout = ParallelLayout(tp=tp)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config
 from dagrl.errors import MissingDependencyError
+from dagrl.ports import reserve_port
 from dagrl.worker import WorkerContext
 from workers.vllm import features
 from workers.vllm.environment import OWN_ARGUMENTS, VISIBLE, device_index, model_path, require_generation
@@ -70,7 +71,7 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
     store = TCPStore(host, int(port), context.layout.world_size, context.rank == 0, timeout)
     if tp_rank == 0:
         own = host if context.rank == 0 else socket.gethostbyname(socket.gethostname())
-        store.set(f"vllm/{shard}", f"tcp://{own}:{_free_port()}?run={uuid.uuid4().hex}")
+        store.set(f"vllm/{shard}", f"tcp://{own}:{reserve_port()}?run={uuid.uuid4().hex}")
     init_method = store.get(f"vllm/{shard}").decode()
     store.add("vllm/met", 1)
     if context.rank == 0:  # the store lives here: stay until everyone has read
@@ -242,12 +243,6 @@ def _local_rank(tp_rank: int) -> int:
         index = device_index(assigned, os.environ.get(VISIBLE))
         return tp_rank if index is None else index
     return int(os.environ.get("LOCAL_RANK", tp_rank))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def _wait_for_all(store: Any, ranks: int, timeout_s: float) -> None:
