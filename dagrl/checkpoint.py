@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
-from dagrl.files import sync_directory, write_whole
+from dagrl.files import sync_directory, sync_tree, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,7 @@ class CheckpointStore:
         with self.discarding(directory):
             write_whole(directory / STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
             _write_manifest(directory)
+            sync_tree(directory)
         final = self._final(state)
         self._remove(final)
         directory.rename(final)

@@ -22,7 +22,19 @@ def write_whole(path: Path, content: str) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Make renames inside `directory` last through a power failure."""
-    descriptor = os.open(directory, os.O_RDONLY)
+    _sync(directory)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make all that is below `directory`, the files and their names, last through a power failure."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -42,13 +54,18 @@ def move_aside(path: Path) -> Path | None:
 
 
 def replace_directory(partial: Path, target: Path) -> None:
-    """Give a directory that is complete its name; one that was there before goes, after it and never in part."""
+    """Give a directory that is complete its name; one that was there before goes, after it and never in part.
+
+    What is in it reaches the disk first: after a power failure nothing of that name is torn.
+    """
+    sync_tree(partial)
     old = Path(f"{target}.old")
     if old.exists():
         shutil.rmtree(old)
     if target.exists():
         target.rename(old)
     partial.rename(target)
+    sync_directory(target.parent)
     if old.exists():
         shutil.rmtree(old)
 

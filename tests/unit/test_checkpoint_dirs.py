@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from dagrl.checkpoint import CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.errors import CheckpointError
+from dagrl.files import replace_directory
 
 
 def save(store: CheckpointStore, step: int, metric: float | None = None) -> Path:
@@ -37,6 +39,39 @@ def test_state_comes_back(store: CheckpointStore) -> None:
     assert latest is not None
     assert latest.state == TrainState(10, counters={"tokens": 5}, metric=0.5)
     assert (latest.directory / "train" / "rank_0.pt").read_bytes() == b"weights of step 10"
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What was made to reach the disk, in order, by the names that it had then."""
+    found: list[Path] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return found
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(store: CheckpointStore, on_disk: list[Path]) -> None:
+    saved = save(store, 1)
+    written = store.root / "step_00000001.tmp"
+    names = [path.relative_to(saved) for path in saved.rglob("*")]
+    assert {written, *(written / name for name in names)} <= set(on_disk)
+    assert on_disk[-1] == store.root  # where it got its name
+
+
+def test_a_directory_is_on_the_disk_before_it_takes_a_name(tmp_path: Path, on_disk: list[Path]) -> None:
+    partial, target = tmp_path / "hf.partial", tmp_path / "hf"
+    for directory, content in ((target, "old"), (partial, "new")):
+        directory.mkdir()
+        (directory / "config.json").write_text(content)
+    replace_directory(partial, target)
+    assert on_disk == [partial / "config.json", partial, tmp_path]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (target / "config.json").read_text() == "new"
 
 
 def test_a_save_that_fails_leaves_nothing(store: CheckpointStore) -> None:
