@@ -18,6 +18,9 @@ from dagrl.worker_group import WorkerGroup, shutdown_groups
 from tests.integration.fake_workers import FakeWorker
 from workers.megatron.groups import abort_groups
 
+SOON_S = 50.0
+"""For what takes seconds, on a machine that does other things: long before anything that hangs would be given up."""
+
 
 @phase
 def misbehave(train: Shard, how):
@@ -32,7 +35,7 @@ def other_ranks(other: Shard, value):
 @pytest.fixture(params=["compiled", "eager"])
 def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Scheduler]:
     groups = [WorkerGroup.create(role, FakeWorker, ParallelLayout(dp=1, tp=2), None) for role in ("train", "other")]
-    options = SchedulerOptions(executor=request.param, fallback="error", replay_s=2.0, teardown_s=4.0)
+    options = SchedulerOptions(executor=request.param, fallback="error", replay_s=120.0, teardown_s=4.0)
     with Scheduler(groups, options) as scheduler:
         scheduler.add(misbehave, warmup_value={"rank": -1})
         scheduler.add(other_ranks, warmup_value=None)
@@ -40,7 +43,7 @@ def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Schedul
         scheduler.warmup()
         yield scheduler
         started = time.monotonic()
-    assert time.monotonic() - started < 10.0  # teardown returns within its deadline, whatever is dead or hung
+    assert time.monotonic() - started < SOON_S  # teardown returns within its deadline, whatever is dead or hung
     for group in [*groups, *scheduler.groups.values()]:
         group.shutdown(2.0)
 
@@ -58,8 +61,8 @@ def test_a_killed_worker_is_named(scheduler: Scheduler) -> None:
 def test_a_hung_worker_is_named_with_its_stack_and_killed_and_its_peer_lives_on(scheduler: Scheduler) -> None:
     started = time.monotonic()
     with pytest.raises(PhaseError, match="replay_s") as caught:
-        scheduler.replay(misbehave, {"rank": 0, "kind": "hang", "peers": "wait"}).result()
-    assert time.monotonic() - started < 10.0
+        scheduler.replay(misbehave, {"rank": 0, "kind": "hang", "peers": "wait"}, deadline_s=2.0).result()
+    assert time.monotonic() - started < SOON_S
     (failure,) = caught.value.failures
     assert (failure.rank, failure.kind) == (0, "hung")
     assert "time.sleep(3600)" in failure.traceback
@@ -175,7 +178,7 @@ def test_a_failed_plain_call_does_not_wait_for_a_worker_that_hangs(group: Worker
     started = time.monotonic()
     with pytest.raises(WorkerError, match="told to raise"):
         group.call_each("misbehave", [({"rank": 0, "kind": "raise"},), ({"rank": 1, "kind": "hang"},)])
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < SOON_S
 
 
 def test_a_plain_call_past_its_deadline_names_who_is_late(group: WorkerGroup) -> None:
