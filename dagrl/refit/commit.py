@@ -27,7 +27,8 @@ def one_part_of_a_refit(channel: Channel, *, wait: bool) -> Iterator[None]:
     """
     try:
         yield
-    except ChannelError:  # the channel is broken, which the others see
+    except ChannelError as error:
+        channel.abort(str(error))  # if it is not broken yet: the others wait for messages that will not come
         raise
     except Exception as error:
         channel.agree(f"{type(error).__name__}: {error}")

@@ -155,15 +155,8 @@ class BucketMemory:
             self._copies[side] = BatchedCopy(places, live) if side == "source" else BatchedCopy(live, places)
 
 
-def bind_buckets(buckets: Sequence[TransferBucket], tensors: Tensors, side: Side) -> list[BucketMemory]:
-    """The memory of all buckets of one rank; staged ones take turns in two buffers as large as the largest of them."""
-    memories = [BucketMemory(bucket, tensors, side) for bucket in buckets]
-    bind_staging(memories)
-    return memories
-
-
 def bind_staging(memories: Sequence[BucketMemory]) -> int:
-    """Give `memories`, in the order in which they will be used, two buffers in turn; the bytes of both."""
+    """Give `memories`, in the order of their use, two buffers in turn, as large as the largest staged one; bytes of both."""
     import torch
 
     staged = [memory.bucket.nbytes for memory in memories if not memory.direct]

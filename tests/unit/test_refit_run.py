@@ -13,8 +13,10 @@ from torch import Tensor
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, WeightSlice, merge_reports, plan_refit
+from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.copies import BatchedCopy
-from dagrl.refit.pack import BucketMemory, bind_buckets, bind_staging
+from dagrl.refit.pack import BucketMemory, bind_staging
+from dagrl.refit.rounds import Rounds
 from dagrl.refit.slices import Box
 from tests.unit.memory_channel import Done, MemoryChannel, run_refit
 
@@ -37,6 +39,10 @@ def columns() -> tuple[WeightSlice, WeightSlice]:
     """The left and the right half, stacked in one tensor of a leading dimension."""
     left = WeightSlice("p", ((0, 6), (0, 5)), "t", ((1, 2), (0, 6), (0, 5)))
     return left, WeightSlice("p", ((0, 6), (5, 10)), "t", ((0, 1), (0, 6), (0, 5)))
+
+
+def rounds(plan: RefitPlan, rank: int, tensors: dict[str, Tensor]) -> Rounds:
+    return Rounds(plan.for_rank(rank), tensors, MemoryChannel(rank, 2, {}))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
@@ -71,11 +77,13 @@ def test_live_parameters_and_inference_tensors_are_written_in_place() -> None:
 
 
 def test_one_contiguous_part_goes_without_staging() -> None:
-    direct = bind_buckets(plan_of(matrix()).for_rank(1).receives, {"t": (tensor := torch.zeros(6, 10))}, "target")
-    assert direct[0].direct and direct[0].message.data_ptr() == tensor.data_ptr()
-    cast = bind_buckets(plan_of(matrix()).for_rank(1).receives, {"t": tensor.bfloat16()}, "target")
-    strided = bind_buckets(plan_of(matrix()).for_rank(1).receives, {"t": torch.zeros(10, 6).t()}, "target")
-    assert not cast[0].direct and not strided[0].direct
+    tensor = torch.zeros(6, 10)
+    direct, cast, strided = (
+        rounds(plan_of(matrix()), 1, {"t": target}).receives[0]
+        for target in (tensor, tensor.bfloat16(), tensor.view(10, 6).t())
+    )
+    assert direct.direct and direct.message.data_ptr() == tensor.data_ptr()
+    assert not cast.direct and not strided.direct
 
 
 def test_large_whole_parts_go_first_and_last_without_staging() -> None:
@@ -84,16 +92,16 @@ def test_large_whole_parts_go_first_and_last_without_staging() -> None:
     others = [WeightSlice(f"p{i}", ((0, 6), (0, 5)), f"t{i}", ((0, 6), (0, 5))) for i in range(4)]
     plan = plan_refit([[*others, table]], [[*others, table]], dtype="float32", bucket_bytes=300)
     tensors = {one.tensor: torch.zeros([stop for _, stop in one.local]) for one in (*others, table)}
-    for rank, side in ((0, "source"), (1, "target")):
-        buckets = plan.for_rank(rank).sends or plan.for_rank(rank).receives
-        memories = bind_buckets(buckets, tensors, "source" if side == "source" else "target")
+    for rank in range(2):
+        bound = rounds(plan, rank, tensors)
+        memories = bound.sends or bound.receives
         assert [memory.direct for memory in memories] == [True, False, False, True]
         assert [memory.bucket.nbytes for memory in memories] == [240, 248, 248, 240]
 
 
 def test_staging_is_two_buckets() -> None:
     plan = plan_of(*columns(), bucket_bytes=64)
-    memories = bind_buckets(plan.for_rank(0).sends, {"s": source()}, "source")
+    memories = rounds(plan, 0, {"s": source()}).sends
     buffers = {memory.message.untyped_storage().data_ptr(): memory.message.untyped_storage().nbytes() for memory in memories}
     assert len(memories) == 4 and len(buffers) == 2
     assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
@@ -219,6 +227,19 @@ def test_another_plan_is_refused() -> None:
     with pytest.raises(ChannelError, match="rank 0 sends by another refit plan"):
         RefitReceiver(plans[1].for_rank(1), {"t": target}, MemoryChannel(1, 2, queues)).receive(1)
     assert not target.any()
+
+
+def test_an_error_of_one_rank_with_its_channel_ends_the_wait_of_the_others() -> None:
+    """Whatever the error: the channel is broken, so that nobody waits to the deadline for messages that will not come."""
+    reasons: list[str] = []
+
+    class Channel(MemoryChannel):
+        def abort(self, reason: str) -> None:
+            reasons.append(reason)
+
+    with pytest.raises(ChannelError, match="shared memory"), one_part_of_a_refit(Channel(0, 2, {}), wait=True):
+        raise ChannelError("the shared memory of a peer cannot be opened")
+    assert reasons == ["the shared memory of a peer cannot be opened"]
 
 
 def test_reports_merge() -> None:
