@@ -93,6 +93,8 @@ def _wait_for_next(replay: Replay, so_far: SoFar, groups: Groups, until: float) 
                 f"{so_far.deadline - now:.1f} s. Ask again, or wait longer"
             ) from None
     except Exception as error:  # whatever a graph fails with, the replay has failed, and no worker may be left waiting
+        if isinstance(error.__cause__, KeyboardInterrupt):  # it came while Ray raised: Python makes a SystemError of both
+            raise error.__cause__ from None
         so_far.broken = error
         so_far.waiting.popleft()
         died = _deaths(replay, groups, error)

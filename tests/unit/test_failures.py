@@ -152,6 +152,13 @@ def test_any_error_of_a_graph_is_one_of_the_replay() -> None:
     assert "UnpicklingError: half a message" in str(error) and error.breaks
 
 
+def test_an_interrupt_while_ray_raises_is_an_interrupt() -> None:
+    interrupted = SystemError("<class 'GetTimeoutError'> returned a result with an exception set")
+    interrupted.__cause__ = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        outcome_of(replay(Shard(interrupted)), Group())
+
+
 def test_a_result_that_is_not_there_yet_can_be_asked_for_again() -> None:
     first, second = Shard("first"), Shard()
     asked = replay(first, second)
