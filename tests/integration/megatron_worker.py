@@ -53,6 +53,11 @@ class TestedWorker(MegatronWorker):
         parameters = self._ready().model.parameters()
         return self._boxes({name: states[parameter]["exp_avg"] for name, parameter in parameters.items()})
 
+    def shorten_checkpoints(self, seconds: float) -> None:
+        """How long checkpoints may take to be written, from now on."""
+        timeouts = self.config.timeouts.model_copy(update={"checkpoint_s": seconds})
+        self.config = self.config.model_copy(update={"timeouts": timeouts})
+
     def stall_writing(self, marker: str) -> None:
         """From now on checkpoints are written up to their last file, and no further; `marker` then exists."""
         from workers.megatron import checkpoint

@@ -172,8 +172,8 @@ def test_who_waits_for_or_in_an_aborted_worker_raises_at_once(
             group.start(0, "abort")
             group.finish(0)
         with pytest.raises(WorkerError, match=r"pair closure|closed by peer"):
-            group.finish(1, timeout_s=10)
-        assert time.monotonic() - start < 5
+            group.finish(1)
+        assert time.monotonic() - start < 30, "not the deadline of a collective, a minute"
         with pytest.raises(WorkerError, match="was aborted; restart the group"):
             group.start(aborted, "logprobs", batch)
             group.finish(aborted)

@@ -55,7 +55,7 @@ def test_an_edge_over_nccl_needs_gpus(group: WorkerGroup) -> None:
 
 
 def test_without_gpus_the_phase_runs_eagerly(group: WorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
-    with Scheduler([group], SchedulerOptions(fallback="eager")) as scheduler, caplog.at_level(logging.WARNING):
+    with Scheduler([group], SchedulerOptions(fallback="eager")) as scheduler, caplog.at_level(logging.WARNING, "dagrl"):
         scheduler.add(over_nccl, warmup_value=0)
         scheduler.compile()
         assert "runs eagerly" in caplog.text
@@ -72,9 +72,10 @@ def test_a_worker_passes_results_to_itself_without_a_transport(group: WorkerGrou
 def test_an_actor_without_a_thread_for_a_second_graph_is_an_error_that_says_how_to_make_it(cluster: None) -> None:
     actor = ray.remote(num_cpus=0)(FakeWorker).remote(None, None)
     group = WorkerGroup.from_actors([actor], ParallelLayout())
-    with Scheduler([group], SchedulerOptions(fallback="error", compile_s=3.0)) as scheduler:
-        for item in (one, another):
-            scheduler.add(item, warmup_value=0)
+    with Scheduler([group], SchedulerOptions(fallback="error")) as scheduler:
+        scheduler.add(one, warmup_value=0)
+        scheduler.options = dataclasses.replace(scheduler.options, compile_s=3.0)  # of what cannot be compiled alone
+        scheduler.add(another, warmup_value=0)
         with pytest.raises(RunError, match=r"'another' could not be compiled: .* concurrency_groups"):
             scheduler.compile()
         assert scheduler.replay(one, 40).result() == (41,)
