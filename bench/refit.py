@@ -2,7 +2,7 @@
 
     dagrl bench refit --json F --plot F              all cases that fit the GPUs of this host, two sides of equal size
     dagrl bench refit --cases "4B TP2->TP2" --rounds 50
-    dagrl bench refit --trial                        a tiny model in four processes on the CPU, to try the benchmark itself
+    dagrl bench refit --trial                        a tiny model in processes on the CPU, to try the benchmark itself
 
 A row of the JSON file is one way of one case: seconds (median, 90th percentile) of the slowest rank from a common start
 until the last byte is in place, bytes that a generation rank holds, the share of the raw bandwidth of NCCL's point-to-point
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.refit_cases import TRIALS, Case, largest_that_fit
+from bench.refit_cases import CASES, TRIALS, Case, largest_that_fit, trials
 from bench.refit_report import Row, plot, print_table, write
 from bench.report import command_line
 from dagrl.errors import ConfigError, RunError
@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> None:
     gpus, memory, kinds = _gpus()
     if not options.trial and gpus < 2:
         raise ConfigError(f"a refit needs a GPU on each side, and {gpus} are here; --trial runs a tiny model without any")
-    cases, left_out = (list(TRIALS), {}) if options.trial else largest_that_fit(gpus, memory, options.cases)
+    cases, left_out = (trials(options.cases), {}) if options.trial else largest_that_fit(gpus, memory, options.cases)
+    if not cases and not left_out:
+        names = dict.fromkeys(case.name for case in (TRIALS if options.trial else CASES))
+        raise ConfigError(f"--cases {' '.join(options.cases)}: no case begins so; there are {', '.join(names)}")
     rows: list[Row] = []
 
     def keep(row: Row) -> None:

@@ -50,6 +50,10 @@ class Case:
         """Of the generation side's linear layers."""
         return "fp8" if self.fp8 else "bf16"
 
+    def is_wanted(self, wanted: Sequence[str]) -> bool:
+        """Whether its name and dtype begin as one of `wanted`, or nothing is wanted in particular."""
+        return not wanted or f"{self.name} {self.dtype}".startswith(tuple(wanted))
+
     @property
     def config(self) -> Mapping[str, Json]:
         """The model's `config.json`."""
@@ -59,6 +63,11 @@ class Case:
     def gpus(self) -> int:
         """Of both sides together."""
         return self.train.world_size + self.tp
+
+    @property
+    def generation(self) -> ParallelLayout:
+        """The other side's layout, as Megatron's where that is what it is."""
+        return ParallelLayout(tp=self.tp)
 
     @property
     def aliases(self) -> Mapping[str, str] | None:
@@ -72,7 +81,7 @@ class Case:
     def destinations(self) -> list[list[WeightSlice]]:
         """What each generation rank holds."""
         if self.to_megatron:
-            return [megatron_weight_slices(self.config, ParallelLayout(tp=self.tp), rank) for rank in range(self.tp)]
+            return [megatron_weight_slices(self.config, self.generation, rank) for rank in range(self.tp)]
         return [vllm_weight_slices(self.config, self.vllm_rank(rank)) for rank in range(self.tp)]
 
     def vllm_rank(self, rank: int) -> VllmRank:
@@ -97,14 +106,25 @@ def _cases() -> Iterator[Case]:
         if half == 2:
             yield Case("4B", ParallelLayout(pp=2), 2)
             yield Case("4B", ParallelLayout(dp=2), 2)
+            yield Case("4B", ParallelLayout(pp=2), 2, to_megatron=True)
         if half == 4:
             yield Case("4B", ParallelLayout(tp=2, pp=2), 4)
             yield Case("4B", ParallelLayout(tp=2, dp=2), 4)
+            yield Case("4B", ParallelLayout(tp=2, pp=2), 4, to_megatron=True)
         yield Case("4B", same, half, to_megatron=True)
 
 
 CASES = tuple(_cases())
-TRIALS = (Case("trial", ParallelLayout(pp=2), 2), Case("trial", ParallelLayout(tp=2), 2, fp8=True))
+TRIALS = (
+    Case("trial", ParallelLayout(pp=2), 2),
+    Case("trial", ParallelLayout(tp=2), 2, fp8=True),
+    Case("trial", ParallelLayout(tp=2, pp=2), 4, to_megatron=True),
+)
+
+
+def trials(wanted: Sequence[str] = ()) -> list[Case]:
+    """The trials that `wanted` chooses by the beginning of their names."""
+    return [case for case in TRIALS if case.is_wanted(wanted)]
 
 
 def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -> tuple[list[Case], dict[str, str]]:
@@ -116,7 +136,7 @@ def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -
     left_out: dict[str, str] = {}
     for case in CASES:
         label = f"{case.name} {case.dtype}"
-        if wanted and not label.startswith(tuple(wanted)):
+        if not case.is_wanted(wanted):
             continue
         if case.gpus > gpus:
             left_out[label] = f"needs {case.gpus} GPUs, {gpus} are there"

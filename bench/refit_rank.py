@@ -31,8 +31,8 @@ from dagrl.refit.moves import message_bytes
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.verify import Verify
 
-PORTS_A_CASE = 2
-"""One where the train side's process group meets, one for the channel."""
+PORTS_A_CASE = 4
+"""For the process groups of the train side, of a generation side that is Megatron's, and of both; and for the channel."""
 
 Row = dict[str, Any]
 Said = Callable[[Row], None]
@@ -66,7 +66,8 @@ class Rank:
         if on_gpu:
             torch.cuda.set_device(self.device)
         self.control = Control(settings.control_port, rank, self.size, 4 * settings.timeout_s)
-        self._group_address = self._channel_address = ""
+        self._group_addresses: list[str] = []
+        self._channel_address = ""
         self._say = say if rank == 0 else lambda row: None
         self._built: tuple[Any, Side] | None = None
         self._tuned = False
@@ -74,8 +75,8 @@ class Rank:
     def run(self) -> None:
         """All cases; one that fails is told and left."""
         for number, case in enumerate(self.settings.cases):
-            ports = self.settings.ports[PORTS_A_CASE * number :]
-            self._group_address, self._channel_address = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
+            ports = self.settings.ports[PORTS_A_CASE * number :][:PORTS_A_CASE]
+            *self._group_addresses, self._channel_address = (f"127.0.0.1:{port}" for port in ports)
             if self._is_late(case, "all ways"):
                 continue
             with self._together(case, "prepare"):
@@ -122,7 +123,7 @@ class Rank:
 
         self._let_go()
         leave_vllm()
-        resharding = Resharding(case, self.rank, self._group_address, self.device)
+        resharding = Resharding(case, self.rank, self._group_addresses, self.device, 4 * self.settings.timeout_s)
         try:
             if self.rank < case.train.world_size:
                 fill(resharding.side.tensors, resharding.side.slices, 1)
@@ -146,7 +147,7 @@ class Rank:
             slices = (case.sources() + case.destinations())[self.rank]
             side = described_side(slices, self.device, "tensors of the described shapes")
         elif is_train:
-            side = megatron_side(case, rank, self._group_address, self.device)
+            side = megatron_side(case, rank, self._group_addresses[0], self.device)
         else:
             side = vllm_side(case, rank, self.device)
         self._built = (key, side)

@@ -43,25 +43,27 @@ def described_side(slices: Sequence[WeightSlice], device: torch.device, holder: 
 
 def megatron_side(case: Case, rank: int, address: str, device: torch.device) -> Side:
     """This train rank's Megatron-Core modules; the train ranks meet at `address` and part again."""
+    return modules_side(case.sources()[rank], megatron_model(case, case.train, rank, address, device))
+
+
+def modules_side(slices: Sequence[WeightSlice], model: Any) -> Side:
+    """The parameters of `model`, made by `megatron_model`, that `slices` speak of."""
+    return Side(slices, named_tensors(slices, model.parameters()), "Megatron-Core modules")
+
+
+def megatron_model(case: Case, layout: ParallelLayout, rank: int, address: str, device: torch.device) -> Any:
+    """What rank `rank` of `layout` has of the model. The ranks of the layout meet at `address`, and have parted again."""
     from workers.megatron import cpu, groups
-
-    cpu.adapt()
-    groups.start_groups(WorkerContext("train", rank, case.train), address, 0)
-    try:
-        parameters = megatron_model(case, case.train, device).parameters()
-    finally:
-        groups.end_groups()
-    slices = case.sources()[rank]
-    return Side(slices, named_tensors(slices, parameters), "Megatron-Core modules")
-
-
-def megatron_model(case: Case, layout: ParallelLayout, device: torch.device) -> Any:
-    """This rank's part of the model; Megatron's groups must stand."""
     from workers.megatron.architecture import read_architecture
     from workers.megatron.model import build_model
 
+    cpu.adapt()
     policy = PolicyConfig(model_name=case.model, precision="bfloat16")
-    return build_model(read_architecture(case.config), policy, layout, device)
+    groups.start_groups(WorkerContext("train", rank, layout), address, 0)
+    try:
+        return build_model(read_architecture(case.config), policy, layout, device)
+    finally:
+        groups.end_groups()
 
 
 def vllm_side(case: Case, rank: int, device: torch.device) -> Side:

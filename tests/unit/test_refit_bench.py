@@ -1,11 +1,14 @@
-"""The refit benchmark ends with an error when a way failed or what arrived was wrong."""
+"""The refit benchmark: which cases fit, how a side lies in the common world, and an error when a way failed or was wrong."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench.refit import check
+from bench.refit_cases import CASES, largest_that_fit, trials
+from bench.refit_resharding import _along
 from dagrl.errors import RunError
+from dagrl.layout import ParallelLayout
 
 GOOD = {"name": "4B TP2->TP2", "dtype": "bf16", "method": "dagrl", "median_s": 0.01, "wrong_parameters": 0}
 
@@ -25,3 +28,22 @@ def test_good_rows_pass() -> None:
 def test_bad_rows_are_an_error(row: dict[str, object], words: str) -> None:
     with pytest.raises(RunError, match=words):
         check([GOOD, row])
+
+
+def test_a_case_needs_the_gpus_of_both_sides() -> None:
+    wanted = "4B TP2PP2->TP4"
+    chosen, left_out = largest_that_fit(8, 140 << 30, [wanted])
+    assert [(case.name, case.to_megatron) for case in chosen] == [(wanted, False), (f"{wanted} Megatron", True)]
+    assert not left_out
+    chosen, left_out = largest_that_fit(4, 140 << 30, [wanted])
+    assert not chosen
+    assert left_out == dict.fromkeys((f"{wanted} bf16", f"{wanted} Megatron bf16"), "needs 8 GPUs, 4 are there")
+    assert len({(case.name, case.dtype) for case in CASES}) == len(CASES)
+    assert [case.name for case in trials(["trial TP2PP2"])] == ["trial TP2PP2->TP4 Megatron"]
+
+
+def test_groups_of_a_layout_are_its_ranks_along_an_axis() -> None:
+    layout = ParallelLayout(tp=2, pp=2, dp=2)
+    assert list(_along(layout, "tp")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(_along(layout, "dp")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert list(_along(layout, "pp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
