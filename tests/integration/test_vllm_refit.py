@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
+from dagrl.channels.base import Pending
 from dagrl.errors import ChannelError, RunError
 from dagrl.refit import RefitPlan, RefitReport, RefitSender, WeightSlice, plan_refit
+from dagrl.refit.moves import bucket_offsets
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
@@ -30,7 +33,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
 def engine(request: pytest.FixtureRequest, vllm_ranks: Ranks, checkpoints: list[Path]) -> Iterator[Engine]:
-    with vllm_ranks.engine(make_config(checkpoints[0]), request.param) as engine:
+    config = make_config(checkpoints[0])
+    verified = config.model_copy(update={"refit": config.refit.model_copy(update={"verify": "checksum"})})
+    with vllm_ranks.engine(verified, request.param) as engine:
         yield engine
 
 
@@ -41,7 +46,7 @@ class Trainer:
         self.engine, self.tensors = engine, dict(state)
         self.plan = plan_refit([whole(state)], engine.on_all(vllm_calls.weight_slices), dtype="float32")
         self.channel = self._join(self.plan)
-        self.sender = RefitSender(self.plan.for_rank(0), self.tensors, self.channel)
+        self.sender = RefitSender(self.plan.for_rank(0), self.tensors, self.channel, "checksum")
         self.thread = ThreadPoolExecutor(1)
 
     def _join(self, plan: RefitPlan) -> Channel:
@@ -65,6 +70,22 @@ class Trainer:
         assert {report.version for report in reports} == {version}
         assert sum(report.bytes_received for report in received) == reports[0].bytes_sent
         assert all(report.pause_s > max(late_s, report.seconds) for report in received)  # engines wait for the commit
+
+    def spoil(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        """Let one bit of the next bucket to the last rank change on its way; the parameter that it belongs to."""
+        receiver, send = self.plan.size - 1, self.channel.send
+        bucket = next(one for one in self.plan.for_rank(0).sends if one.destination == receiver)
+        at = bucket_offsets(bucket.moves)[-1] + 5
+
+        def flip(tensor: torch.Tensor, peer: int) -> Pending:
+            if peer == receiver and tensor.nbytes == bucket.nbytes:
+                monkeypatch.undo()
+                tensor = tensor.clone()
+                tensor[at] ^= 4
+            return send(tensor, peer)
+
+        monkeypatch.setattr(self.channel, "send", flip)
+        return bucket.moves[-1].name
 
     def _send(self, version: int, refusal: str, late_s: float) -> RefitReport:
         report = self.sender.send(version)
@@ -115,6 +136,26 @@ def test_nobody_takes_up_what_one_rank_refuses(engine: Engine, checkpoints: list
         engine.generate(requests([1], [PROMPT]))
     trainer.send(checkpoints[2], 8)
     check_against_hf(engine, checkpoints[2], 8)
+
+
+def test_a_wrong_byte_is_named_and_no_token_is_made_of_it(
+    engine: Engine, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all ranks one holds a wrong bit: none generates, neither for new requests nor for the one that is half-way."""
+    trainer = Trainer(engine, state_of(checkpoints[0]))
+    trainer.send(checkpoints[0], 9)
+    assert engine.generate(requests([1], [PROMPT], new=16)).unfinished == 1
+    name = trainer.spoil(monkeypatch)
+    found = rf"refit to version 10: parameter '{re.escape(name)}' .* is not what rank 0 sent"
+    with pytest.raises((RunError, ChannelError), match=found):
+        trainer.send(checkpoints[1], 10)
+    for batch in (requests([], []), requests([2], [PROMPT])):
+        with pytest.raises(RunError, match="torn"):
+            engine.generate(batch)
+    trainer.send(checkpoints[2], 11)
+    [row] = engine.run(requests([], []))
+    assert len(row.tokens) == 16 and set(row.versions) == {9, 11}
+    check_against_hf(engine, checkpoints[2], 11)
 
 
 def test_calls_out_of_order_are_errors(checkpoints: list[Path]) -> None:
