@@ -72,6 +72,8 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None; expected a number"),
         ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
         ({"hidden_size": None}, "hidden_size = None"),
@@ -80,6 +82,16 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
 def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_architecture({**QWEN3, **change})
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
+    """Configurations of before 2024 call the kind `type`; without it the angles would be those of an unscaled rope."""
+    transformers = pytest.importorskip("transformers")
+    model = {**QWEN3, "rope_theta": 5000.0, key: {"type": "linear", "factor": 2.0, "rope_theta": 5000.0}}
+    rope = transformers.AutoConfig.for_model(**model).rope_parameters
+    assert rope["rope_type"] == "linear"
+    assert read_architecture(model).rope == rope
 
 
 def test_layers_with_experts_are_those_of_transformers() -> None:

@@ -13,6 +13,12 @@ from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""What each `rope_type` needs besides `rope_theta`."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +140,16 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
 
 
 def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    found: dict[str, Json] = {"rope_theta": hf_config.get("rope_theta", 10000.0), "rope_type": "default"}
+    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), whose `rope_type` once was `type`."""
+    found: dict[str, Json] = {"rope_theta": _number(hf_config, "rope_theta", 10000.0)}
     for key in ("rope_scaling", "rope_parameters"):
         value = hf_config.get(key)
         found |= value if isinstance(value, dict) else {}
-    if found["rope_type"] not in ("default", "linear", "llama3"):
-        raise ConfigError(f"rope_type is {found['rope_type']!r}; the Megatron worker knows default, linear and llama3")
+    kind = str(found.setdefault("rope_type", found.get("type", "default")))
+    if kind not in ROPE_PARAMETERS:
+        raise ConfigError(f"rope_type is {kind!r}; the Megatron worker knows {', '.join(ROPE_PARAMETERS)}")
+    for name in ("rope_theta", *ROPE_PARAMETERS[kind]):
+        _number(found, name)
     if hf_config.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError("partial_rotary_factor is not 1; the Megatron worker rotates whole heads only")
     return found

@@ -23,7 +23,7 @@ from torch import Tensor
 from dagrl.config import MegatronConfig, PolicyConfig
 from dagrl.layout import ParallelLayout
 from workers.families.megatron import padded_vocabulary
-from workers.megatron.architecture import Architecture
+from workers.megatron.architecture import ROPE_PARAMETERS, Architecture
 from workers.megatron.attention import CausalAttention, RMSNorm
 from workers.megatron.logprobs import OutputLayer, VocabularyPart
 from workers.megatron.segments import Segments
@@ -283,16 +283,13 @@ def _inverse_frequencies(architecture: Architecture) -> Tensor:
     if rope["rope_type"] == "linear":
         return frequencies / float(rope["factor"])
     if rope["rope_type"] == "llama3":
-        return _llama3_frequencies(frequencies, {name: float(rope[name]) for name in _LLAMA3_ROPE})
+        return _llama3_frequencies(frequencies, {name: float(rope[name]) for name in ROPE_PARAMETERS["llama3"]})
     return frequencies
-
-
-_LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: dict[str, float]) -> Tensor:
     """Long wavelengths divided by `factor`, short ones kept, those between blended (Llama 3.1's scaling)."""
-    factor, low, high, original = (rope[name] for name in _LLAMA3_ROPE)
+    factor, low, high, original = (rope[name] for name in ROPE_PARAMETERS["llama3"])
     wavelengths = 2 * torch.pi / frequencies
     blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * frequencies / factor + blend * frequencies
