@@ -144,7 +144,8 @@ class MegatronWorker(GroupMember):
 
     def snapshot_reference(self) -> None:
         """Keep a copy of the current weights, where `policy.reference_weights` says, as the reference policy."""
-        self._keep_reference(self.weight_tensors())
+        with self._running():
+            self._keep_reference(self.weight_tensors())
 
     def _keep_reference(self, weights: Mapping[str, Tensor]) -> None:
         from workers.megatron.reference import ReferencePolicy
@@ -241,7 +242,8 @@ class MegatronWorker(GroupMember):
         from workers.megatron.hf import export_hf
 
         slices = [self._slices_of(rank) for rank in range(self.context.layout.world_size)]
-        export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank, self._files_group)
+        with self._running():
+            export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank, self._files_group)
 
     def reset_optimizer(self) -> None:
         """Forget moments and schedule, as if training began with the current weights."""
