@@ -25,6 +25,7 @@ from dagrl.refit import plan_refit
 from dagrl.refit.quantize import in_blocks, quantize_blocks
 from dagrl.refit.slices import Box, WeightSlice, expand
 from tests.families import FAMILIES, Hf
+from tests.unit import fp8_reference
 from tests.unit.memory_channel import run_refit
 from workers.families.megatron import MegatronModules
 from workers.families.vllm import VllmRank
@@ -120,9 +121,9 @@ def quantized(checkpoint: Weights, directory: Path) -> Weights:
             out[name] = tensor.float() if "e_score" in name else tensor.bfloat16()
             continue
         out[name], out[f"{name}_scale_inv"] = per_block_cast_to_fp8(tensor.bfloat16())
-        ours = quantize_blocks(tensor.bfloat16())
-        assert torch.equal(ours[0].view(torch.uint8), out[name].view(torch.uint8)), name
-        assert torch.equal(ours[1], out[f"{name}_scale_inv"]), name
+        for part, scales in (quantize_blocks(tensor.bfloat16()), fp8_reference.quantized(tensor.bfloat16())):
+            assert torch.equal(part.view(torch.uint8), out[name].view(torch.uint8)), name
+            assert torch.equal(scales, out[f"{name}_scale_inv"]), name
     config = json.loads((directory / "config.json").read_text())
     routers = sorted({name.removesuffix(".weight") for name in checkpoint if name.endswith("gate.weight")})
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
