@@ -36,7 +36,7 @@ def test_abort_frees_a_rank_whose_peer_does_not_come(vllm_ranks: Ranks, checkpoi
         waited, _ = engine.on_ranks(
             [(vllm_calls.generate_then_abort, (requests([2], PROMPTS[:1]), 0.5)), (vllm_calls.nothing, ())]
         )
-        assert waited < 5
+        assert waited < 30  # half of the deadline of a collective
         with pytest.raises(RunError, match="restart"):
             engine.on_ranks([(call, ("generate", requests([3], PROMPTS[:1]))), (vllm_calls.nothing, ())])
 
