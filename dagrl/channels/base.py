@@ -125,6 +125,13 @@ def check_message(spec: ChannelSpec, tensor: torch.Tensor, peer: int, device: st
         raise ChannelError(f"a channel carries contiguous tensors; this one has strides {tensor.stride()}: pack it first")
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a vector of bytes over the same memory."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def open_store(spec: ChannelSpec) -> Store:
     """The channel's own store, served by rank 0; returns when all ranks are connected. Raises ChannelError."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
+from dagrl.channels.base import ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.errors import ChannelError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class GlooChannel:
         what = f"{operation} of {tensor.nbytes} bytes {preposition} rank {peer}"
         self._check_usable(what)
         try:
-            work = getattr(self._group, operation)([_as_bytes(tensor)], peer, _DATA_TAG)
+            work = getattr(self._group, operation)([as_bytes(tensor)], peer, _DATA_TAG)
         except RuntimeError as error:
             raise self.broken(what, error) from error
         return GlooPending(self, work, what)
@@ -134,12 +134,6 @@ class GlooChannel:
         with self._lock:
             self._group = None
             self._agreement.close()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _join(spec: ChannelSpec, store: Store) -> ProcessGroup:

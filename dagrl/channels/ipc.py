@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
+from dagrl.channels.base import ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
 from dagrl.errors import ChannelError
 from dagrl.executors.futex import fence
@@ -99,7 +99,7 @@ class IpcChannel:
         self._check_usable()
         check_message(self.spec, tensor, peer, _device_type(tensor))
         row = self._row(self.spec.rank, peer)
-        raw = _as_bytes(tensor)
+        raw = as_bytes(tensor)
         if peer not in self._outgoing or len(self._outgoing[peer].bytes) < SLOTS * len(raw):
             self._make_mailbox(peer, row, raw)
         number = int(self._table[row, _WRITTEN])
@@ -240,7 +240,7 @@ class IpcChannel:
         number = int(self._table[row, _READ])
         self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"sending {tensor.nbytes} bytes by")
         fence()
-        raw = _as_bytes(tensor)
+        raw = as_bytes(tensor)
         raw.copy_(_slot(self._mailbox(peer, row), number, len(raw)))
         self._finish_copies(tensor.device)
         fence()
@@ -339,9 +339,3 @@ def _device_type(tensor: torch.Tensor) -> str:
 def _slot(segment: Segment, number: int, nbytes: int) -> torch.Tensor:
     start = number % SLOTS * (len(segment.bytes) // SLOTS)
     return segment.bytes[start : start + nbytes]
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError
 from dagrl.refit.copies import BatchedCopy
 from dagrl.refit.moves import Move, TransferBucket, bucket_offsets
@@ -174,13 +175,6 @@ def wire_dtype(move: Move) -> torch.dtype:
     dtype = getattr(torch, move.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-def as_bytes(part: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a vector of bytes."""
-    import torch
-
-    return part.reshape(-1).view(torch.uint8)
 
 
 def live_parts(move: Move, tensors: Tensors, side: Side, relay: bool = False) -> list[torch.Tensor]:

@@ -52,72 +52,16 @@ def merge_reports(parts: Sequence[RefitReport]) -> RefitReport:
     )
 
 
-class RefitSender:
-    """The source side of a refit on one rank.
-
-    `tensors` are the live local tensors by the names in the plan. One that has other memory at a later refit is followed
-    there, which costs the time of preparing again. `verify` must be the same on all ranks; with `record` all but the first
-    refit are replayed as one CUDA graph, where the channel can. Raises RefitPlanError when channel, tensors or dtypes do not
-    fit the plan.
-    """
-
-    def __init__(
-        self,
-        plan: RankPlan,
-        tensors: Mapping[str, torch.Tensor],
-        channel: Channel,
-        verify: Verify = "off",
-        record: bool = True,
-    ) -> None:
-        self._end = _End(plan, tensors, channel, verify, record)
-
-    @property
-    def rounds(self) -> Rounds:
-        """What is sent, bound to memory."""
-        return self._end.rounds
-
-    def send(self, version: int) -> RefitReport:
-        """Send the weights as `version`; they may change again when this returns. Raises ChannelError."""
-        return self._end.run(version)
-
-
-class RefitReceiver:
-    """The destination side of a refit on one rank; see `RefitSender`."""
-
-    def __init__(
-        self,
-        plan: RankPlan,
-        tensors: Mapping[str, torch.Tensor],
-        channel: Channel,
-        verify: Verify = "off",
-        record: bool = True,
-    ) -> None:
-        self._end = _End(plan, tensors, channel, verify, record)
-
-    @property
-    def rounds(self) -> Rounds:
-        """What is received, bound to memory."""
-        return self._end.rounds
-
-    def receive(self, version: int) -> RefitReport:
-        """Receive the weights of `version` into the live tensors.
-
-        Raises ChannelError when the channel breaks or a sender has another plan or version, RunError when what is held in
-        the end is not what was sent: the weights may then be torn, and must not be used before a whole refit has succeeded.
-        """
-        return self._end.run(version)
-
-
 class _End:
-    """One rank of a refit: the plan, the memory that it names, the channel."""
+    """One rank of a refit: the plan, the memory that it names, the channel; see `RefitSender`."""
 
     def __init__(
         self,
         plan: RankPlan,
         tensors: Mapping[str, torch.Tensor],
         channel: Channel,
-        verify: Verify,
-        record: bool,
+        verify: Verify = "off",
+        record: bool = True,
     ) -> None:
         if (channel.spec.rank, channel.spec.size) != (plan.rank, plan.size):
             raise RefitPlanError(
@@ -127,6 +71,7 @@ class _End:
         check_mode(verify)
         self._channel, self._verify, self._record = channel, verify, record
         self.rounds = Rounds(plan, tensors, channel)
+        """What is sent and received, bound to memory."""
         self._prepare()
         self._carried_once = False
         self._replay: Callable[[], None] | None = None
@@ -138,7 +83,7 @@ class _End:
         self._sent = sum(bucket.nbytes for bucket in plan.sends)
         self._received = sum(bucket.nbytes for bucket in plan.receives)
 
-    def run(self, version: int) -> RefitReport:
+    def _run(self, version: int) -> RefitReport:
         """Send and receive everything, and prove it if asked to."""
         start = time.perf_counter()
         self._headers.post(version)
@@ -224,6 +169,32 @@ class _End:
         self.rounds.run(lambda memory: None, compare, again)  # to its end: no message stays behind in the channel
         for peer, moves in wrong.items():
             raise differs(moves, peer, version)
+
+
+class RefitSender(_End):
+    """The source side of a refit on one rank.
+
+    `tensors` are the live local tensors by the names in the plan. One that has other memory at a later refit is followed
+    there, which costs the time of preparing again. `verify` must be the same on all ranks; with `record` all but the first
+    refit are replayed as one CUDA graph, where the channel can. Raises RefitPlanError when channel, tensors or dtypes do not
+    fit the plan.
+    """
+
+    def send(self, version: int) -> RefitReport:
+        """Send the weights as `version`; they may change again when this returns. Raises ChannelError."""
+        return self._run(version)
+
+
+class RefitReceiver(_End):
+    """The destination side of a refit on one rank; see `RefitSender`."""
+
+    def receive(self, version: int) -> RefitReport:
+        """Receive the weights of `version` into the live tensors.
+
+        Raises ChannelError when the channel breaks or a sender has another plan or version, RunError when what is held in
+        the end is not what was sent: the weights may then be torn, and must not be used before a whole refit has succeeded.
+        """
+        return self._run(version)
 
 
 def _in_order(peers: Iterable[int]) -> list[int]:
