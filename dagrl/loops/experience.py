@@ -11,6 +11,7 @@ The synchronous and the asynchronous loop differ in nothing but when they call t
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -34,7 +35,7 @@ from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
-from dagrl.preflight import generation_config
+from dagrl.preflight import bucket_widths, generation_config
 from dagrl.rewards import (
     BoolArray,
     FloatArray,
@@ -47,6 +48,8 @@ from dagrl.rewards import (
 )
 from dagrl.tokenization import Prompt
 from dagrl.trajectories import TrajectoryBuffer
+
+logger = logging.getLogger(__name__)
 
 VALIDATION_STREAM = 1 << 32
 """Numbers of validation groups start here; those of training groups count from 0."""
@@ -249,11 +252,12 @@ class Experience:
     def _restart(self, saved: SavedGroup) -> None:
         """A group of the run before: from its tokens, or from its prompt with the present policy."""
         number, key = saved.group.number, saved.group.key
-        self.buffer.restart(number, saved.version if saved.whole else self._session.step)
-        if not saved.whole:
+        prompt: Prompt = self._session.inputs.prompts[key]
+        whole = saved.whole and _fits(self._session.config, prompt, saved.group)
+        self.buffer.restart(number, saved.version if whole else self._session.step)
+        if not whole:
             self._start(number, key)
             return
-        prompt: Prompt = self._session.inputs.prompts[key]
         for episode in saved.group.episodes:
             episode.prompt = prompt
         if saved.group.complete:
@@ -322,9 +326,27 @@ class Experience:
 def _scored_group(config: Config, item: _Scoring, rewards: Rewards) -> ScoredGroup:
     values, shaping = rewards.values, config.grpo.reward_shaping
     if shaping.enabled:
-        lengths = [len(sample.completion.tokens) for sample in item.samples]
+        lengths = [sum(sample.completion.sampled) for sample in item.samples]  # an environment's words are not the policy's
         values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
     return ScoredGroup(item.group, item.samples, rewards, values, _counted(rewards, item.samples))
+
+
+def _fits(config: Config, prompt: Prompt, group: RolloutGroup) -> bool:
+    """Whether this run can go on with what an earlier process made of a group, which may have been configured otherwise."""
+    room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
+    lengths = [len(prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes]
+    if len(lengths) == wanted and max(lengths) <= room:
+        return True
+    logger.warning(
+        "group %d of the checkpoint has %d sequences of up to %d tokens, and this run makes %d of up to %d "
+        "(grpo.num_generations_per_prompt, the largest bucket): it is generated anew",
+        group.number,
+        len(lengths),
+        max(lengths),
+        wanted,
+        room,
+    )
+    return False
 
 
 def _answered(sample: Sample) -> bool:

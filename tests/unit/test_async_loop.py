@@ -1,0 +1,205 @@
+"""Both GRPO loops at random timings of engines, rewards, environment and training, without workers (`simulated_run`).
+
+Whatever takes how long: no token is older than the maximal age, nothing is lost or trained on twice, also over a stop and a
+resume at any moment; log-probabilities are those of the version noted; metrics are what a count of our own gives.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.checkpoint import Checkpoint
+from dagrl.config import Config, RewardShapingConfig
+from dagrl.loops.experience import ScoredGroup
+from dagrl.loops.rollout import Episode
+from tests.unit.simulated_run import Run, logprob_of
+
+STEPS, PROMPTS, GENERATIONS = 4, 3, 2
+seeds = st.integers(0, 1 << 30)
+Trained = Mapping[int, Sequence[ScoredGroup]]
+
+
+def configuration(
+    loop: Mapping[str, Any], *, turns: bool = False, dynamic: bool = False, generations: int = GENERATIONS, room: int = 40
+) -> Config:
+    return Config.model_validate(
+        {
+            "name": "simulated",
+            "algorithm": "grpo",
+            "data": {},
+            "policy": {
+                "max_total_sequence_length": room,
+                "generation": {
+                    "max_new_tokens": 10,
+                    "quantum_engine_steps": 3,
+                    "vllm_cfg": {"data_parallel_size": 2, "max_num_seqs": 3},
+                },
+            },
+            "sft": {"max_num_steps": 0},
+            "grpo": {
+                "num_prompts_per_step": PROMPTS,
+                "num_generations_per_prompt": generations,
+                "max_num_steps": STEPS,
+                "val_period": 2,
+                "val_at_start": False,
+                "use_dynamic_sampling": dynamic,
+                "async_grpo": dict(loop),
+            },
+            "environment": {"function": "simulated:environment" if turns else None},
+        }
+    )
+
+
+def asynchronous(age: int, in_flight: bool, on_checkpoint: str = "save") -> dict[str, Any]:
+    return {
+        "enabled": True,
+        "max_trajectory_age_steps": age,
+        "in_flight_weight_updates": in_flight,
+        "on_checkpoint": on_checkpoint,
+    }
+
+
+def numbers_of(trained: Trained) -> list[int]:
+    return [group.group.number for groups in trained.values() for group in groups]
+
+
+def episodes_of(groups: Sequence[ScoredGroup]) -> list[Episode]:
+    return [episode for group in groups for episode in group.group.episodes]
+
+
+def check_tokens(trained: Trained, max_age: int, in_flight: bool = True) -> None:
+    """Step `s` trains version `s - 1`: no token is from a later one, or from one more than `max_age` before."""
+    for step, groups in trained.items():
+        assert len(groups) == PROMPTS and len({group.group.number for group in groups}) == PROMPTS
+        for episode in episodes_of(groups):
+            assert len(episode.tokens) == len(episode.logprobs) == len(episode.versions) == len(episode.sampled)
+            assert episode.versions == sorted(episode.versions)
+            made = [version for version, sampled in zip(episode.versions, episode.sampled, strict=True) if sampled]
+            assert made and 0 <= step - 1 - max(made) and step - 1 - min(made) <= max_age
+            assert in_flight or len(set(made)) == 1, "running sequences finish before an update"
+            expected = [logprob_of(v) if s else 0.0 for v, s in zip(episode.versions, episode.sampled, strict=True)]
+            assert episode.logprobs == expected
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=seeds, age=st.integers(0, 3), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
+def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, turns: bool, dynamic: bool) -> None:
+    run = Run(configuration(asynchronous(age, in_flight), turns=turns, dynamic=dynamic), seed)
+    assert run.train() is None
+    assert list(run.trained) == list(range(1, STEPS + 1))
+    check_tokens(run.trained, age, in_flight)
+    numbers, counts = numbers_of(run.trained), run.experience.buffer.counts()
+    assert len(set(numbers)) == len(numbers) == counts.trained
+    assert counts.started == counts.trained + counts.generating + counts.finished + sum(counts.dropped.values())
+    if not dynamic:
+        assert sorted(numbers) == list(range(STEPS * PROMPTS)), "nothing is started in vain"
+    else:
+        assert not any(group.samples[0].prompt.text == "3=" for groups in run.trained.values() for group in groups)
+    assert not run.session.savers[1:]
+    check_metrics(run)
+
+
+def check_metrics(run: Run) -> None:
+    for metrics, (step, groups) in zip(run.metrics, run.trained.items(), strict=True):
+        made = [v for e in episodes_of(groups) for v, sampled in zip(e.versions, e.sampled, strict=True) if sampled]
+        ages = step - 1 - np.array(made)
+        assert metrics["staleness/policy_age_max"] == ages.max()
+        assert metrics["staleness/policy_age_mean"] == pytest.approx(ages.mean())
+        texts = [(sample.prompt.text, sample.text) for group in groups for sample in group.samples]
+        good = [0.5 if prompt.startswith("3") else len(text) for prompt, text in texts if not text.endswith("9")]
+        assert metrics["reward/mean"] == pytest.approx(np.mean(good) if good else 0.0)
+        assert metrics["reward/failures"] == len(texts) - len(good)
+    assert run.metrics[-1].get("dropped/zero_variance", 0) <= run.experience.buffer.counts().dropped.get("zero_variance", 0)
+
+
+@settings(deadline=None, max_examples=15)
+@given(timings=st.tuples(seeds, seeds), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
+def test_age_zero_is_the_synchronous_run_at_any_timing(
+    timings: tuple[int, int], in_flight: bool, turns: bool, dynamic: bool
+) -> None:
+    """Batches, tokens and rewards are equal, so that losses are."""
+    both = [
+        Run(configuration(loop, turns=turns, dynamic=dynamic), seed)
+        for loop, seed in zip(({}, asynchronous(0, in_flight)), timings, strict=True)
+    ]
+    for run in both:
+        assert run.train() is None
+    sync, other = ([described(groups) for groups in run.trained.values()] for run in both)
+    assert sync == other and len(sync) == STEPS
+
+
+def described(groups: Sequence[ScoredGroup]) -> list[Any]:
+    return [
+        (group.group.number, group.values.tolist(), [(episode.tokens, episode.versions) for episode in group.group.episodes])
+        for group in groups
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    timings=st.tuples(seeds, seeds),
+    age=st.integers(0, 3),
+    in_flight=st.booleans(),
+    turns=st.booleans(),
+    stop_at=st.integers(1, 15),
+    on_checkpoint=st.sampled_from(["save", "regenerate"]),
+)
+def test_a_stop_at_any_moment_loses_nothing(
+    timings: tuple[int, int], age: int, in_flight: bool, turns: bool, stop_at: int, on_checkpoint: str
+) -> None:
+    config = configuration(asynchronous(age, in_flight, on_checkpoint), turns=turns)
+    first = Run(config, timings[0], stop_at=stop_at)
+    state = first.train()
+    if state is None:  # it had ended by then
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        first.save(Path(directory))
+        second = Run(config, timings[1], resumed=Checkpoint(Path(directory), state))
+        assert second.train() is None
+    done = {step: groups for step, groups in first.trained.items() if step <= state.step} | second.trained
+    assert list(done) == list(range(1, STEPS + 1)), "no step is counted twice"
+    assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
+    check_tokens(done, age, in_flight)
+
+
+@pytest.mark.parametrize("changed", [{"generations": 3}, {"room": 14}], ids=str)
+def test_a_run_that_goes_on_otherwise_makes_anew_what_does_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, int]
+) -> None:
+    first = Run(configuration(asynchronous(2, True), turns=True), seed=0, stop_at=6)
+    state = first.train()
+    assert state is not None
+    first.save(tmp_path)
+    second = Run(configuration(asynchronous(2, True), turns=True, **changed), 1, resumed=Checkpoint(tmp_path, state))
+    assert second.train() is None
+    assert "it is generated anew" in caplog.text
+    done = {step: groups for step, groups in first.trained.items() if step <= state.step}
+    assert sorted(numbers_of(done | second.trained)) == list(range(STEPS * PROMPTS))
+    for group in (group for groups in second.trained.values() for group in groups):
+        assert len(group.samples) == changed.get("generations", GENERATIONS)
+        assert max(map(len, group.samples)) <= changed.get("room", 40)
+
+
+def test_an_environments_words_are_no_part_of_an_overlong_completion() -> None:
+    """DAPO's penalty is on what the policy wrote, whatever it was answered."""
+    config = configuration({}, turns=True)
+    shaping = RewardShapingConfig(enabled=True, max_response_length=12, overlong_buffer_length=10)
+    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"reward_shaping": shaping})})
+    run = Run(config, seed=0)
+    assert run.train() is None
+    found = [
+        (sum(sample.completion.sampled), value - reward, len(sample.completion.tokens))
+        for group in (group for groups in run.trained.values() for group in groups)
+        for sample, value, reward in zip(group.samples, group.values, group.rewards.values, strict=True)
+    ]
+    assert any(length < whole for length, _, whole in found)
+    for length, penalty, _ in found:
+        assert penalty == pytest.approx(-min(max(length - 2, 0) / 10, 1), abs=1e-6)
