@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from dagrl.config import Config
 from dagrl.config_file import load_config
 from dagrl.loops import async_grpo, grpo_step
-from dagrl.loops.experience import ScoredGroup
+from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
 from dagrl.loops.rollout import Episode
 from dagrl.loops.stop import StopRequestedError
@@ -41,7 +42,7 @@ OVERRIDES = (
     "policy.generation.max_new_tokens=48",
     "policy.generation.quantum_engine_steps=2",
     "policy.generation.forced_lengths={median: 24, sigma: 0.7}",
-    "policy.generation.vllm_cfg.max_num_seqs=2",  # generation is what the step waits for: it runs when weights change
+    "policy.generation.vllm_cfg.max_num_seqs=2",
     "data.task_args={digits: 2, carry: false, held_out: 8}",
     "reward.function=tests.integration.unigram_task:likes_sevens",
     "loss_fn.use_importance_sampling_correction=true",
@@ -90,6 +91,21 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
     for module in (async_grpo, grpo_step):
         monkeypatch.setattr(module, "refit", exported)
     yield batches
+
+
+@pytest.fixture(autouse=True)
+def half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step is trained, or a reward asked for, generation has one quantum, so that updates find sequences half-way.
+
+    A quick engine, or a slow start of the reward's process, would let everything finish under one version.
+    """
+    work = Experience.work
+
+    def one_quantum(self: Experience, other: Future[Any] | None = None) -> None:
+        work(self, other)
+        wait([*([] if other is None else [other]), *(scoring.answers for scoring in self._scoring)])
+
+    monkeypatch.setattr(Experience, "work", one_quantum)
 
 
 def configuration(tmp_path: Path, case: str, *more: str) -> Config:
