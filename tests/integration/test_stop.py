@@ -16,14 +16,14 @@ from tests.integration.main_job import GRPO, SFT, SMALL, SMALL_SFT_STEPS, SMALL_
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 
-WITHIN_S = 10.0
+WITHIN_S = 60.0  # for what takes 3 s on two free cores, a save among it; half of what anything that hangs would take
 INTERRUPTED = 130
 RESUME = "checkpointing.resume=true"
 SMALL_SFT = ("sft.max_num_steps=1000", "sft.max_val_samples=64", "checkpointing.save_period=2")
 
 
 def ends_in_time(run: Run, *signals: Callable[[], None]) -> int:
-    """Send the signals; the exit code, when all that the command started is gone within the time promised."""
+    """Send the signals; the exit code, when all that the command started is gone: in seconds, on a machine that is free."""
     started = time.monotonic()
     for send in signals:
         send()
