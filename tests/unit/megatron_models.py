@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dagrl.layout import ParallelLayout
 from tests.unit.weight_reference import Config, layer_kind
+from workers.families.megatron import MegatronModules
 
 
 @contextmanager
@@ -45,12 +46,13 @@ def rank_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def build_chunks(config: Config, layout: ParallelLayout) -> dict[str, torch.nn.Module]:
+def build_chunks(config: Config, layout: ParallelLayout, modules: MegatronModules) -> dict[str, torch.nn.Module]:
     """What Megatron-Core builds on the current rank: a model for each virtual stage, by the prefix of its tensors' names."""
     options = transformer_config(config, layout)
+    options.moe_grouped_gemm = modules.grouped_experts
     if layout.vpp == 1:
-        return {"": build(config, options, layout, None)}
-    return {f"vp{stage}.": build(config, options, layout, stage) for stage in range(layout.vpp)}
+        return {"": build(config, options, layout, modules, None)}
+    return {f"vp{stage}.": build(config, options, layout, modules, stage) for stage in range(layout.vpp)}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -91,6 +93,7 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
             "mamba_head_dim": c["mamba_head_dim"],
             "mamba_num_groups": c["n_groups"],
             "mamba_state_dim": c["ssm_state_size"],
+            "moe_latent_size": c.get("moe_latent_size"),
             "is_hybrid_model": True,
         }
     return (MLATransformerConfig if latent else TransformerConfig)(
@@ -134,7 +137,9 @@ def shared_width(c: Config) -> int | None:
     return int(c["n_shared_experts"] * c.get("moe_shared_expert_intermediate_size", c["moe_intermediate_size"]))
 
 
-def build(config: Config, options: TransformerConfig, layout: ParallelLayout, virtual: int | None) -> torch.nn.Module:
+def build(
+    config: Config, options: TransformerConfig, layout: ParallelLayout, modules: MegatronModules, virtual: int | None
+) -> torch.nn.Module:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
     common = {
@@ -149,8 +154,17 @@ def build(config: Config, options: TransformerConfig, layout: ParallelLayout, vi
         from megatron.core.models.mamba import MambaModel
 
         pattern = config["hybrid_override_pattern"]
-        return MambaModel(options, hybrid_spec(), hybrid_override_pattern=pattern, **common)  # type: ignore[no-any-return]
-    spec = get_gpt_decoder_block_spec(options, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
+        spec = hybrid_spec(local=not modules.transformer_engine)
+        return MambaModel(options, spec, hybrid_override_pattern=pattern, **common)  # type: ignore[no-any-return]
+    fused = modules.transformer_engine
+    spec = get_gpt_decoder_block_spec(options, use_transformer_engine=fused, normalization="RMSNorm", vp_stage=virtual)
+    if not fused:
+        use_own_norms(spec, options)
+    return GPTModel(config=options, transformer_layer_spec=spec, vp_stage=virtual, **common)  # type: ignore[no-any-return]
+
+
+def use_own_norms(spec: Any, options: TransformerConfig) -> None:
+    """In place of the local spec's norms and attention, which refuse sequence and context parallelism."""
     spec.layer_norm = Norm
     for layer in spec.layer_specs:
         submodules = layer.submodules
@@ -159,7 +173,6 @@ def build(config: Config, options: TransformerConfig, layout: ParallelLayout, vi
         attention = submodules.self_attention.submodules
         if options.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = Norm
-    return GPTModel(config=options, transformer_layer_spec=spec, vp_stage=virtual, **common)  # type: ignore[no-any-return]
 
 
 class NoAttention(torch.nn.Module):
@@ -184,8 +197,8 @@ class GatedNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size))
 
 
-def hybrid_spec() -> ModuleSpec:
-    """Megatron's hybrid stack with its local linear layers and norms of their own in place of Transformer Engine's."""
+def hybrid_spec(local: bool) -> ModuleSpec:
+    """Megatron's hybrid stack; `local`: its local linear layers and norms of their own in place of Transformer Engine's."""
     stand_in_for_kernels()
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
@@ -193,6 +206,8 @@ def hybrid_spec() -> ModuleSpec:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     mamba_mixer.get_cuda_rng_tracker = MagicMock()
+    if not local:
+        return mamba_stack_spec
     mamba_block.TENorm = Norm
     layers = mamba_stack_spec.submodules
     mixer, attention, mlp = layers.mamba_layer.submodules, layers.attention_layer.submodules, layers.mlp_layer.submodules

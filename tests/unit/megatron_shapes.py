@@ -9,7 +9,7 @@ whole model, so a slice of ours that is cut, ordered or numbered in another way 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -18,6 +18,7 @@ from dagrl.layout import ParallelLayout
 from tests.unit.megatron_models import build_chunks, rank_of, tensors_of
 from tests.unit.test_megatron_weights import REAL_CASES
 from tests.unit.weight_reference import Config, Weights, filled, hf_weights, megatron_tensors
+from workers.families.megatron import MegatronModules
 from workers.megatron.weights import megatron_weight_slices
 
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -44,13 +45,13 @@ def fill(chunks: Mapping[str, torch.nn.Module], weights: Weights) -> None:
             tensor.copy_(weights[name])
 
 
-def global_tensors(config: Config, weights: Weights) -> Weights:
+def global_tensors(config: Config, weights: Weights, modules: MegatronModules) -> Weights:
     """Megatron's global tensors, by their names in checkpoints: what a single rank holds, put where it says."""
     alone = ParallelLayout()
     whole: Weights = {}
     with rank_of(alone, 0):
-        chunks = build_chunks(config, alone)
-        fill(chunks, megatron_tensors(weights, config, alone, 0))
+        chunks = build_chunks(config, alone, modules)
+        fill(chunks, megatron_tensors(weights, config, alone, 0, modules))
         for box in boxes_of(chunks[""]):
             whole.setdefault(box.key, torch.full(box.global_shape, torch.nan))[box.global_slice()] = box.data
     assert not any(tensor.isnan().any() for tensor in whole.values())
@@ -67,16 +68,16 @@ def part_of(whole: Weights, box: ShardedTensor) -> torch.Tensor:
     return out
 
 
-def check(config: Config, layout: ParallelLayout) -> None:
+def check(config: Config, layout: ParallelLayout, modules: MegatronModules) -> None:
     """All ranks of a layout hold what our slices say, and together every element of the model."""
     weights = hf_weights(config)
-    whole = global_tensors(config, weights)
+    whole = global_tensors(config, weights, modules)
     replicas: defaultdict[Place, list[tuple[int, ...]]] = defaultdict(list)
     for rank in range(layout.world_size):
-        like = megatron_tensors(weights, config, layout, rank)
+        like = megatron_tensors(weights, config, layout, rank, modules)
         with rank_of(layout, rank):
-            chunks = build_chunks(config, layout)
-            fill(chunks, filled(weights, list(megatron_weight_slices(config, layout, rank)), like))
+            chunks = build_chunks(config, layout, modules)
+            fill(chunks, filled(weights, megatron_weight_slices(config, layout, rank, modules), like))
             boxes = [box for chunk in chunks.values() for box in boxes_of(chunk)]
         assert sum(box.data.numel() for box in boxes) == sum(tensor.numel() for tensor in like.values())
         for box in boxes:
@@ -90,15 +91,20 @@ class NotInstalled:
     """Megatron's latent attention asks what is one of Transformer Engine's, also where that is not installed."""
 
 
+def check_all(cases: Sequence[tuple[Config, ParallelLayout]], modules: MegatronModules) -> None:
+    """Every case; one line of output for each."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    for config, layout in cases:
+        check(config, layout, modules)
+        print(config["model_type"], layout.describe(), "agrees", flush=True)
+
+
 def main() -> None:
     from megatron.core.transformer import multi_latent_attention
 
     multi_latent_attention.TELinear = NotInstalled
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
-    for config, layout in REAL_CASES:
-        check(config, layout)
-        print(config["model_type"], layout.describe(), "agrees", flush=True)
+    check_all(REAL_CASES, MegatronModules())
 
 
 if __name__ == "__main__":

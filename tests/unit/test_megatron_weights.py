@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import expand
+from tests.unit.megatron_te_shapes import CASES as TE_CASES
 from tests.unit.weight_reference import (
     Config,
     equal,
@@ -106,9 +107,12 @@ REAL_CASES: list[tuple[Config, ParallelLayout]] = [
 ]
 
 
-def test_names_shapes_and_elements_are_those_of_megatron_core() -> None:
+@pytest.mark.parametrize(("module", "cases"), [("megatron_shapes", REAL_CASES), ("megatron_te_shapes", TE_CASES)])
+def test_names_shapes_and_elements_are_those_of_megatron_core(
+    module: str, cases: list[tuple[Config, ParallelLayout]]
+) -> None:
     """All ranks of several layouts, built one after the other in one process over torch's fake process group."""
     pytest.importorskip("megatron.core")
-    done = subprocess.run([sys.executable, "-m", "tests.unit.megatron_shapes"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-m", f"tests.unit.{module}"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("agrees") == len(REAL_CASES)
+    assert done.stdout.count("agrees") == len(cases)
