@@ -1,11 +1,14 @@
 """What the installed vLLM can do, looked up rather than derived from its version: the one place that knows differences.
 
-Everything else in this package uses what vLLM 0.26 to 0.33 have alike. By their sources 0.26.0, 0.32.0 and 0.33.0 differ in:
+Everything else in this package uses what vLLM 0.26 to 0.33 have alike: every argument, attribute and method that it names is
+in the sources of 0.26.0, 0.29.0, 0.32.0 and 0.33.0 (of these 0.26 has run on GPUs and 0.32 on CPUs). They differ in:
 
-- `wake_up` tells whether all memory is back since 0.32, before it returned nothing: `wake_up` here asks `is_sleeping`;
+- `wake_up` tells whether all memory is back in 0.32, and returns nothing in 0.29: `wake_up` here asks `is_sleeping`;
 - expert tensors lie in `experts.routed_experts` since 0.25 (`workers.vllm.weights.local_name`);
-- weight versions of vLLM's own (`set_weight_version`) came with 0.32: ours are counted beside the engine instead;
+- weight versions of vLLM's own (`set_weight_version`) are in 0.29, not in 0.26: ours are counted beside the engine instead;
 - an executor's `shutdown` leaves vLLM's own process groups since 0.33; ours end with the process;
+- the second model runner serves some architectures in 0.26, and in 0.32 all of them where there is Triton; requests, outputs
+  and weights are the same under both;
 - the CPU build has every field of `EngineArgs`, but neither sleep mode nor CUDA graphs.
 """
 
