@@ -54,15 +54,20 @@ class Fault:
 def main() -> None:
     """Run, print the table, write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
-    parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--places", default=",".join(PLACES), help="where a worker dies, one after the other")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    add_arguments(parser)
     options = parser.parse_intermixed_args()
     faults = measure(options.config, options.overrides, places_of(options.places))
     print_table(faults)
     if options.json:
         Report([asdict(fault) for fault in faults], command_line()).write(options.json)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this measurement."""
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--places", default=",".join(PLACES), help="where a worker dies, one after the other")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
 
 
 def places_of(text: str) -> list[str]:

@@ -14,14 +14,17 @@ import pytest
 
 from bench.gpu import run_all
 from bench.gpu.environment import Environment
+from bench.gpu.models import CHARACTERS
 from bench.gpu.outcomes import Outcome, keep, kept
 from bench.gpu.parts import ROOT, TRAINING, Piece, pieces
 from bench.gpu.run_all import _wanted, run_piece
 from bench.gpu.runs import run_tables
+from bench.models import SHAPES
 from bench.train import parse_case
 from dagrl.config import Config
 from dagrl.config_file import load_config
-from dagrl.preflight import trace_phases, worker_classes
+from dagrl.model_init import character_tokenizer
+from dagrl.preflight import preflight, trace_phases, worker_classes
 
 CARDS = ("NVIDIA H200", "NVIDIA H200")
 HERE = Environment(CARDS, (143771, 143771), "580", "NV18", "64-core host", {"torch": "2.11"}, {}, "abc", torch_gpus=2)
@@ -159,6 +162,30 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
         _check_colocated(config)
         _check_machine(config)
         assert trace_phases(config, worker_classes(config)), name
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int) -> None:
+    """All that can be known to be wrong with a measurement before it starts; the models are there but for their weights."""
+    for found in pieces(gpus):
+        if found.part not in ("compare", "step", "curves", "faults") or found.gpus > gpus:
+            continue
+        words = [word.replace("{models}", str(tmp_path)).replace("{seconds}", "500") for word in found.command]
+        if found.before:
+            write_shape(tmp_path, found.before[-2])
+        parser = argparse.ArgumentParser()
+        module = importlib.import_module(f"bench.{found.bench or 'gpu.faults'}")
+        module.add_arguments(parser)
+        options = parser.parse_intermixed_args(words[words.index(found.bench or "bench.gpu.faults") + 1 :])
+        machine = (f"cluster.num_gpus={gpus}", f"output_dir={tmp_path}")
+        assert preflight(load_config(options.config, [*getattr(module, "OVERRIDES", ()), *options.overrides, *machine]))
+
+
+def write_shape(directory: Path, name: str) -> None:
+    """A model's `config.json` and tokenizer, as `bench.gpu.models` writes them."""
+    (directory / name).mkdir(exist_ok=True)
+    character_tokenizer(CHARACTERS).save_pretrained(directory / name)
+    (directory / name / "config.json").write_text(json.dumps(dict(SHAPES[name].config)))
 
 
 def test_the_hosts_gpus_name_the_directory() -> None:
