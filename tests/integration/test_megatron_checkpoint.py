@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -116,6 +117,27 @@ def test_a_slow_disk_is_waited_for_as_long_as_checkpoints_may_take(
         group.call("save_checkpoint", directory, {"step": 1})
         assert group.call("load_checkpoint", directory) == [{"step": 1}] * 2
         _assert_same_states(group.call("state"), before)
+
+
+def test_a_save_in_the_background_that_fails_late_is_an_error_on_all_workers(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """One worker finds its directory gone when it comes to write; the checkpoint before stays, and the next save works."""
+    directory = str(tmp_path / "checkpoint")
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+        group.call("save_checkpoint", directory, {"step": 1})
+        group.call("slow_disk", per_rank=[(0.0,), (1.0,)])
+        group.call("save_checkpoint", directory, {"step": 2}, True)
+        shutil.rmtree(f"{directory}.partial")
+        for rank in range(2):
+            group.start(rank, "finish_checkpoint")
+        for rank in range(2):
+            with pytest.raises(WorkerError, match=r"checkpoint\.partial") as caught:
+                group.finish(rank)
+            assert caught.value.kind == "CheckpointError"
+        assert group.call("load_checkpoint", directory) == [{"step": 1}] * 2
+        group.call("save_checkpoint", directory, {"step": 3})
+        assert group.call("load_checkpoint", directory) == [{"step": 3}] * 2
 
 
 def test_a_save_that_is_killed_or_stuck_leaves_the_checkpoint_before_it(
