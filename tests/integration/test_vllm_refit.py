@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import torch
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import Pending
 from dagrl.errors import ChannelError, RunError
+from dagrl.ports import reserve_port
 from dagrl.refit import RefitPlan, RefitReport, RefitSender, WeightSlice, plan_refit
 from dagrl.refit.moves import bucket_offsets
 from tests.integration import vllm_calls
@@ -22,7 +22,7 @@ from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, 
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
 PROMPT = [5, 6, 7, 8]
-TIMEOUT_S = 5.0
+TIMEOUT_S = 60.0  # nothing here waits for it
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,7 @@ class Trainer:
         self.thread = ThreadPoolExecutor(1)
 
     def _join(self, plan: RefitPlan) -> Channel:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{listener.getsockname()[1]}"
+        address = f"127.0.0.1:{reserve_port()}"
         specs = [ChannelSpec("gloo", address, rank, plan.size, TIMEOUT_S) for rank in range(plan.size)]
         calls = [("prepare_refit", plan.for_rank(spec.rank), spec) for spec in specs[1:]]
         with ThreadPoolExecutor(1) as thread:
