@@ -128,6 +128,7 @@ def test_a_save_in_the_background_that_fails_late_is_an_error_on_all_workers(
         group.call("save_checkpoint", directory, {"step": 1})
         group.call("slow_disk", per_rank=[(0.0,), (1.0,)])
         group.call("save_checkpoint", directory, {"step": 2}, True)
+        _wait_for(lambda: group.call("checkpoint_written")[0])  # who writes into a directory keeps it from being removed
         shutil.rmtree(f"{directory}.partial")
         for rank in range(2):
             group.start(rank, "finish_checkpoint")
