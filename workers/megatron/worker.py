@@ -174,6 +174,7 @@ class MegatronWorker(GroupMember):
 
         if self._channel is not None:
             self._channel.close()
+        self._channel = self._sender = None  # with its staging, before there is another
         self._channel = open_channel(channel)
         live: dict[str, Tensor] = dict(self._ready("weights").model.parameters())  # not their data: refits follow them
         if self._kv_scales is not None:
