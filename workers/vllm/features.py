@@ -1,8 +1,8 @@
 """What the installed vLLM can do, looked up rather than derived from its version: the one place that knows differences.
 
 Everything else in this package uses what vLLM 0.26 to 0.33 have alike, by the sources of 0.26.0, 0.29.0, 0.32.0 and 0.33.0:
-all of them have the engine arguments that we set, and the methods of engine, executor and worker that we call. 0.26 has run on
-GPUs and 0.32 on CPUs; the others were only read. They differ in:
+all of them have the engine arguments that we set, and the methods of engine, executor and worker that we call. 0.26 has run
+on GPUs and 0.32 on CPUs; the others were only read. They differ in:
 
 - `wake_up` tells whether all memory is back in 0.32, and returns nothing in 0.29: `wake_up` here asks `is_sleeping`;
 - expert tensors lie in `experts.routed_experts` since 0.25 (`workers.vllm.weights.local_name`);
