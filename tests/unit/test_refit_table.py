@@ -78,28 +78,27 @@ def test_the_counts_are_those_published() -> None:
 
 
 PROGRAM = """
-import json, resource, sys, time
+import json, resource, sys
 from bench.refit_mappings import LARGEST
 from tests.unit.test_refit_table import plan_of
 row = LARGEST[int(sys.argv[1])]
-start = time.process_time()
 size = row.train.world_size + row.tp * row.dp
 plan = plan_of(row, row.model, hosts=row.hosts)
 text = str(plan.summary())
 plan.for_rank(0), plan.for_rank(size - 1)
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([time.process_time() - start, used / 2**20, plan.summary().received[0], text.splitlines()[0]]))
+print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0]]))
 """
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["235b", "dsv3"])
-def test_the_largest_are_planned_in_seconds(index: int) -> None:
-    """Well under 30 s and 4 GiB, description, hosts, summary and two ranks' parts included; in a process of its own."""
+def test_the_largest_are_planned_in_little_memory(index: int) -> None:
+    """Description, hosts, summary and two ranks' parts included, in a process of its own; `bench refit_plan` has the time."""
     row = LARGEST[index]
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(index)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    seconds, gib, received, title = json.loads(done.stdout)
-    assert seconds < 30 and gib < 4, (seconds, gib)
+    gib, received, title = json.loads(done.stdout)
+    assert gib < 4
     assert f"from {row.train.world_size} to {row.tp * row.dp} ranks" in title
     share = 2 * parameters(row.model) / row.tp
     assert share < received < 1.2 * share  # norms, routers, latent projections and few key-value heads are repeated
