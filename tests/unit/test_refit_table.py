@@ -93,7 +93,7 @@ print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0]
 
 @pytest.mark.parametrize("index", [0, 1], ids=["235b", "dsv3"])
 def test_the_largest_are_planned_in_little_memory(index: int) -> None:
-    """Description, hosts, summary and two ranks' parts included, in a process of its own; `bench refit_plan` has the time."""
+    """Description, hosts, summary and two ranks' parts included, in its own process; `bench refit_plan` has the time."""
     row = LARGEST[index]
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(index)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
