@@ -16,12 +16,14 @@ import time
 from dagrl.errors import RunError
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError
 
+_LARGE = len(os.sched_getaffinity(0)) >= 16
 SHORT_SPIN_S = 30e-6
-LONG_SPIN_S = 20e-3 if len(os.sched_getaffinity(0)) >= 16 else 60e-6
-"""How long to look for a message before sleeping: long if the last one came within that time, else short. Waking a sleeper
-takes 50 to 200 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. The long
-time must exceed that of a chain of 64 sleepers, or the chain never wakes. On a small machine the one who looks takes the
-core of the one who is to send."""
+LONG_SPIN_S = 20e-3 if _LARGE else 200e-6
+SOON_S = 20e-3 if _LARGE else 400e-6
+"""How long to look for a message before sleeping: long if the last one came soon, else short. Waking a sleeper takes 50 to
+200 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. Soon must exceed the
+time of a chain of sleepers (of 64 on a large machine), or the chain never wakes. On a small machine the one who looks takes
+the core of the one who is to send."""
 
 let_others_run = ctypes.CDLL(None).sched_yield
 """Give the core to another process, or thread of this one, that wants it."""
@@ -86,7 +88,7 @@ class Watch:
             let_others_run()
         while words[index] == known or words[closed]:
             self._sleep(index, known, started, timeout_s)
-        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < LONG_SPIN_S else SHORT_SPIN_S
+        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < SOON_S else SHORT_SPIN_S
 
     def _sleep(self, index: int, known: int, started: float, timeout_s: float | None) -> None:
         self.check_open()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.executors.futex import LONG_SPIN_S, SHORT_SPIN_S, let_others_run
+from dagrl.executors.futex import LONG_SPIN_S, SHORT_SPIN_S, SOON_S, let_others_run
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError, aligned, count_copied, cut
 
 Memory = npt.NDArray[np.uint8]
@@ -185,7 +185,7 @@ class LinkReader:
                 let_others_run()
             else:
                 self._sleep(_LOOK_S if until is None else until - now)
-        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < LONG_SPIN_S else SHORT_SPIN_S
+        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < SOON_S else SHORT_SPIN_S
 
     def _sleep(self, left: float) -> None:
         if self._closed:
