@@ -1,6 +1,6 @@
 """Endurance: replays by the hundred thousand and recompilations by the hundred, at flat time and memory.
 
-    python -m bench.endurance --json bench/results/endurance.json
+    python -m bench.endurance --json bench/results/endurance-worn.json
 
 Two workers. First, replays of one phase: their median duration in the calmest thousand of the first and of the last tenth,
 their processor time in all processes together, and the memory of these along the way. Whatever else runs on a shared machine

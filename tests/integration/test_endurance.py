@@ -1,6 +1,6 @@
 """Endurance: replays and recompilations by the thousand, at flat time and memory. Slow; run with `-m slow`.
 
-`DAGRL_ENDURANCE=0.02` runs that share of it. The whole of it is in `bench/results/endurance.json`.
+`DAGRL_ENDURANCE=0.02` runs that share of it. The whole of it is in `bench/results/endurance-worn.json`.
 """
 
 from __future__ import annotations
