@@ -1,4 +1,4 @@
-"""Megatron layouts over NCCL: losses and gradients as on one process without a GPU, and an end to collectives that hang."""
+"""Megatron layouts over NCCL: losses and gradients as on one process without a GPU, checkpoints, an end to what hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ CASES = [
     case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),
     case("qwen3", "cp2", cp=2),
     case("qwen3", "tp2-sp", sequence_parallel=True, tp=2),
+    case("qwen3", "tp2-sp-recomputed", sequence_parallel=True, recompute={}, tp=2),
+    case("qwen3", "cp2-packed", packed=True, recompute={"recompute_granularity": "selective"}, cp=2),
     case("qwen3", "pp2vpp2", pp=2, vpp=2),
+    case("qwen3_tied", "pp2vpp2-dynamic", dynamic=True, pp=2, vpp=2),
+    case("qwen3_tied", "pp2-packed", packed=True, pp=2),
     case("qwen3_tied", "pp2", pp=2),
     case("qwen3", "dp2-sharded", sharded=True, dp=2),
 ]
@@ -84,6 +88,28 @@ def test_bfloat16_is_near_float32(
     expected = truth[item.model]
     assert np.linalg.norm(found - expected.logprobs) < 0.02 * np.linalg.norm(expected.logprobs)
     assert np.linalg.norm(np.subtract(losses, expected.losses)) < 0.02 * np.linalg.norm(expected.losses)
+
+
+def test_a_checkpoint_goes_on_at_another_layout(pool: MegatronPool, models: dict[str, Path], tmp_path: Path) -> None:
+    """Files are agreed on over Gloo, beside the NCCL groups of training; one of them is written in the background."""
+    batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
+    with pool.group(ParallelLayout(tp=2), config) as group:
+        train(group, batch)
+        group.call("save_checkpoint", str(tmp_path / "step-1"), {"step": 1})
+        group.call("save_checkpoint", str(tmp_path / "beside"), {"step": 1}, True)
+        went_on = [train(group, batch) for _ in range(2)]
+        group.call("finish_checkpoint")
+    for layout, name in (
+        (ParallelLayout(tp=2), "beside"),
+        (ParallelLayout(pp=2), "step-1"),
+        (ParallelLayout(dp=2), "beside"),
+    ):
+        with pool.group(layout, config) as group:
+            assert group.call("load_checkpoint", str(tmp_path / name)) == [{"step": 1}] * 2
+            resumed = [train(group, batch) for _ in range(2)]
+        for found, expected in zip(resumed, went_on, strict=True):
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 def test_who_waits_in_a_collective_that_no_peer_joins_raises_when_aborted(
