@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dagrl.config import Config
 
 CONFIG = Path(__file__).with_name("faults.yaml")
-DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 6}
+DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 7}
 """Policy versions: a version `v` is what training step `v` made."""
 
 Metrics = Mapping[str, Any]

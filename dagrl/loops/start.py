@@ -232,7 +232,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     session.progress.stage("Warming up")
     if any(plan.name == "reference_logprobs" for plan in plans):
         session.train.call("snapshot_reference")  # for the warm-up; the loop takes the real one
-    scheduler.warmup(before=lambda phase: session.hold(*phase.roles))
+    scheduler.warmup(before=lambda phase: session.hold(*phase.roles, keep_generation_weights=True))  # no refit need follow
 
 
 def _channel_kind(config: Config) -> Literal["gloo", "nccl", "ipc"]:

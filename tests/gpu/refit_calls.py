@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -38,16 +38,22 @@ class DeviceChannel(MemoryChannel):
         torch.cuda.synchronize()
 
 
-def refit_from(worker: Any, checkpoint: Path, version: int, flip: int | None = None) -> None:
-    """A refit of a bfloat16 checkpoint, held whole on this GPU, into the engine; every part verified."""
+def refit_from(
+    worker: Any, slices: Sequence[Sequence[WeightSlice]], checkpoint: Path, version: int, flip: int | None = None
+) -> None:
+    """A refit of a bfloat16 checkpoint, held whole on this GPU, into this rank of the engine; every part verified.
+
+    `slices` are those of all ranks of the engine; what is for the others is sent, and nobody takes it.
+    """
     with worker.writing_weights(version):
         sources = {name: tensor.cuda() for name, tensor in state_of(checkpoint).items()}
-        plan = plan_refit([whole(sources)], [worker.weight_slices()], dtype="bfloat16", bucket_bytes=1 << 20)
+        plan = plan_refit([whole(sources)], slices, dtype="bfloat16", bucket_bytes=1 << 20)
+        here = 1 + worker.context.rank
         queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
-        ends = [DeviceChannel(rank, 2, queues) for rank in range(2)]
-        ends[0].flip = flip
-        RefitSender(plan.for_rank(0), sources, ends[0], "checksum").send(version)
-        RefitReceiver(plan.for_rank(1), worker.weight_tensors(), ends[1], "checksum").receive(version)
+        sender, receiver = (DeviceChannel(rank, plan.size, queues) for rank in (0, here))
+        sender.flip = flip
+        RefitSender(plan.for_rank(0), sources, sender, "checksum").send(version)
+        RefitReceiver(plan.for_rank(here), worker.weight_tensors(), receiver, "checksum").receive(version)
 
 
 def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:

@@ -26,7 +26,7 @@ from tests.gpu import refit_calls
 from tests.integration import vllm_calls
 from tests.integration.test_kv_scales import largest_in_cache
 from tests.integration.vllm_models import make_config
-from tests.integration.vllm_ranks import Engine, Ranks, requests
+from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,12 +192,12 @@ def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(
     if cache == "fp8":
         add_kv_scales(second)
     with running(ranks, fp8_config(first, **engine_of)) as engine:
-        before = greedy(engine)
+        before, slices = greedy(engine), engine.on_all(call, "weight_slices")
         with pytest.raises(RunError, match=r"parameter .* is not what rank 0 sent"):
-            engine.on_all(refit_calls.refit_from, second, 1, 700_001)  # one byte changes on its way
+            engine.on_all(refit_calls.refit_from, slices, second, 1, 700_001)  # one byte changes on its way
         with pytest.raises(RunError, match="torn"):
             greedy(engine)
-        engine.on_all(refit_calls.refit_from, second, 2)
+        engine.on_all(refit_calls.refit_from, slices, second, 2)
         held, scales, tokens = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
     truth = export_fp8(second, tmp_path / "fp8")
     with running(ranks, fp8_config(truth, **engine_of, precision=None)) as engine:

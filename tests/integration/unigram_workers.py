@@ -160,6 +160,7 @@ class UnigramGenerator(UnigramWorker):
 
     def generate(self, batch: Batch) -> Generated:
         self.need("weights", "kv_cache")
+        assert not self.logits.isnan().any(), "the weights were dropped in sleep, and no refit followed"
         if in_warmup():
             return pack_generated([], [], 0)
         generation = self.config.policy.generation

@@ -25,9 +25,9 @@ def write_run(directory: Path, losses: dict[int, float], started: float) -> None
 
 
 def test_a_fault_is_told_from_the_death_on(tmp_path: Path) -> None:
-    """A death in the fourth version is compared from the fifth step to the sixth, where the next one was."""
+    """A death in the fourth version is compared from the fifth step on, up to the seventh, where the next one was."""
     write_run(tmp_path / "undisturbed", {step: float(step) for step in range(1, 9)}, 100.0)
-    write_run(tmp_path / "disturbed", {step: step + (0.006 if step == 6 else 0.0) for step in range(1, 9)}, 200.0)
+    write_run(tmp_path / "disturbed", {step: step + (0.007 if step == 7 else 0.0) for step in range(1, 9)}, 200.0)
     (tmp_path / "deaths").mkdir()
     (tmp_path / "deaths" / "quantum.died").write_text("190.0")
     heard = [
@@ -37,7 +37,7 @@ def test_a_fault_is_told_from_the_death_on(tmp_path: Path) -> None:
     (tmp_path / "heard.jsonl").write_text("".join(json.dumps(line) + "\n" for line in heard))
     fault = _fault("quantum", ["quantum", "refit"], tmp_path)
     assert (fault.role, fault.phase, fault.detected_s, fault.training_again_s) == ("generation", "generate", 1.5, 15.0)
-    assert (fault.resumed_from_step, fault.steps_compared) == (4, 1)
+    assert (fault.resumed_from_step, fault.steps_compared) == (4, 2)
     assert fault.loss_difference == 0.0
     assert _fault("quantum", ["quantum"], tmp_path).loss_difference == pytest.approx(0.001)
 
@@ -45,5 +45,5 @@ def test_a_fault_is_told_from_the_death_on(tmp_path: Path) -> None:
 def test_a_death_that_never_happened_is_told(tmp_path: Path) -> None:
     ask_for_death(tmp_path / "deaths", "refit", DEATH_AT["refit"])
     assert not has_died(tmp_path / "deaths", "refit")
-    with pytest.raises(SystemExit, match="no worker died in refit, at policy version 6"):
+    with pytest.raises(SystemExit, match="no worker died in refit, at policy version 7"):
         _fault("refit", ["refit"], tmp_path)
