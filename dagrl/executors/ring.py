@@ -85,6 +85,7 @@ class Ring:
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("I")
         self._sizes = self._bytes.cast("Q")
+        self._memory = memory
         self._arrays = np.frombuffer(memory, dtype=np.uint8)
         self._futexes = Futexes(self._words)
         self._watch = Watch(self._words, self._futexes, _CLOSED)
@@ -158,7 +159,8 @@ class Ring:
             self._acknowledge(reader, slot, self._read)
             return value
         sizes = self._sizes[word + 2 : word + 1 + count].tolist()
-        message = self._arrays[start : start + self._slot_bytes]
+        # Not a slice of `_arrays`: arrays made from a slice refer to the slice's owner, and would not keep the slot.
+        message = np.frombuffer(self._memory, np.uint8, self._slot_bytes, start)
         views = cut(message.data, offset - start + aligned(size), sizes)
         if self._held >= KEPT or sum(sizes) <= IN_PLACE_BYTES:
             value = pickle.loads(pickled, buffers=[_own(view) for view in views])  # noqa: S301

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
+from dagrl.executors.packet import Header, Packet
 from dagrl.executors.ring import IN_PLACE_BYTES, Ring, RingAddress
+from dagrl.shapes import Batch
 
 SLOT = 1 << 20
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
@@ -73,6 +75,19 @@ def test_arrays_may_be_kept_and_are_never_written_over(ring: Ring) -> None:
         ring.write(parts(np.full(100_000, number)), 1.0)
         kept.append(ring.read(0, 1.0))
     assert [set(array.tolist()) for array in kept] == [{number} for number in range(20)]  # type: ignore[attr-defined]
+
+
+def test_the_arrays_of_a_batch_hold_its_slot(ring: Ring) -> None:
+    """Where the reader has nothing of the message but arrays, or views of them."""
+    kept = []
+    for number in range(1, 21):
+        batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
+        ring.write(parts(Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire()), 1.0)
+        read = Packet.from_wire(ring.read(0, 1.0)).value
+        assert isinstance(read, Batch)
+        kept.append((read["lengths"], read["tokens"][:, 7]))
+        del read
+    assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 21)]
 
 
 def test_a_view_of_an_array_holds_its_slot_and_the_last_one_frees_it(ring: Ring) -> None:
