@@ -18,6 +18,8 @@ from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dagrl.config import Config, MegatronConfig
 from dagrl.config import OptimizerConfig as OptimizerSettings
@@ -65,10 +67,10 @@ class Trainer:
         self.offloader.require(("optimizer",), "an optimizer step")
         with cuda_type_names(), torch.no_grad():
             self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm())
-            usable = _all_agree(math.isfinite(norm) and norm > 0, self._device)
+            total = self._gradient_norm()
+            norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()
             if usable:
-                self._clip(norm)
+                self._clip(total)
             if usable and apply:
                 self._update(rate)
         if not usable and apply:
@@ -129,13 +131,24 @@ class Trainer:
         for inner in self.inner_optimizers():
             yield from inner.state.items()
 
-    def _clip(self, norm: float) -> None:
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    def _gradient_norm(self) -> Tensor:
+        """Of all workers' gradients, each counted once, on the device.
 
+        Megatron's own, without Transformer Engine or Apex, reads the norm of every parameter from the device one by one.
+        """
+        squares: dict[dist.ProcessGroup, Tensor] = {}
+        for part in self.parts():
+            group, norm = part.get_grad_stats_parallel_group(), get_total_norm(part.get_main_grads_for_grad_norm())
+            squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
+        for group, square in squares.items():
+            dist.all_reduce(square, group=group)
+        return torch.stack(list(squares.values())).sum().sqrt()
+
+    def _clip(self, norm: Tensor) -> None:
         limit = self.settings.policy.megatron_cfg.optimizer.clip_grad
         for part in self.parts():
-            if limit > 0 and part.get_parameters():
-                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=limit, total_norm=norm)
+            if limit > 0:
+                clip_grads_with_norm_(part.get_parameters(), limit, norm)
 
     def _update(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -230,8 +243,8 @@ def _create_state(inner: torch.optim.Optimizer) -> None:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
 
-def _all_agree(condition: bool, device: torch.device) -> bool:
-    """Whether the condition holds on every worker; a collective over all of them."""
-    flag = torch.tensor(float(condition), device=device)
+def _all_agree(condition: Tensor) -> Tensor:
+    """1 where the condition holds on every worker, else 0; a collective over all of them."""
+    flag = condition.float()
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item() == 1.0)
+    return flag

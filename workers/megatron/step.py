@@ -48,13 +48,23 @@ def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
 
 
-def run_losses(chunks: list[Any], batch: Microbatches, loss: LossStep, backward: bool) -> StepMetrics:
-    """Losses of all microbatches, their gradients accumulated and reduced if `backward`; metrics on the last stage only."""
-    parts = _run(chunks, batch, loss, forward_only=not backward)
-    names = ("sums", "maxima")
-    merged = {kind: _merge([part[kind] for part in parts], torch.sum if kind == "sums" else torch.amax) for kind in names}
-    tokens = {FILLED_TOKENS: batch.filled, PROCESSED_TOKENS: batch.processed}
-    return StepMetrics(sums=merged["sums"] | tokens, maxima=merged["maxima"])
+@dataclass(frozen=True)
+class Losses:
+    """What the microbatches of a batch reported, still on the device; `parts` is empty on all stages but the last."""
+
+    parts: list[dict[str, dict[str, Tensor]]]
+    batch: Microbatches
+
+    def read(self) -> StepMetrics:
+        """The metrics over all microbatches. Waits for the device, so what can be launched before should be."""
+        sums, maxima = ([part[kind] for part in self.parts] for kind in ("sums", "maxima"))
+        tokens = {FILLED_TOKENS: self.batch.filled, PROCESSED_TOKENS: self.batch.processed}
+        return StepMetrics(sums=_merge(sums, torch.sum) | tokens, maxima=_merge(maxima, torch.amax))
+
+
+def run_losses(chunks: list[Any], batch: Microbatches, loss: LossStep, backward: bool) -> Losses:
+    """Losses of all microbatches, their gradients accumulated and reduced if `backward`."""
+    return Losses(_run(chunks, batch, loss, forward_only=not backward), batch)
 
 
 def run_logprobs(chunks: list[Any], batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:

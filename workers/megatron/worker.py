@@ -47,8 +47,9 @@ class MegatronWorker(GroupMember):
             for cut in self._cuts(batch, "train"):
                 trainer.offloader.begin_due()
                 trainer.zero_gradients()
-                metrics = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), True)
+                losses = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), True)
             shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
+            metrics = losses.read()
         seconds, architecture = time.perf_counter() - started, trainer.model.architecture
         figures = train_figures(architecture, self.config.policy, self.context, self._device, batch, seconds)
         known = StepMetrics(metrics.sums, metrics.maxima, shared) if self._reports else StepMetrics()
@@ -63,7 +64,8 @@ class MegatronWorker(GroupMember):
         trainer = self._ready("weights")
         with self._running(), torch.no_grad():
             for cut in self._cuts(batch, "train"):
-                metrics = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), False)
+                losses = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), False)
+            metrics = losses.read()
         return metrics if self._reports else StepMetrics()
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
