@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from dagrl.generation import merge_generated
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
+from workers.vllm.engine import QuantumEngine, Request
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
+FEW_TOKENS = {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 64}}
+"""Of an engine step: two long prompts do not fit one."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
 def engine(request: pytest.FixtureRequest, vllm_ranks: Ranks, checkpoint: Path) -> Iterator[Engine]:
-    with vllm_ranks.engine(make_config(checkpoint), request.param) as engine:
+    with vllm_ranks.engine(make_config(checkpoint, FEW_TOKENS), request.param) as engine:
         yield engine
 
 
@@ -49,6 +54,13 @@ def test_a_seed_decides_whatever_the_company(engine: Engine) -> None:
     assert company[1].tokens != alone.tokens
 
 
+def test_prompts_that_do_not_fit_an_engine_step_together(engine: Engine) -> None:
+    prompts = [[5 + (row + token) % 40 for token in range(40)] for row in range(3)]
+    together = engine.run(requests([1, 2, 3], prompts, new=4))
+    alone = [row for request, prompt in enumerate(prompts, 1) for row in engine.run(requests([request], [prompt], new=4))]
+    assert [row.tokens for row in together] == [row.tokens for row in alone]
+
+
 def test_greedy_takes_the_likeliest_and_reports_the_models_logprobs(engine: Engine, checkpoint: Path) -> None:
     for row, prompt in zip(engine.run(requests([1, 2, 3], PROMPTS, greedy=True)), PROMPTS, strict=True):
         expected = hf_logprobs(checkpoint, prompt, row.tokens)
@@ -64,11 +76,36 @@ def test_padding_rows_are_skipped_and_bad_requests_refused(engine: Engine) -> No
         "1 to 47": requests([4], [[5] * 48]),
         "new tokens": requests([4], PROMPTS[:1], new=0),
         "seed -3": requests([4], PROMPTS[:1], seed=-7),
+        "from 5 to 123456789": requests([4], [[5, 123456789]]),
+        "from -7 to 6": requests([4], [[6, -7]]),
     }
     for message, wrong in bad.items():
         with pytest.raises(DataError, match=message):
             engine.generate(wrong)
     assert engine.generate(requests([], [])).unfinished == 0
+
+
+class ForgetfulEngine:
+    """A vLLM engine that forgets its requests."""
+
+    model_config = SimpleNamespace(max_model_len=48, get_vocab_size=lambda: 100)
+
+    def add_request(self, *request: object) -> None: ...
+
+    def step(self) -> list[object]:
+        return []
+
+    def has_unfinished_requests(self) -> bool:
+        return False
+
+
+def test_a_request_that_vllm_forgets_is_not_waited_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QuantumEngine, "_sampling", lambda self, request: None)
+    config = make_config(checkpoint).policy.generation
+    assert config is not None
+    engine = QuantumEngine(cast("Any", ForgetfulEngine()), config, ())
+    with pytest.raises(RunError, match=r"knows no more of requests \['7'\]"):
+        engine.run([Request(7, [5, 6], seed=0, max_new_tokens=3, greedy=True)], 1 << 30)
 
 
 def test_aborted_requests_are_gone(engine: Engine) -> None:

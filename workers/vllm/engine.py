@@ -49,6 +49,7 @@ class QuantumEngine:
     def __init__(self, engine: LLMEngine, config: GenerationConfig, eos_token_ids: Iterable[int]) -> None:
         self._engine = engine
         self._config = config
+        self._vocabulary = int(engine.model_config.get_vocab_size())
         self._stop_token_ids = sorted({*config.stop_token_ids, *eos_token_ids})
         self._running: dict[str, _Running] = {}
         self._version = 0
@@ -107,6 +108,8 @@ class QuantumEngine:
                 raise RunError("the quantum was aborted inside an engine step; restart the generation workers")
             finished.extend(self._finish(output) for output in outputs if output.finished)
             steps += 1
+            if self._running and not self._engine.has_unfinished_requests():
+                raise RunError(f"vLLM knows no more of requests {sorted(self._running)[:5]}; restart the generation workers")
         self._stepping = False
         return finished, steps
 
@@ -169,6 +172,11 @@ class QuantumEngine:
                 raise DataError(
                     f"the prompt of request {name} has {length} tokens; vLLM takes 1 to {self.max_model_len - 1} here. "
                     "Shorten it, or raise policy.max_total_sequence_length or policy.generation.vllm_cfg.max_model_len"
+                )
+            if min(request.prompt) < 0 or max(request.prompt) >= self._vocabulary:
+                raise DataError(
+                    f"the prompt of request {name} has tokens from {min(request.prompt)} to {max(request.prompt)}; the "
+                    f"model has 0 to {self._vocabulary - 1}. Make the data with the model's own tokenizer"
                 )
             if request.max_new_tokens < 1 or request.seed < 0:
                 raise DataError(

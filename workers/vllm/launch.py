@@ -160,6 +160,8 @@ def _import_vllm() -> None:
 
 def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     """vLLM's `EngineArgs` for this configuration, and why each differs from vLLM's default where it does."""
+    import torch
+
     vllm = require_generation(config).vllm_cfg
     tokenizer = _tokenizer(config)
     timeout = max(1, round(context.collective_timeout_s))
@@ -192,7 +194,9 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     if vllm.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
-    return {**arguments, **require_generation(config).vllm_kwargs}
+    # vLLM's CPU backend cannot take back a number that a seeded request drew too much, as it does between parts of a prompt.
+    whole_prompts = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
+    return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs}
 
 
 def _import_model(architectures: Sequence[str]) -> None:
