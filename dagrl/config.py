@@ -90,7 +90,8 @@ class SftConfig(Section):
     val_period: NonNegativeInt = 20
     val_at_start: bool = True
     max_val_samples: PositiveInt = 256
-    lr: PositiveFloat | None = None  # None: policy.megatron_cfg.optimizer.lr; constant over the SFT steps
+    # Constant over the SFT steps. None: policy.megatron_cfg.optimizer.lr, with algorithm `sft` by megatron_cfg.scheduler.
+    lr: PositiveFloat | None = None
 
 
 class DataConfig(Section):

@@ -59,8 +59,10 @@ def evaluate(session: Session, validation: list[Demonstration]) -> dict[str, flo
 
 
 def learning_rate(config: Config) -> dict[str, float]:
-    """The SFT learning rate, where it differs from the policy's own schedule."""
-    return {} if config.sft.lr is None else {"lr": config.sft.lr}
+    """The SFT learning rate, where it is not the schedule's, which before GRPO is as long as GRPO."""
+    if config.sft.lr is not None:
+        return {"lr": config.sft.lr}
+    return {} if config.algorithm == "sft" else {"lr": config.policy.megatron_cfg.optimizer.lr}
 
 
 def sft_plans(config: Config) -> list[PhasePlan]:
@@ -70,8 +72,6 @@ def sft_plans(config: Config) -> list[PhasePlan]:
 
 
 def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:
-    """Buckets of one train shard for `rows` rows over all of them, a whole number of microbatches each."""
-    policy = config.policy
-    per_shard = math.ceil(rows / policy.megatron_cfg.layout.dp)
-    per_shard = math.ceil(per_shard / policy.train_micro_batch_size) * policy.train_micro_batch_size
-    return tuple(Bucket(per_shard, width) for width in bucket_widths(policy))
+    """Buckets of one train shard for `rows` rows over all of them; workers cut microbatches of equal size from any."""
+    per_shard = math.ceil(rows / config.policy.megatron_cfg.layout.dp)
+    return tuple(Bucket(per_shard, width) for width in bucket_widths(config.policy))

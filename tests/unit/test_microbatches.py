@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,27 @@ def test_every_token_is_trained_once(lengths: list[int], kind: str, sizes: tuple
             assert (item.labels.flatten()[~real] == 0).all()
     expected = [row * WIDTH + at for row, length in enumerate(lengths) for at in range(1, length)]
     assert sorted(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "pp", "shape", "count"),
+    [
+        (4, 8, 1, 4, 1),
+        (10, 8, 1, 5, 2),
+        (16, 8, 1, 8, 2),
+        (9, 4, 1, 3, 3),
+        (4, 4, 2, 2, 2),
+        (1, 4, 2, 1, 2),
+        (5, 2, 2, 2, 4),
+    ],
+)
+def test_microbatches_of_rows_are_equal_with_as_little_padding_as_that_leaves(
+    rows: int, limit: int, pp: int, shape: int, count: int
+) -> None:
+    """With `pp` 2 the schedule is interleaved and wants an even number of them."""
+    cut = cut_batch(make_batch([WIDTH] * rows), replace(RULES["rows"], rows=limit), place(pp=pp, vpp=pp))
+    assert [item.tokens.shape for item in cut.items] == [(shape, WIDTH)] * count
+    assert shape <= limit and cut.processed - cut.filled < count * WIDTH
 
 
 @pytest.mark.parametrize("kind", RULES)

@@ -1,6 +1,6 @@
 """Cuts a padded batch into microbatches for one context-parallel worker, and puts the results together again.
 
-Three ways (`CutRule`): rows as they are, equally many each; rows of like length together, padded to the longest of them;
+Three ways (`CutRule`): rows as they are, equally many in each; rows of like length together, padded to the longest of them;
 or packed, one row of many sequences each. Whichever it is, a microbatch is a table that says where in the batch each of
 its tokens comes from, and every field is taken by that table.
 
@@ -33,7 +33,7 @@ TAIL = 64  # padding behind packed sequences is cut in sequences of about so man
 
 @dataclass(frozen=True)
 class CutRule:
-    """How a batch becomes microbatches: `rows` of them each, or up to `tokens` tokens, as `policy` says."""
+    """How a batch becomes microbatches: of up to `rows` rows, or up to `tokens` tokens, as `policy` says."""
 
     kind: Literal["rows", "packed", "dynamic"]
     rows: int
@@ -138,9 +138,10 @@ def _arrange(batch: Batch, lengths: Indices, rule: CutRule, place: Place) -> lis
         return _packed(lengths, rule, place)
     if rule.kind == "dynamic":
         return _dynamic(lengths, rule, place)
-    size = min(rule.rows, batch.rows)
+    count = _round_up(-(-batch.rows // rule.rows), _rounds(place.layout))
+    size = -(-batch.rows // count)  # not more than the rule's, and as little padding as equal microbatches can have
     width = _round_up(batch.tokens, _width_multiple(place.layout))
-    rows = [*range(batch.rows), *[-1] * (_round_up(batch.rows, size * _rounds(place.layout)) - batch.rows)]
+    rows = [*range(batch.rows), *[-1] * (count * size - batch.rows)]
     return [[[(row, width)] for row in rows[start : start + size]] for start in range(0, len(rows), size)]
 
 

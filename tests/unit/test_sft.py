@@ -1,0 +1,40 @@
+"""What the SFT loop asks of its workers: a learning rate that GRPO's schedule has no part in, rows without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dagrl.config import Config
+from dagrl.loops.sft import learning_rate, train_buckets
+from dagrl.shapes import Bucket
+
+
+def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
+    policy = {
+        "train_micro_batch_size": 8,
+        "sequence_buckets": [16, 32],
+        "max_total_sequence_length": 32,
+        "megatron_cfg": {"data_parallel_size": dp, "optimizer": {"lr": 2e-4}, "scheduler": {"lr_decay_style": "cosine"}},
+    }
+    return Config.model_validate({"name": "t", "algorithm": algorithm, "data": {}, "policy": policy, "sft": sft})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sft", "expected"),
+    [
+        ("grpo", {"lr": 3e-3}, {"lr": 3e-3}),
+        ("sft", {"lr": 3e-3}, {"lr": 3e-3}),
+        ("grpo", {}, {"lr": 2e-4}),  # the workers' schedule is GRPO's, and would be at its end before SFT is
+        ("sft", {}, {}),  # the schedule of the whole run
+    ],
+)
+def test_sft_before_grpo_has_a_rate_of_its_own(algorithm: str, sft: dict[str, Any], expected: dict[str, float]) -> None:
+    assert learning_rate(config(algorithm, sft)) == expected
+
+
+@pytest.mark.parametrize(("rows", "dp", "per_shard"), [(64, 16, 4), (64, 4, 16), (10, 1, 10), (33, 2, 17)])
+def test_shards_have_no_more_rows_than_they_need(rows: int, dp: int, per_shard: int) -> None:
+    """Fewer than a microbatch may hold as well."""
+    assert train_buckets(config("sft", {}, dp), rows) == (Bucket(per_shard, 16), Bucket(per_shard, 32))
