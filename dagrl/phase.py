@@ -91,13 +91,18 @@ class Shard:
         return (Shard(self.tracer, self.role, (worker,)) for worker in self.workers)
 
     def __getitem__(self, position: int | slice) -> Shard:
-        """One worker, or several, as a shard of its own."""
+        """One worker, or several, as a shard of its own. Raises GraphError where there are none."""
         try:
             chosen = self.workers[position]
         except IndexError:
             raise self.tracer.error(
                 f"{self.role.name}[{position}] is outside a shard of {len(self)} workers; count from 0"
             ) from None
+        if isinstance(position, slice) and not chosen:
+            raise self.tracer.error(
+                f"{self.role.name}[{_slice_text(position)}] has none of the shard's {len(self)} workers; take a slice that "
+                f"has some, or leave its nodes out where len({self.role.name}) is too small for it"
+            )
         return Shard(self.tracer, self.role, chosen if isinstance(chosen, tuple) else (chosen,))
 
     def map(self, method: str, *args: Argument, **constants: Json) -> Value:
@@ -246,11 +251,14 @@ class Tracer:
             raise self.error(
                 f"{role.name}.reduce({method!r}) was given values of another role; reduce them on their own shard"
             )
-        level = list(parts.nodes)
-        while len(level) > 1 or level == list(parts.nodes):
-            groups = [level[start : start + self.arity] for start in range(0, len(level), self.arity)]
-            level = [self._join_group(method, group, kind) for group in groups]
-        return Value(self, tuple(level))
+        level = self._join_level(method, parts.nodes, kind)
+        while len(level) > 1:
+            level = self._join_level(method, level, kind)
+        return Value(self, level)
+
+    def _join_level(self, method: str, parts: Sequence[int], kind: str) -> tuple[int, ...]:
+        groups = [parts[start : start + self.arity] for start in range(0, len(parts), self.arity)]
+        return tuple(self._join_group(method, group, kind) for group in groups)
 
     def _join_group(self, method: str, group: Sequence[int], kind: str) -> int:
         worker = self.nodes[group[0]].worker
@@ -359,6 +367,12 @@ def _make_phase(function: PhaseFunction, inputs: InputSpec | None, name: str) ->
             "(put several values into one batch)"
         )
     return Phase(name, function, inputs, roles)
+
+
+def _slice_text(position: slice) -> str:
+    """A slice as it is written between brackets."""
+    bounds = [position.start, position.stop, *([] if position.step is None else [position.step])]
+    return ":".join("" if bound is None else str(bound) for bound in bounds)
 
 
 def _is_shard(annotation: object) -> bool:

@@ -293,6 +293,14 @@ def worker_outside(train: Shard, x: Input) -> Value:
     return train[4].map("forward", x)
 
 
+def empty_slice(train: Shard, x: Input) -> Value:
+    return train.reduce("total", train[len(train) :].map("forward", x))
+
+
+def empty_steps(train: Shard, x: Input) -> Value:
+    return train[3:1:2].map("forward", x)
+
+
 def joins_nothing(train: Shard, x: Input) -> Value:
     return join()
 
@@ -322,6 +330,8 @@ def joins_nothing(train: Shard, x: Input) -> Value:
         (input_in_a_list, "train.pair: the constant .* has a Input"),
         (reduces_the_input, r"reduce\('total'\) was given .*Input.*, which no map, reduce or join of this phase made"),
         (worker_outside, r"train\[4\] is outside a shard of 4 workers"),
+        (empty_slice, r"phase 'empty_slice': train\[4:\] has none of the shard's 4 workers; take a slice that has some"),
+        (empty_steps, r"train\[3:1:2\] has none of the shard's 4 workers"),
         (joins_nothing, r"join\(\) needs at least one value"),
     ],
     ids=lambda item: getattr(item, "__name__", ""),
