@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING
 
 from bench.deadline import Deadline, add_deadline
 from bench.report import Report, command_line
-from bench.step import CONFIG, PLAIN, WAYS, Measured, Metrics, Way, chosen, measure
+from bench.step import CONFIG, FIFO, PLAIN, WAYS, Measured, Metrics, Way, chosen, measure
 from dagrl.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS
 
 if TYPE_CHECKING:
     from dagrl.config import Config
 
-CHOICE = (PLAIN, *(way for way in WAYS if way.age <= 2))
+CHOICE = (PLAIN, FIFO, *(way for way in WAYS if way.age <= 2))
+"""`sync, fifo` starts requests in the order that plain calls do: what is between it and `sync` is the order alone."""
+
 PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "train_step", "refit")
 
 

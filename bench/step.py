@@ -5,7 +5,8 @@
 
 One session serves all ways: the workers, their graphs and the first weights are the same. Lengths are forced
 (`policy.generation.forced_lengths`), so that equal seeds make equal work whatever the weights are. Only steady steps
-count: at a maximal age A, the A + 1 steps in which the lead is built up and the last A, in which it is used up, do not.
+count: at a maximal age A, the A + 1 steps in which the lead is built up and the last A + 1, in which it is used up and
+held-out prompts are generated (`finish_step` validates after the last step of a run), do not.
 The ways are measured in turn, several rounds of them, and the numbers are medians over rounds: other work on the machine
 then disturbs all ways alike.
 """
@@ -170,7 +171,7 @@ def run_way(
     from dagrl.loops.grpo import train_grpo
     from dagrl.record import read_metrics
 
-    begin_again(session, config, way, first_weights, config.grpo.max_num_steps + 2 * way.age + 1)
+    begin_again(session, config, way, first_weights, config.grpo.max_num_steps + 2 * (way.age + 1))
     before = len(read_metrics(session.paths.metrics))
     session.lap(tokens=0)
     loop = train_plain if way.plain else train_async if way.enabled else train_grpo

@@ -10,6 +10,7 @@ import pytest
 
 from bench import step
 from dagrl.errors import ConfigError
+from dagrl.metrics import VALIDATION
 from tests.integration.test_async_grpo import one_cluster
 
 __all__ = ["one_cluster"]  # a fixture
@@ -27,7 +28,10 @@ SMALL = (
 WORKERS = 3  # one trains, two generate
 
 
-def test_rows_of_two_ways(tmp_path: Path) -> None:
+def test_rows_of_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[step.Metrics] = []
+    run_way = step.run_way
+    monkeypatch.setattr(step, "run_way", lambda *args: counted.extend(taken := run_way(*args)) or taken)
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)
     rows_file = tmp_path / "rows.json"
@@ -36,6 +40,8 @@ def test_rows_of_two_ways(tmp_path: Path) -> None:
     sync, in_flight = json.loads(rows_file.read_text())["rows"]
     assert (sync["way"], in_flight["way"]) == ("sync", "in flight, age 1")
     assert (sync["policy_age_max"], sync["speedup"]) == (0, 1)
+    assert len(counted) == 2
+    assert not [name for steps in counted for name in steps if name.startswith(VALIDATION)], "no way is charged one"
     assert 0 <= in_flight["policy_age_mean"] <= in_flight["policy_age_max"] <= 1
     for row in (sync, in_flight):
         assert (row["rounds"], row["steps"]) == (1, 1)
