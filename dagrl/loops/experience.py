@@ -106,7 +106,8 @@ class Experience:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, StopRequestedError):  # a checkpoint will be saved, and the environment can still answer now
+        # a checkpoint will be saved, and now rewards can still be asked for, and the environment can still answer
+        if error is None or isinstance(error, StopRequestedError):
             self.rest()
             wait(self.rollouts.pending, self._session.config.environment.timeout_s)
             self.rest()

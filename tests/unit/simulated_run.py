@@ -124,9 +124,10 @@ class Reward:
     """Scores some time later; some groups all alike, some samples not at all."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self.closed = world, False
 
     def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Any]:
+        assert not self.closed, "the processes that score have ended"
         most = 60 if self._world.random.random() < 0.1 else 3  # a group whose scores come last of all
         return self._world.later(most, lambda: [self._score(*pair) for pair in zip(prompts, completions, strict=True)])
 
@@ -187,11 +188,14 @@ class Run:
     def train(self) -> TrainState | None:
         """All steps; or, when it was stopped, the state that a checkpoint would have."""
         loop = async_grpo.train_async if self.config.grpo.async_grpo.enabled else grpo.train_grpo
+        reward = Reward(self.world)
         with self._simulated():
             try:
-                loop(self.session, Reward(self.world))  # type: ignore[arg-type]
+                loop(self.session, reward)  # type: ignore[arg-type]
             except StopRequestedError:
                 return self.session.state  # type: ignore[no-any-return]
+            finally:
+                reward.closed = True
         return None
 
     def save(self, directory: Path) -> None:

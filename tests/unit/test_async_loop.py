@@ -20,6 +20,7 @@ from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardShapingConfig
 from dagrl.loops.experience import ScoredGroup
 from dagrl.loops.rollout import Episode
+from dagrl.loops.trajectory_file import read_trajectories
 from tests.unit.simulated_run import Run, logprob_of
 
 STEPS, PROMPTS, GENERATIONS = 4, 3, 2
@@ -168,6 +169,44 @@ def test_a_stop_at_any_moment_loses_nothing(
     assert list(done) == list(range(1, STEPS + 1)), "no step is counted twice"
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
     check_tokens(done, age, in_flight)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_run_that_goes_on_for_fewer_steps_saves_what_it_leaves(tmp_path: Path, turns: bool) -> None:
+    """Its last step is done while quanta, rewards and the environment are still at the groups of the steps that were cut."""
+    left = 0
+    for seed in range(10):
+        config = slow(configuration(asynchronous(3, True), turns=turns, room=80))
+        first = Run(config, seed, stop_at=6)
+        state = first.train()
+        assert state is not None and state.step < STEPS
+        directories = [tmp_path / f"{seed} {name}" for name in ("first", "second")]
+        for directory in directories:
+            directory.mkdir()
+        first.save(directories[0])
+        shorter = config.model_copy(update={"grpo": config.grpo.model_copy(update={"max_num_steps": state.step + 1})})
+        second = Run(shorter, seed + 1, resumed=Checkpoint(directories[0], state))
+        second.session.inputs.validation_prompts = []  # they would take quanta in which groups end
+        assert second.train() is None
+        second.save(directories[1])
+        saved = read_trajectories(directories[1])
+        assert saved is not None
+        left += len(saved.groups)
+        trained = numbers_of({step: groups for step, groups in first.trained.items() if step <= state.step} | second.trained)
+        last = Run(config, seed + 2, resumed=Checkpoint(directories[1], second.session.state))
+        assert last.train() is None
+        assert sorted(trained + numbers_of(last.trained)) == list(range(STEPS * PROMPTS))
+    assert left > 0, "there must be something to leave"
+
+
+def slow(config: Config) -> Config:
+    """Few sequences at a time and long ones, so that groups are under way at any moment."""
+    generation = config.policy.generation
+    assert generation is not None
+    vllm = generation.vllm_cfg.model_copy(update={"max_num_seqs": 2})
+    settings = {"max_new_tokens": 40, "quantum_engine_steps": 2, "vllm_cfg": vllm}
+    policy = config.policy.model_copy(update={"generation": generation.model_copy(update=settings)})
+    return config.model_copy(update={"policy": policy})
 
 
 @pytest.mark.parametrize("changed", [{"generations": 3}, {"room": 14}], ids=str)
