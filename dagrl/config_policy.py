@@ -197,7 +197,8 @@ class PolicyConfig(Section):
     logprob_chunk_size: PositiveInt | None = None  # tokens whose logits exist at a time; None: 128 Mi logits
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    reference_weights: Literal["host", "device"] = "host"  # pinned memory, swapped in; or a second copy on the GPU
+    # Pinned memory, swapped in; or a second copy on the GPU, which colocated generation cannot have.
+    reference_weights: Literal["host", "device"] = "host"
     max_total_sequence_length: PositiveInt = 512
     sequence_buckets: tuple[PositiveInt, ...] = ()  # token widths to warm up; empty: max_total_sequence_length alone
     megatron_cfg: MegatronConfig = MegatronConfig()

@@ -285,6 +285,12 @@ def _check_colocated(config: Config) -> None:
             "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true: asynchronous training generates "
             "and trains at the same time, while colocated workers take turns on their GPUs; set one of them to false"
         )
+    kept = config.policy.reference_weights == "device" and config.loss_fn.reference_policy_kl_penalty > 0
+    if is_colocated(config) and kept:
+        raise ConfigError(
+            "policy.generation.colocated.enabled is true and policy.reference_weights is 'device': the reference policy's "
+            "weights would stay on the GPU while generation has it; set policy.reference_weights to host"
+        )
 
 
 def _check_shared_gpus(config: Config) -> None:

@@ -190,6 +190,11 @@ TABLE = [
         ("policy.generation.colocated.enabled=true", "grpo.async_grpo.enabled=true"),
     ),
     Row(
+        "colocated with reference weights on the GPU",
+        ("policy.reference_weights is 'device'", "set policy.reference_weights to host"),
+        ("policy.generation.colocated.enabled=true", "policy.reference_weights=device"),
+    ),
+    Row(
         "an engine argument of the worker's own",
         ("vllm_kwargs sets async_scheduling", "vllm_cfg"),
         ("policy.generation.vllm_kwargs={async_scheduling: true}",),
