@@ -15,6 +15,7 @@ from bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
 from dagrl.shapes import Batch
 from workers.megatron import MegatronWorker
+from workers.megatron.staging import Staging
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -93,6 +94,15 @@ def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker
     limit = torch.cuda.max_memory_allocated() - worker._ready().offloader.nbytes("optimizer") // 2
     assert not runs_within(worker, BATCH, "off", limit), f"within {limit / GIB:.2f} GiB"
     assert runs_within(worker, BATCH, "on", limit), f"within {limit / GIB:.2f} GiB"
+
+
+def test_copies_for_a_checkpoint_are_in_pinned_memory() -> None:
+    staging = Staging()
+    values = [torch.randn(1 << 20, device="cuda"), torch.randn(1001, 3, device="cuda", dtype=torch.bfloat16)[:, 1:]]
+    copies = [staging.copy(value) for value in values]
+    torch.cuda.synchronize()
+    for copy, value in zip(copies, values, strict=True):
+        assert copy.is_pinned() and torch.equal(copy, value.cpu())
 
 
 def test_a_checkpoint_brings_back_the_same_state_on_the_gpu(worker: MegatronWorker, tmp_path: Path) -> None:

@@ -38,8 +38,10 @@ from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.layout import ParallelLayout
+from workers.megatron.offload import unique_storages
 from workers.megatron.optimizer import Trainer
-from workers.megatron.sharding import Target, set_step_count, step_count, targets, written
+from workers.megatron.sharding import Target, ToHost, set_step_count, step_count, targets, written
+from workers.megatron.staging import Staging
 
 MANIFEST = "manifest.json"
 FORMAT = "dagrl-megatron-2"
@@ -73,9 +75,10 @@ class Saving:
         self._head["layout"] = dict(asdict(trainer.layout))
         self._error: BaseException | None = None
         _together(group, lambda: _make_empty(self._partial))
-        content = _state_dict(trainer, reference)
+        to_host = Staging().copy if background else Tensor.cpu
+        content = _state_dict(trainer, reference, to_host)
         self._request = _together(group, lambda: _plan(content, self._partial))
-        self._buckets = _staged(self._request, copy=background)
+        self._buckets = _staged(self._request, to_host, _live_storages(trainer, reference))
         self._files: dict[str, dict[str, int]] = {}
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -167,9 +170,10 @@ def fingerprint(path: Path) -> dict[str, int]:
     return {"bytes": path.stat().st_size, "crc32": checksum}
 
 
-def _state_dict(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> dict[str, Any]:
+def _state_dict(trainer: Trainer, reference: Mapping[str, Tensor] | None, to_host: ToHost) -> dict[str, Any]:
     with torch.no_grad():
-        entries = {str(number): entry for number, entry in enumerate(written(trainer, reference))}
+        entries = {str(number): entry for number, entry in enumerate(written(trainer, reference, to_host))}
+    _wait_for_copies()  # Megatron's plan copies parts of some
     return {**entries, "random": _random_object(trainer.layout, random_state()), "trainer": _counters(trainer)}
 
 
@@ -218,14 +222,33 @@ Bucket = tuple[str, str, tuple[list[Any], list[Any]]]
 """Path and name of a file, and what goes into it: bytes, and tensors."""
 
 
-def _staged(request: Any, copy: bool) -> list[Bucket]:
-    """What this rank writes, in host memory; with `copy` none of it is live."""
+def _staged(request: Any, to_host: ToHost, live: set[int]) -> list[Bucket]:
+    """What this rank writes, in host memory: what is `live` (see `_live_storages`) or on a GPU goes through `to_host`."""
     if request.async_fn is None:
         return []
-    return [
-        (path, name, (data, [(item, tensor.to("cpu", copy=copy and tensor.is_cpu)) for item, tensor in tensors]))
+
+    def staged(tensor: Tensor) -> Tensor:
+        settled = tensor.is_cpu and tensor.untyped_storage()._cdata not in live
+        return tensor if settled else to_host(tensor)
+
+    buckets = [
+        (path, name, (data, [(item, staged(tensor)) for item, tensor in tensors]))
         for path, name, (data, tensors) in request.async_fn_args[1]
     ]
+    _wait_for_copies()
+    return buckets
+
+
+def _wait_for_copies() -> None:
+    """Until what `to_host` gave has its content."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+def _live_storages(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> set[int]:
+    """Those that training goes on to change; Megatron's plan has views of them, and copies of its own."""
+    tensors = [*trainer.weight_tensors(), *trainer.optimizer_tensors(), *(reference or {}).values()]
+    return {storage._cdata for storage in unique_storages(tensors)}
 
 
 def _write_buckets(request: Any, buckets: list[Bucket]) -> None:

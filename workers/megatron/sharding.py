@@ -8,7 +8,7 @@ checkpoint can be read at any layout, with a sharded optimizer or without. Impor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ REFERENCE = "reference"
 
 Sharded = ShardedTensor | ShardedTensorFactory
 Span = tuple[int, int]
+ToHost = Callable[[Tensor], Tensor]
+"""Gives a tensor's content in host memory, from a GPU at the latest when the current stream has come so far."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,15 @@ def places(trainer: Trainer) -> list[Place]:
     ]
 
 
-def written(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> list[Any]:
-    """The sharded tensors that this rank writes. Together with its data-parallel replicas; they send each other pieces."""
+def written(trainer: Trainer, reference: Mapping[str, Tensor] | None, to_host: ToHost) -> list[Any]:
+    """The sharded tensors that this rank writes: live ones, and those that it joined, by `to_host`.
+
+    Together with its data-parallel replicas; they send each other pieces.
+    """
     entries = []
     for number, place in enumerate(places(trainer)):
         mine = number % dist.get_world_size(place.group) == dist.get_rank(place.group)
-        whole = _gathered_states(trainer, place)
+        whole = _gathered_states(trainer, place, to_host)
         if place.is_replica:
             continue
         if mine:
@@ -189,7 +194,7 @@ def _spans_in(buffer: Any, parameter: torch.nn.Parameter) -> list[Span]:
     return spans
 
 
-def _gathered_states(trainer: Trainer, place: Place) -> dict[str, Tensor] | None:
+def _gathered_states(trainer: Trainer, place: Place, to_host: ToHost) -> dict[str, Tensor] | None:
     """The whole states of a parameter on the replica that holds most of them, {} on the others; None if not sharded."""
     if not _is_sharded(trainer):
         return None
@@ -207,5 +212,5 @@ def _gathered_states(trainer: Trainer, place: Place) -> dict[str, Tensor] | None
                 whole[slice(*span)] = tensor
             elif span[0] < span[1]:
                 dist.recv(whole[slice(*span)], dist.get_global_rank(place.group, replica), group=place.group)
-        found[name] = whole.cpu().view(place.parameter.shape)
+        found[name] = to_host(whole).view(place.parameter.shape)
     return found
