@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import wait_all
-from dagrl.errors import ChannelError, RefitPlanError
+from dagrl.errors import ChannelError, DagrlError, RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.ports import reserve_port
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
+from dagrl.refit.commit import one_part_of_a_refit
 from tests.unit.weight_reference import (
     equal,
     hf_weights,
@@ -302,6 +303,42 @@ def other_version(place: Place) -> object:
         RefitReceiver(plan.for_rank(1), tensors, channel).receive(6)
     except ChannelError as error:
         return str(error), any(bool(tensor.any()) for tensor in tensors.values())
+
+
+def source_fails(place: Place) -> object:
+    """In the second of three refits the source's tensors no longer fit the plan."""
+    return _with_a_failing_rank(place, 0)
+
+
+def destination_fails(place: Place) -> object:
+    """The same of the destination's."""
+    return _with_a_failing_rank(place, 1)
+
+
+def _with_a_failing_rank(place: Place, failing: int) -> object:
+    """What each refit ended with, and after how many seconds."""
+    plan, layout = _refit_plan(2)
+    channel, weights = place.open(), hf_weights(CONFIG)
+    tensors = vllm_tensors(weights, CONFIG, 1, 0) if place.rank else megatron_tensors(weights, CONFIG, layout, 0)
+    tensors = {name: torch.nn.Parameter(tensor.clone().to(place.device)) for name, tensor in tensors.items()}
+    end = (RefitReceiver if place.rank else RefitSender)(plan.for_rank(place.rank), tensors, channel)
+    moved = next(tensor for tensor in tensors.values() if tensor.dim() == 2)
+    found = []
+    for version in (1, 2, 3):
+        whole = moved.data
+        if (place.rank, version) == (failing, 2):
+            moved.data = torch.zeros(3, 3, device=place.device)
+        start = time.monotonic()
+        try:
+            with one_part_of_a_refit(channel, wait=True):
+                _ = end.send(version) if isinstance(end, RefitSender) else end.receive(version)
+            error = ""
+        except DagrlError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        found.append((error, time.monotonic() - start))
+        moved.data = whole
+    channel.close()
+    return found
 
 
 def other_world(place: Place) -> object:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from tests import channel_cases as cases
-from tests.channel_cases import Kind, run_case
+from tests.channel_cases import Case, Kind, run_case
 
 
 class ChannelSuite:
@@ -76,6 +78,18 @@ class ChannelSuite:
             assert rank == 1 or after >= voted
             assert f"rank {self.ranks - 1} could not do its part: it holds other weights" in refused
             assert ("did their part within" in died or "ended" in died or "broke" in died) and seconds < 30, died
+
+    @pytest.mark.parametrize(("failing", "case"), [(0, cases.source_fails), (1, cases.destination_fails)])
+    def test_an_error_in_a_refit_breaks_the_channel_for_both_ends(self, failing: int, case: Case) -> None:
+        """Nobody waits for the deadline, and no message of one refit is taken for one of the next."""
+        results = run_case(case, self.kind, 2, channel_timeout_s=self.deadline_s(8))
+        for rank, result in enumerate(results):
+            assert isinstance(result, list), result  # no rank died
+            (first, _), (second, seconds), (third, at_once) = result
+            assert first == ""
+            assert ("its shape is (3, 3)" if rank == failing else "ChannelError") in second, second
+            assert "ChannelError" in third, third
+            assert max(seconds, at_once) < (20 if self.notices_death else 16)
 
     def test_an_absent_rank_is_an_error_of_those_who_came(self) -> None:
         *came, _ = run_case(cases.absent_rank, self.kind, self.ranks, channel_timeout_s=2)

@@ -91,9 +91,10 @@ class Channel(Protocol):
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         """Say that this rank has done its part of something, and return when all ranks have said so.
 
-        With a `refusal` it says why it cannot, and returns: the others get a ChannelError with it, but the channel stays
-        usable. Without `wait` it returns at once. All ranks must call this for the same things, in the same order. Raises
-        ChannelError when a rank refused, aborted, died or did not come within the deadline.
+        With a `refusal` it says why it cannot, and returns: the others get a ChannelError with it. The channel stays usable:
+        so only a rank whose messages have all gone and come may refuse, any other aborts. Without `wait` it returns at
+        once. All ranks must call this for the same things, in the same order. Raises ChannelError when a rank refused,
+        aborted, died or did not come within the deadline.
         """
 
     def release(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dagrl.errors import ChannelError
+from dagrl.errors import ChannelError, RunError
 
 if TYPE_CHECKING:
     from dagrl.channels.base import Channel
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 def one_part_of_a_refit(channel: Channel, *, wait: bool) -> Iterator[None]:
     """One rank's part, done in the block. Returns when all ranks have done theirs, or without `wait` after its own vote.
 
-    A failure in the block is told to the others, and raised; raises ChannelError for a failure of theirs.
+    A failure in the block is told to the others, and raised: a RunError, which the block may raise when its last message
+    has gone or come, as a refusal; any other breaks the channel. Raises ChannelError for a failure of another rank.
     """
     try:
         yield
-    except ChannelError as error:
-        channel.abort(str(error))  # if it is not broken yet: the others wait for messages that will not come
+        channel.release()
+    except BaseException as error:
+        if isinstance(error, RunError) and not isinstance(error, ChannelError):
+            channel.agree(f"{type(error).__name__}: {error}")
+        else:
+            channel.abort(f"{type(error).__name__}: {error}")  # the others wait for messages that will not come
         raise
-    except Exception as error:
-        channel.agree(f"{type(error).__name__}: {error}")
-        raise
-    channel.release()
     channel.agree(wait=wait)

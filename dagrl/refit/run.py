@@ -86,8 +86,8 @@ class _End:
     def _run(self, version: int) -> RefitReport:
         """Send and receive everything, and prove it if asked to."""
         start = time.perf_counter()
+        self._follow_memory()  # before anything is sent: it may refuse tensors, and uploads would wait for messages
         self._headers.post(version)
-        self._follow_memory()
         self._headers.check(version)
         self._carry()
         self._channel.synchronize()
@@ -107,7 +107,6 @@ class _End:
     def _follow_memory(self) -> None:
         """Bind again what was given new memory; otherwise views, tables and graphs would go to dead memory."""
         if self.rounds.moved:
-            self._channel.synchronize()  # the header, which uploads of new tables would wait for without its deadline
             self._replay, self._carried_once = None, False
             self.rounds.bind()
             self._prepare()
@@ -177,11 +176,14 @@ class RefitSender(_End):
     `tensors` are the live local tensors by the names in the plan. One that has other memory at a later refit is followed
     there, which costs the time of preparing again. `verify` must be the same on all ranks; with `record` all but the first
     refit are replayed as one CUDA graph, where the channel can. Raises RefitPlanError when channel, tensors or dtypes do not
-    fit the plan.
+    fit the plan. After an error other than RunError messages may be under way: see `dagrl.refit.commit`.
     """
 
     def send(self, version: int) -> RefitReport:
-        """Send the weights as `version`; they may change again when this returns. Raises ChannelError."""
+        """Send the weights as `version`; they may change again when this returns.
+
+        Raises ChannelError, and RefitPlanError when a tensor that moved no longer fits the plan.
+        """
         return self._run(version)
 
 

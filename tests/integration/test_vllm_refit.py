@@ -125,7 +125,7 @@ def test_a_refit_that_breaks_off_leaves_the_shard_out_of_service_until_a_whole_o
 
 
 def test_nobody_takes_up_what_one_rank_refuses(engine: Engine, checkpoints: list[Path]) -> None:
-    """All bytes have come when the train rank says no; the channel stays good for the next refit."""
+    """All bytes have gone and come when the train rank says no, so the channel stays good for the next refit."""
     trainer = Trainer(engine, state_of(checkpoints[0]))
     trainer.send(checkpoints[0], 6)
     with pytest.raises(ChannelError, match="rank 0 could not do its part: a train rank lost its optimizer"):

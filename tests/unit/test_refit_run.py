@@ -18,7 +18,7 @@ from dagrl.refit.copies import BatchedCopy
 from dagrl.refit.pack import BucketMemory, bind_staging
 from dagrl.refit.rounds import Rounds
 from dagrl.refit.slices import Box
-from tests.unit.memory_channel import Done, MemoryChannel, run_refit
+from tests.unit.memory_channel import Done, MemoryChannel, Queues, run_refit
 
 WHOLE: Box = ((0, 6), (0, 10))
 
@@ -211,11 +211,7 @@ def test_all_copies_of_a_verified_refit_are_made_before_its_first_message(
     ours = len(events)
     receiver.receive(1)
     received = events[ours:]
-    assert received[: received.index("message")] == [
-        "header",
-        *(["synchronized", *["copy"] * 2] if moved else []),
-        "synchronized",
-    ]
+    assert received[: received.index("message")] == [*(["copy"] * 2 if moved else []), "header", "synchronized"]
     assert "copy" not in received[received.index("message") :]
 
 
@@ -229,17 +225,45 @@ def test_another_plan_is_refused() -> None:
     assert not target.any()
 
 
-def test_an_error_of_one_rank_with_its_channel_ends_the_wait_of_the_others() -> None:
-    """Whatever the error: the channel is broken, so that nobody waits to the deadline for messages that will not come."""
-    reasons: list[str] = []
+@pytest.mark.parametrize(
+    "error", [ChannelError("no memory"), RefitPlanError("it moved"), ValueError("x"), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_an_error_of_one_rank_breaks_its_channel(error: BaseException, at_the_end: bool) -> None:
+    """Also one that comes when memory is given back: nobody waits to the deadline for messages that will not come."""
+    channel = ToldChannel(0, 2, {})
+    if at_the_end:
+        channel.at_release = error
+    with pytest.raises(type(error)), one_part_of_a_refit(channel, wait=True):
+        if not at_the_end:
+            raise error
+    assert channel.told == [("abort", f"{type(error).__name__}: {error}")]
 
-    class Channel(MemoryChannel):
-        def abort(self, reason: str) -> None:
-            reasons.append(reason)
 
-    with pytest.raises(ChannelError, match="shared memory"), one_part_of_a_refit(Channel(0, 2, {}), wait=True):
-        raise ChannelError("the shared memory of a peer cannot be opened")
-    assert reasons == ["the shared memory of a peer cannot be opened"]
+def test_what_is_found_after_the_last_message_refuses_and_keeps_the_channel() -> None:
+    channel = ToldChannel(0, 2, {})
+    with pytest.raises(RunError), one_part_of_a_refit(channel, wait=True):
+        raise RunError("p is not what rank 0 sent")
+    assert channel.told == [("agree", "RunError: p is not what rank 0 sent")]
+
+
+class ToldChannel(MemoryChannel):
+    """Keeps what the others are told; `at_release` is raised there."""
+
+    def __init__(self, rank: int, size: int, queues: Queues) -> None:
+        super().__init__(rank, size, queues)
+        self.told: list[tuple[str, str]] = []
+        self.at_release: BaseException | None = None
+
+    def abort(self, reason: str) -> None:
+        self.told.append(("abort", reason))
+
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        self.told.append(("agree", refusal))
+
+    def release(self) -> None:
+        if self.at_release is not None:
+            raise self.at_release
 
 
 def test_reports_merge() -> None:
