@@ -19,6 +19,7 @@ import ray
 from dagrl.advantages import group_advantages
 from dagrl.checkpoint import TrainState
 from dagrl.data import Sampler
+from dagrl.errors import DeadlineError
 from dagrl.loops.grpo_step import grpo_plans, train_batch
 from dagrl.loops.rollout import RolloutGroup, new_group, request_seeds, samples_of
 from dagrl.metrics import merge_step_metrics
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 ALL_STEPS = 1 << 30
 """Engine steps of one call of `generate`: until everything is finished."""
+
+REPORT_S = 2.0  # for workers that are late to say what they are at
+
+Call = tuple[WorkerGroup, str, Sequence[tuple[object, ...]]]
+"""Workers, a method of theirs, and its arguments by rank."""
 
 
 def with_plain_workers(config: Config) -> Config:
@@ -62,7 +68,7 @@ class PlainDriver:
     def __init__(self, session: Session, reward: RewardRunner) -> None:
         assert session.generation is not None
         self._session, self._reward = session, reward
-        self._train, self._generation = session.train, session.generation
+        self._train, self._generation = self._sides = session.train, session.generation
         self._buckets = {plan.name: plan.buckets for plan in grpo_plans(session.config)}
         self._sampler = Sampler(len(session.inputs.prompts), session.config.data.seed, session.config.data.shuffle)
         self._groups = 0
@@ -87,26 +93,23 @@ class PlainDriver:
 
     def refit(self, version: int) -> None:
         """Gather, broadcast, load."""
+        sent = (self._train, "broadcast_weights", [()] * len(self._train.actors))
+        received = (self._generation, "receive_broadcast", [(version, self._described)] * len(self._generation.actors))
         with self._session.clock.measure("refit"):
-            sent = self._start(self._train, "broadcast_weights", [()] * len(self._train.actors))
-            arguments = [(version, self._described)] * len(self._generation.actors)
-            received = self._start(self._generation, "receive_broadcast", arguments)
             self._wait("refit", [sent, received])
 
     def close(self) -> None:
-        """Have all workers leave the broadcast; after a failure they end themselves."""
-        for group in (self._train, self._generation):
-            group.call("leave_broadcast")
+        """Have all workers leave the broadcast, at once: NCCL's end of a communicator waits for all its ranks.
+
+        After a failure they end themselves.
+        """
+        self._together("leave_broadcast", [(group, "leave_broadcast", [()] * len(group.actors)) for group in self._sides])
 
     def _join_broadcast(self) -> Described:
-        address = self._train.call_function(free_address)[0]
-        size = 1 + len(self._generation.actors)
-        joining = [
-            [actor.join_broadcast.remote(address, size) for actor in group.actors]
-            for group in (self._train, self._generation)
-        ]
-        described, _ = (ray.get(refs, timeout=self._session.config.timeouts.start_s) for refs in joining)
-        return cast("Described", described[0])
+        joining = (self._train.call_function(free_address)[0], 1 + len(self._generation.actors))
+        calls = [(group, "join_broadcast", [joining] * len(group.actors)) for group in self._sides]
+        _, described = self._together("join_broadcast", calls)[0][0]
+        return cast("Described", described)
 
     def _generate(self) -> list[RolloutGroup]:
         config = self._session.config
@@ -201,15 +204,34 @@ class PlainDriver:
         """What every worker returned, for its shard's share from the object store."""
         stored = [ray.put(share) for share in shares]
         own = [(stored[group.layout.coordinates(rank).dp], *args) for rank in range(len(group.actors))]
-        return self._wait(phase, [self._start(group, method, own)])[0]
+        return self._wait(phase, [(group, method, own)])[0]
 
-    def _start(self, group: WorkerGroup, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
-        return [actor.timed.remote(method, *mine) for actor, mine in zip(group.actors, args, strict=True)]
-
-    def _wait(self, phase: str, calls: Sequence[list[Any]]) -> list[list[Any]]:
+    def _wait(self, phase: str, calls: Sequence[Call]) -> list[list[Any]]:
         """Results by call; their times count as those of a replay of the phase do, for idle shares and overhead."""
         started = time.perf_counter()
-        taken = [ray.get(refs, timeout=self._session.config.timeouts.replay_s) for refs in calls]
-        busy = tuple(seconds for found in taken for seconds, _ in found)
-        self._session.timings.append((phase, ReplayTiming(started, time.perf_counter(), busy, None)))
-        return [[result for _, result in found] for found in taken]
+        found = self._together(phase, calls)
+        busy = tuple(seconds for results in found for seconds, _ in results)
+        self._session.count(phase, ReplayTiming(started, time.perf_counter(), busy, None))
+        return [[result for _, result in results] for results in found]
+
+    def _together(self, doing: str, calls: Sequence[Call]) -> list[list[tuple[float, Any]]]:
+        """Every worker's seconds and result, by call; all are started at once, and end by one deadline or an error."""
+        every = [
+            [actor.timed.remote(method, *mine) for actor, mine in zip(group.actors, args, strict=True)]
+            for group, method, args in calls
+        ]
+        timeout_s = self._session.config.timeouts.replay_s
+        try:
+            found = iter(ray.get([ref for refs in every for ref in refs], timeout=timeout_s))
+        except ray.exceptions.GetTimeoutError as error:
+            late = f"plain Ray calls for {doing!r} are not done after {timeout_s:.0f} s (timeouts.replay_s)"
+            raise DeadlineError(f"{late}; the workers are in\n{self._activities()}") from error
+        return [[next(found) for _ in refs] for refs in every]
+
+    def _activities(self) -> str:
+        """What every worker runs, with the stack of its thread."""
+        return "\n".join(
+            f"{group.role.name} worker {rank}: {report.what or 'nothing'}\n{report.stack}"
+            for group in self._sides
+            for rank, report in group.reports(REPORT_S).items()
+        )

@@ -9,6 +9,7 @@ workers, which give it to vLLM's own `load_weights`.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
+from dagrl.executors.node import state_of
 from dagrl.refit.slices import WeightSlice, expand
 from workers.megatron.hf import local_view
 from workers.megatron.worker import MegatronWorker
@@ -40,13 +42,20 @@ class _Timed:
     _broadcast: Any = None
 
     def timed(self, method: str, *args: object) -> tuple[float, Any]:
-        """The seconds of a call, and its result."""
-        started = time.perf_counter()
-        result = getattr(self, method)(*args)
+        """The seconds of a call, and its result; what runs is noted as a replay's nodes are, for a driver that waits."""
+        started, state = time.perf_counter(), state_of(self)
+        state.activity = ("plain Ray", 0, method, threading.get_ident(), time.monotonic())
+        try:
+            result = getattr(self, method)(*args)
+        finally:
+            state.activity = None
         return time.perf_counter() - started, result
 
     def leave_broadcast(self) -> None:
-        """Close the process group; its threads and buffers would be there for whatever is measured next."""
+        """Close the process group; its threads and buffers would be there for whatever is measured next.
+
+        Over NCCL this returns when all ranks of the group have been called.
+        """
         if self._broadcast is not None:
             self._broadcast.shutdown()
             self._broadcast = None

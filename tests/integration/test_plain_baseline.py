@@ -15,10 +15,12 @@ from bench.plain import PlainDriver, with_plain_workers
 from bench.step import PLAIN, WAYS, run_way
 from dagrl.config import Config
 from dagrl.config_file import load_config
+from dagrl.errors import DeadlineError
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.session import Session
 from dagrl.loops.start import open_session
 from dagrl.rewards import RewardRunner
+from dagrl.worker_group import free_address
 
 ROOT = Path(__file__).parents[2]
 SYNC = next(way for way in WAYS if way.name == "sync")
@@ -103,3 +105,16 @@ def test_the_broadcast_brings_the_bytes_of_a_refit(baseline: Baseline) -> None:
     driver.close()
     changed = [name for name in before[0] if len({before[0][name], by_broadcast[0][name], by_refit[0][name]}) == 3]
     assert len(changed) == len(before[0]) > 10
+
+
+def test_workers_that_are_waited_for_too_long_are_told_with_their_stacks(baseline: Baseline) -> None:
+    """The last test of the module: worker 0 goes on waiting for a generation worker that was not asked to come."""
+    driver, session = PlainDriver(baseline.session, baseline.reward), baseline.session
+    driver.close()
+    timeouts = session.config.timeouts.model_copy(update={"replay_s": 2.0})
+    session.config = session.config.model_copy(update={"timeouts": timeouts})
+    address = session.train.call_function(free_address)[0]
+    with pytest.raises(DeadlineError, match="'join_broadcast' are not done after 2 s") as error:
+        driver._together("join_broadcast", [(session.train, "join_broadcast", [(address, 2)] * 2)])
+    assert "train worker 0: join_broadcast for" in str(error.value) and "in _open_group" in str(error.value)
+    assert "generation worker 0: nothing" in str(error.value)
