@@ -81,6 +81,8 @@ def _tests() -> list[Piece]:
 TRAINING: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("train-0.6b", 1, ("0.6b:dp1", "0.6b:dp1m")),
     ("train-0.6b-2", 2, ("0.6b:dp1!", "0.6b:tp2", "0.6b:cp2", "0.6b:dp2d")),
+    ("train-4b-2", 2, ("4b:dp1!", "4b:tp2")),
+    ("train-30b-2", 2, ("30b@4:dp1!", "30b@4:dp2ep2d")),
     ("train-0.6b-4", 4, ("0.6b:dp1!", "0.6b:tp2pp2", "0.6b:tp4")),
     ("train-4b-4", 4, ("4b:dp1!", "4b:tp2pp2", "4b:tp4")),
     ("train-30b-4", 4, ("30b@4:dp1!", "30b@4:dp4ep4d")),

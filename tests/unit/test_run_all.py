@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from bench import train
 from bench.gpu import run_all
 from bench.gpu.environment import Environment
 from bench.gpu.models import CHARACTERS
 from bench.gpu.outcomes import Outcome, keep, kept
-from bench.gpu.parts import ROOT, TRAINING, Piece, pieces
+from bench.gpu.parts import ROOT, Piece, pieces
 from bench.gpu.run_all import _wanted, run_piece
 from bench.gpu.runs import run_tables
 from bench.models import SHAPES
-from bench.train import parse_case
 from dagrl.config import Config
 from dagrl.config_file import load_config
 from dagrl.model_init import character_tokenizer
 from dagrl.preflight import preflight, trace_phases, worker_classes
+from workers.megatron.architecture import check_layout
 
 CARDS = ("NVIDIA H200", "NVIDIA H200")
 HERE = Environment(CARDS, (143771, 143771), "580", "NV18", "64-core host", {"torch": "2.11"}, {}, "abc", torch_gpus=2)
@@ -109,9 +110,10 @@ def test_every_layout_that_is_to_be_proved_has_a_piece() -> None:
     gpus = {found.name: found.gpus for found in pieces(8)}
     assert {
         "step_overhead": 0, "step_overhead-128": 0, "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2,
-        "compare-qwen3-4b": 4, "train-0.6b": 1, "train-0.6b-2": 2, "train-0.6b-4": 4, "train-4b-4": 4, "train-30b-4": 4,
-        "train-4b-8": 8, "train-30b-8": 8, "run-colocated": 1, "run-sync": 2, "run-async-in-flight": 2, "run-eager": 2,
-        "run-ep2-to-tp2": 4, "run-colocated-tp2pp2-to-tp2dp2": 4, "run-colocated-ep4-to-tp4": 4, "run-tp2pp2-to-tp2dp2": 8,
+        "compare-qwen3-4b": 4, "train-0.6b": 1, "train-0.6b-2": 2, "train-4b-2": 2, "train-30b-2": 2, "train-0.6b-4": 4,
+        "train-4b-4": 4, "train-30b-4": 4, "train-4b-8": 8, "train-30b-8": 8, "run-colocated": 1, "run-sync": 2,
+        "run-async-in-flight": 2, "run-eager": 2, "run-ep2-to-tp2": 4, "run-colocated-tp2pp2-to-tp2dp2": 4,
+        "run-colocated-ep4-to-tp4": 4, "run-tp2pp2-to-tp2dp2": 8,
         "run-ep4-to-tp4": 8, "tests-refit_gpu": 1, "tests-megatron_nccl": 2,
     }.items() <= gpus.items()  # fmt: skip
 
@@ -127,11 +129,21 @@ def test_files_of_tests_say_how_many_gpus_they_need() -> None:
             assert found.gpus == (2 if needs_two else 1), found.name
 
 
-def test_cases_of_training_fit_their_gpus() -> None:
-    for name, gpus, cases in TRAINING:
-        parsed = [parse_case(case, tiny=False) for case in cases]
-        assert parsed[0].layout.world_size == 1, name
-        assert max(case.layout.world_size for case in parsed) == gpus, name
+def test_cases_of_training_fit_their_gpus_and_models(tmp_path: Path) -> None:
+    for found in pieces(8):
+        if found.part != "train":
+            continue
+        parser = argparse.ArgumentParser()
+        train.add_arguments(parser)
+        words = [word.replace("{seconds}", "500") for word in found.command]
+        options = parser.parse_args(words[words.index("train") + 1 :])
+        cases = [train.parse_case(case, tiny=False) for case in options.cases]
+        assert cases[0].layout.world_size == 1, found.name
+        assert max(case.layout.world_size for case in cases) == found.gpus, found.name
+        for case in cases:
+            check_layout(case.shape.config, case.layout)
+            assert options.rows % case.layout.dp == 0, case.name
+            assert train.case_config(case, tmp_path, options).policy.train_micro_batch_size > 0, case.name
 
 
 def test_options_of_pieces_are_those_of_their_benches(tmp_path: Path) -> None:
