@@ -16,13 +16,12 @@ import mmap
 import os
 import pickle
 import time
-import uuid
 import weakref
 from dataclasses import dataclass
 
 from dagrl.errors import RunError
 from dagrl.executors.futex import Futexes, Pause, Watch, fence
-from dagrl.executors.memory import LINE, aligned, anonymous_memory, count_copied, open_memory
+from dagrl.executors.memory import LINE, MemoryAddress, aligned, anonymous_memory, count_copied, open_memory
 
 CELL_BYTES = 2048
 """Room for a small result, metrics of a step for instance; larger ones go through the writer's ring."""
@@ -35,13 +34,11 @@ _MASK = 0xFFFF_FFFF
 
 @dataclass(frozen=True)
 class MailboxAddress:
-    """Where the memory of a mailbox is, for a process that wants to open it."""
+    """Where a mailbox is, for a process that wants to open it."""
 
-    pid: int
-    descriptor: int
+    memory: MemoryAddress
     writers: int
     slots: int
-    name: str  # descriptors are used again, names are not
 
     @property
     def first_cell(self) -> int:
@@ -73,15 +70,15 @@ class Mailbox:
     @staticmethod
     def create(writers: int, slots: int) -> Mailbox:
         """A mailbox that `writers` processes of this host post to, each up to `slots` messages ahead of the reader."""
-        descriptor = anonymous_memory(0)
-        address = MailboxAddress(os.getpid(), descriptor, writers, slots, uuid.uuid4().hex)
+        address = MailboxAddress(anonymous_memory(), writers, slots)
+        descriptor = address.memory.descriptor
         os.ftruncate(descriptor, address.size)
         return Mailbox(address, mmap.mmap(descriptor, address.size), descriptor)
 
     @staticmethod
     def open(address: MailboxAddress) -> Mailbox:
-        """The mailbox of another process. Raises EdgeClosedError when that process is gone."""
-        return Mailbox(address, open_memory(address.pid, address.descriptor), None)
+        """The mailbox of another process. Raises EdgeClosedError when that process is gone, or has closed it."""
+        return Mailbox(address, open_memory(address.memory), None)
 
     def post(self, writer: int, number: int, message: bytes, timeout_s: float | None) -> None:
         """Publish message `number` (from 1, one after the other) of a writer: a pickle of at most `CELL_BYTES` bytes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dagrl.errors import RunError
 
@@ -30,20 +31,33 @@ class MessageTooLargeError(RunError):
     """A message does not fit a slot."""
 
 
-def anonymous_memory(size: int) -> int:
-    """The descriptor of new memory of `size` bytes; pages exist once they are touched."""
+@dataclass(frozen=True)
+class MemoryAddress:
+    """Where memory is, for another process: the descriptor that its maker has for it, and which file that must be."""
+
+    pid: int
+    descriptor: int
+    device: int
+    inode: int  # descriptors are used again, for other files
+
+
+def anonymous_memory() -> MemoryAddress:
+    """New memory of this process, of no size yet (`os.ftruncate`); pages exist once they are touched."""
     descriptor = os.memfd_create("dagrl")
-    os.ftruncate(descriptor, size)
-    return descriptor
+    made = os.fstat(descriptor)
+    return MemoryAddress(os.getpid(), descriptor, made.st_dev, made.st_ino)
 
 
-def open_memory(pid: int, descriptor: int) -> mmap.mmap:
-    """Memory that another process made. Raises EdgeClosedError when that process is gone."""
+def open_memory(address: MemoryAddress) -> mmap.mmap:
+    """Memory that another process made. Raises EdgeClosedError when that process is gone, or has closed it."""
     try:
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        opened = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR)
     except OSError as error:
-        raise EdgeClosedError(f"the process {pid} that made this edge cannot be reached: {error}") from error
+        raise EdgeClosedError(f"the process {address.pid} that made this edge cannot be reached: {error}") from error
     try:
+        found = os.fstat(opened)
+        if (found.st_dev, found.st_ino) != (address.device, address.inode):
+            raise EdgeClosedError(f"the process {address.pid} that made this edge is gone, or has closed it")
         return mmap.mmap(opened, 0)
     finally:
         os.close(opened)

@@ -30,6 +30,7 @@ import numpy.typing as npt
 from dagrl.executors.futex import Futexes, Pause, Watch, fence
 from dagrl.executors.memory import (
     LINE,
+    MemoryAddress,
     MessageTooLargeError,
     aligned,
     anonymous_memory,
@@ -56,10 +57,9 @@ _MASK = 0xFFFF_FFFF
 
 @dataclass(frozen=True)
 class RingAddress:
-    """Where the memory of a ring is, for a process that wants to open it."""
+    """Where a ring is, for a process that wants to open it."""
 
-    pid: int
-    descriptor: int
+    memory: MemoryAddress
     slots: int
     slot_bytes: int
     readers: int
@@ -100,16 +100,15 @@ class Ring:
     def create(in_flight: int, slot_bytes: int, readers: int) -> Ring:
         """A ring of messages of up to `slot_bytes` bytes, of which `in_flight` can be unread, for `readers` readers."""
         slots = in_flight + KEPT * readers
-        descriptor = anonymous_memory(0)
-        address = RingAddress(os.getpid(), descriptor, slots, aligned(slot_bytes), readers)
-        size = address.first_slot + slots * address.slot_bytes
+        address = RingAddress(anonymous_memory(), slots, aligned(slot_bytes), readers)
+        descriptor, size = address.memory.descriptor, address.first_slot + slots * address.slot_bytes
         os.ftruncate(descriptor, size)
         return Ring(address, mmap.mmap(descriptor, size), descriptor)
 
     @staticmethod
     def open(address: RingAddress) -> Ring:
-        """The ring of another process. Raises EdgeClosedError when that process is gone."""
-        return Ring(address, open_memory(address.pid, address.descriptor), None)
+        """The ring of another process. Raises EdgeClosedError when that process is gone, or has closed it."""
+        return Ring(address, open_memory(address.memory), None)
 
     @property
     def messages_written(self) -> int:

@@ -146,7 +146,7 @@ def test_a_message_larger_than_a_cell_is_refused_and_smaller_ones_are_counted(ma
 def test_a_mailbox_ends_with_its_processes() -> None:
     mailbox = Mailbox.create(WRITERS, SLOTS)
     address = mailbox.address
-    path = f"/proc/self/fd/{address.descriptor}"
+    path = f"/proc/self/fd/{address.memory.descriptor}"
     assert "memfd:dagrl" in os.readlink(path)
     del mailbox
     gc.collect()

@@ -9,10 +9,13 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dagrl.executors.mailbox import Mailbox
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.executors.packet import Header, Packet
 from dagrl.executors.ring import IN_PLACE_BYTES, Ring, RingAddress
@@ -199,3 +202,22 @@ def test_a_ring_ends_with_its_processes() -> None:
     assert ring_files() == before
     with pytest.raises(EdgeClosedError, match="cannot be reached"):
         Ring.open(address)
+
+
+def test_a_file_that_has_the_descriptor_of_an_edge_by_now_is_left_alone(tmp_path: Path) -> None:
+    addresses = [Ring.create(2, SLOT, 1).address, Mailbox.create(1, 2).address]
+    gc.collect()
+    content = bytes(range(256)) * 64
+    other = tmp_path / "other"
+    other.write_bytes(content)
+    files = [os.open(other, os.O_RDWR) for _ in addresses]
+    again = Ring.create(2, SLOT, 1)
+    try:
+        for address, opened in zip(addresses, (Ring.open, Mailbox.open), strict=True):
+            for descriptor in (*files, again.address.memory.descriptor):
+                with pytest.raises(EdgeClosedError, match="is gone, or has closed it"):
+                    opened(replace(address, memory=replace(address.memory, descriptor=descriptor)))  # type: ignore[type-var]
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+    assert other.read_bytes() == content
