@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.errors import DataError
 from dagrl.executors.base import Executable
 from dagrl.executors.packet import Packet
 from dagrl.failures import SoFar
@@ -58,7 +59,9 @@ class Split:
         return padded.reshape(len(parts) * self.bucket.sequences, *wide)
 
     def restore(self, shards: Sequence[Batch]) -> Batch:
-        """One batch from each shard's, in the order of the input's rows, padding removed."""
+        """One batch from each shard's, in the order of the input's rows, padding removed. Raises DataError."""
+        for shard in shards:
+            self._check_result(shard, shards[0])
         order = np.argsort(np.concatenate(self.rows), kind="stable")
         fields = {}
         for name in shards[0].fields:
@@ -66,6 +69,18 @@ class Split:
             joined = np.concatenate(kept)[order]
             fields[name] = joined[:, : self.tokens] if joined.ndim == 2 else joined
         return Batch(fields, shards[0].scalars)
+
+    def _check_result(self, shard: Batch, first: Batch) -> None:
+        """Raise DataError for a shard's batch that is not of the bucket's shape, or has other fields than the first's."""
+        if shard.fields.keys() != first.fields.keys():
+            raise DataError(f"one has the fields {sorted(first.fields)}, another one {sorted(shard.fields)}")
+        narrow, wide = (self.bucket.sequences,), (self.bucket.sequences, self.bucket.tokens)
+        for name, array in shard.fields.items():
+            if array.shape not in (narrow, wide):
+                raise DataError(
+                    f"field {name!r} has the shape {list(array.shape)}, but the workers were given bucket {self.bucket}. "
+                    f"Return {list(narrow)} or {list(wide)}, a row for each that came in, padding included"
+                )
 
 
 @dataclass(frozen=True)

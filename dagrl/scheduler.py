@@ -35,7 +35,19 @@ from dagrl.failures import collect_outcome
 from dagrl.graph import PhaseGraph
 from dagrl.phase import Phase, replicas_per_graph
 from dagrl.replay import Replay, Split
-from dagrl.shapes import Batch, Bucket, Scalar, choose_bucket, empty_batch, padding_share, split_rows
+from dagrl.shapes import (
+    Bucket,
+    FieldTypes,
+    Scalar,
+    check_batch,
+    check_rows,
+    choose_bucket,
+    empty_batch,
+    field_types,
+    longest_row,
+    padding_share,
+    split_rows,
+)
 from dagrl.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -69,6 +81,7 @@ class _Entry:
     scalars: Mapping[str, Scalar]
     warmup_value: object
     limits: Limits
+    fields: FieldTypes | None  # of its batches
     compiled: list[Compiled] = field(default_factory=list)
     groups: Mapping[str, WorkerGroup] = field(default_factory=dict)  # that it is compiled on
     in_flight: deque[Replay] = field(default_factory=deque)
@@ -138,7 +151,8 @@ class Scheduler:
             teardown_s=self.options.teardown_s,
             may_kill=all(self.groups[role].owned for role in phase.roles),
         )
-        self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), dict(scalars or {}), warmup_value, limits)
+        fields = None if phase.inputs is None else field_types(phase.inputs)
+        self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), dict(scalars or {}), warmup_value, limits, fields)
 
     def compile(self) -> None:
         """Compile every phase that is not compiled yet, in one graph for all shards on the same hosts.
@@ -187,8 +201,8 @@ class Scheduler:
         """Start a phase on all its shards and return the future of its result.
 
         `value` is a `Batch` of any number of rows for a phase with `inputs`, else it goes to every shard as it is. `rows`:
-        the positions of each shard's rows, each row's once; None: equally many, tokens balanced. Raises PhaseError after a
-        failure that broke a graph: `recover` first.
+        the positions of each shard's rows, each row's once; None: equally many, tokens balanced. Raises DataError for
+        what is no batch of the phase's `inputs`; PhaseError after a failure that broke a graph: `recover` first.
         """
         entry = self._entries.get(phase.name)
         if entry is None or not entry.compiled or entry.phase is not phase:
@@ -328,14 +342,16 @@ class Scheduler:
     def _share_out(
         self, entry: _Entry, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> tuple[list[object], Split | None, float | None]:
-        if entry.phase.inputs is None or not isinstance(value, Batch):
+        if entry.fields is None:
             return [value] * len(entry.compiled), None, None
+        value = check_batch(entry.phase.name, value, entry.fields)
+        longest = longest_row(entry.phase.name, value)
         lengths, shards = value["lengths"].astype("int64"), entry.shards
         if rows is None:
             rows = split_rows(lengths, shards)
         else:
-            _check_rows(entry.phase.name, rows, shards, value.rows)
-        bucket = choose_bucket(entry.buckets, max(map(len, rows)), max(lengths.tolist(), default=1))
+            check_rows(entry.phase.name, rows, shards, value.rows)
+        bucket = choose_bucket(entry.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens)
         return [split.share(value, one.shards) for one in entry.compiled], split, padding_share(lengths, bucket, shards)
 
@@ -365,14 +381,6 @@ class Scheduler:
             for entry in entries:
                 entry.compiled = []
                 entry.in_flight.clear()
-
-
-def _check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, count: int) -> None:
-    """Raise RunError unless `rows` deals each of `count` rows to one of the shards."""
-    if len(rows) != shards:
-        raise RunError(f"phase {phase!r} runs on {shards} shards, but `rows` deals to {len(rows)}; give one array a shard")
-    if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(count)):
-        raise RunError(f"phase {phase!r}: `rows` must hold each of the positions 0 to {count - 1} of the batch's rows once")
 
 
 def channel_bytes(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.errors import ConfigError, DataError
+from dagrl.errors import ConfigError, DataError, RunError
 
 Array = npt.NDArray[Any]
 Scalar = int | float | str | bool
@@ -56,6 +56,10 @@ class Batch:
     def __post_init__(self) -> None:
         if "lengths" not in self.fields:
             raise DataError(f"a batch needs the field 'lengths' [rows]; found {sorted(self.fields)}")
+        for name, array in self.fields.items():
+            if not isinstance(array, np.ndarray) or not 1 <= array.ndim <= 2:
+                found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else f"the type {type(array).__name__}"
+                raise DataError(f"field {name!r} has {found}; fields are numpy arrays [rows] or [rows, tokens]")
         rows = self.rows
         for name, array in self.fields.items():
             if len(array) != rows:
@@ -109,6 +113,54 @@ def _resize(array: Array, bucket: Bucket) -> Array:
     return padded
 
 
+FieldTypes = Mapping[str, tuple[np.dtype[Any], int]]
+"""The dtype and the dimensions of each field."""
+
+
+def field_types(spec: InputSpec) -> FieldTypes:
+    """What the fields of a batch must be; `lengths` is always one of them."""
+    spec = {"lengths": Field("int64", "row"), **spec}
+    return {name: (np.dtype(item.dtype), 1 if item.extent == "row" else 2) for name, item in spec.items()}
+
+
+def check_batch(phase: str, value: object, expected: FieldTypes) -> Batch:
+    """`value`, if it is a batch of the fields that a phase takes; else raises DataError."""
+    if not isinstance(value, Batch):
+        raise DataError(
+            f"phase {phase!r} takes a batch of {_types_text(expected)}; it was given a {type(value).__name__}. Make a "
+            "dagrl.shapes.Batch of the arrays"
+        )
+    found = {name: (array.dtype, array.ndim) for name, array in value.fields.items()}
+    if found != expected:
+        missing = {name: item for name, item in expected.items() if found.get(name) != item}
+        others = {name: item for name, item in found.items() if expected.get(name) != item}
+        raise DataError(
+            f"phase {phase!r} was given a batch without {_types_text(missing)} and with {_types_text(others)}. Convert "
+            "these arrays, add or leave out what is too few or too many, or correct the phase's `inputs`"
+        )
+    return value
+
+
+def longest_row(phase: str, batch: Batch) -> int:
+    """Tokens of a batch's longest row, 1 if there are no rows. Raises DataError for rows that its fields do not hold."""
+    lengths = batch["lengths"].tolist()
+    longest = max(lengths, default=1)
+    if lengths and (
+        min(lengths) < 0 or any([array.shape[-1] < longest for array in batch.fields.values() if array.ndim == 2])
+    ):
+        widths = {name: array.shape[1] for name, array in batch.fields.items() if array.ndim == 2}
+        raise DataError(
+            f"phase {phase!r} was given rows with `lengths` from {min(lengths)} to {longest}, in fields of so many tokens: "
+            f"{widths}; `lengths` are the tokens of each row, padding not counted"
+        )
+    return longest
+
+
+def _types_text(types: FieldTypes) -> str:
+    texts = [f"{name} {dtype} [rows{', tokens' * (dimensions - 1)}]" for name, (dtype, dimensions) in types.items()]
+    return ", ".join(texts) or "any other"
+
+
 def empty_batch(spec: InputSpec, bucket: Bucket, scalars: Mapping[str, Scalar] | None = None) -> Batch:
     """A batch of `bucket`'s shape made from an input specification, for warm-up: every row full, tokens and values 1."""
     fields = {
@@ -154,6 +206,14 @@ def split_rows(lengths: npt.NDArray[np.int64], shards: int) -> list[npt.NDArray[
         else:
             heapq.heappop(open_shards)
     return [np.array(sorted(rows), dtype=np.intp) for rows in taken]
+
+
+def check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, count: int) -> None:
+    """Raise RunError unless `rows` deals each of `count` rows to one of the shards."""
+    if len(rows) != shards:
+        raise RunError(f"phase {phase!r} runs on {shards} shards, but `rows` deals to {len(rows)}; give one array a shard")
+    if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(count)):
+        raise RunError(f"phase {phase!r}: `rows` must hold each of the positions 0 to {count - 1} of the batch's rows once")
 
 
 def padding_share(lengths: npt.NDArray[np.int64], bucket: Bucket, shards: int) -> float:

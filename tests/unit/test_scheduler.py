@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
+from dagrl.errors import DataError, DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.executors.base import Actors, Limits
 from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
@@ -152,6 +152,55 @@ def test_rows_that_are_no_deal_are_refused_before_any_ticket_is_taken(
         scheduler.replay(step, batch(3), rows=[np.array(mine, np.intp) for mine in rows])
     scheduler.replay(step, batch(3), rows=[np.array([0, 2]), np.array([1])])
     assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
+
+
+X, LENGTHS = np.zeros((2, 4), np.int64), np.full(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, r"'step' takes a batch of lengths int64 \[rows\], x int64 \[rows, tokens\]; it was given a NoneType"),
+        ({"x": X, "lengths": LENGTHS}, "it was given a dict"),
+        (Batch({"lengths": LENGTHS}), r"a batch without x int64 \[rows, tokens\] and with any other\. Convert these"),
+        (Batch({"x": X, "lengths": LENGTHS, "y": X}), r"without any other and with y int64 \[rows, tokens\]"),
+        (Batch({"x": X.astype("float32"), "lengths": LENGTHS}), r"without x int64 .* and with x float32 \[rows, tokens\]"),
+        (Batch({"x": X, "lengths": LENGTHS.astype("int32")}), r"without lengths int64 \[rows\] and with lengths int32"),
+        (Batch({"x": X[:, 0], "lengths": LENGTHS}), r"without x int64 \[rows, tokens\] and with x int64 \[rows\]"),
+        (Batch({"x": X[:, :3], "lengths": LENGTHS}), r"`lengths` from 4 to 4, in fields of .* tokens: \{'x': 3\}; "),
+        (Batch({"x": X, "lengths": LENGTHS - [0, 5]}), "`lengths` from -1 to 4"),
+    ],
+)
+def test_an_input_that_is_no_batch_of_the_phases_fields_is_refused_before_anything_is_sent(
+    scheduler: Scheduler, made: list[Graph], value: object, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        scheduler.replay(step, value)
+    scheduler.replay(step, batch(2))
+    assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
+
+
+def test_a_batch_without_rows_or_of_another_order_of_fields_is_one(scheduler: Scheduler) -> None:
+    scheduler.replay(step, Batch({"lengths": LENGTHS[:0], "x": X[:0]}))
+
+
+@pytest.mark.parametrize(
+    ("shards", "words"),
+    [
+        ([X.repeat(2, 0), np.ones((4, 5))], r"'y' has the shape \[4, 5\], .* bucket 4 x 4\. Return \[4\] or \[4, 4\]"),
+        ([X.repeat(2, 0), X], r"'lengths' has the shape \[2\]"),
+        ([X.repeat(2, 0), None], r"one has the fields \['lengths', 'y'\], another one \['lengths'\]"),
+    ],
+)
+def test_results_of_another_shape_than_the_buckets_are_refused(
+    scheduler: Scheduler, made: list[Graph], shards: list[np.ndarray | None], words: str
+) -> None:
+    replay = scheduler.replay(step, batch(2))
+    for graph, y in zip(made, shards, strict=False):
+        rows = 4 if y is None else len(y)
+        graph.results = [Batch({"lengths": np.ones(rows), **({} if y is None else {"y": y})})]
+    with pytest.raises(PhaseError, match="replay 0: the results of its shards do not make one: .*" + words):
+        replay.result()
 
 
 def test_a_replay_that_reached_some_workers_alone_breaks_the_graphs(scheduler: Scheduler, made: list[Graph]) -> None:

@@ -92,6 +92,12 @@ def test_batches_of_unequal_fields_are_refused() -> None:
         Batch({"tokens": np.zeros((2, 3))})
     with pytest.raises(DataError, match="field 'tokens' has 3 rows, but 'lengths' has 2"):
         Batch({"tokens": np.zeros((3, 3)), "lengths": np.zeros(2)})
+    with pytest.raises(DataError, match=r"'states' has 3 dimensions; fields are numpy arrays \[rows\] or \[rows, tokens\]"):
+        Batch({"states": np.zeros((2, 3, 4)), "lengths": np.zeros(2)})
+    with pytest.raises(DataError, match="'lengths' has 0 dimensions"):
+        Batch({"lengths": np.array(3)})
+    with pytest.raises(DataError, match="'lengths' has the type list"):
+        Batch({"lengths": [1, 2]})  # type: ignore[dict-item]
 
 
 def test_fields_and_scalars_are_added_to_a_copy() -> None:
