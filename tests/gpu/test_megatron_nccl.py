@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 from dagrl.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
-from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, logprobs, run_case, train
+from tests.integration.test_megatron_checkpoint import SHARDED, Setting
+from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, configuration, logprobs, run_case, train
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -73,16 +75,13 @@ def test_three_steps_are_those_of_plain_torch(
         np.testing.assert_allclose(gradient / scale, expected.gradients[name] / scale, atol=2e-3, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("item", [CASES[0], CASES[2], CASES[3]], ids=lambda item: item.name)
+@pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
 def test_bfloat16_is_near_float32(
     item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
 ) -> None:
     """By relative norm: of log-probabilities, and of what three steps lose."""
     batch = reference.make_batch()
-    config = reference.make_config(
-        models[item.model], precision="bfloat16", megatron_cfg=dict(item.megatron), optimizer=UNCLIPPED
-    )
-    with pool.group(item.layout, config) as group:
+    with pool.group(item.layout, configuration(item, models[item.model], precision="bfloat16")) as group:
         found = logprobs(group, batch)["logprobs"]
         losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
     expected = truth[item.model]
@@ -90,22 +89,40 @@ def test_bfloat16_is_near_float32(
     assert np.linalg.norm(np.subtract(losses, expected.losses)) < 0.02 * np.linalg.norm(expected.losses)
 
 
-def test_a_checkpoint_goes_on_at_another_layout(pool: MegatronPool, models: dict[str, Path], tmp_path: Path) -> None:
-    """Files are agreed on over Gloo, beside the NCCL groups of training; one of them is written in the background."""
-    batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
-    with pool.group(ParallelLayout(tp=2), config) as group:
+CHECKPOINTS: list[tuple[Setting, list[tuple[ParallelLayout, dict[str, Any], str]]]] = [
+    (
+        (ParallelLayout(tp=2), {}),
+        [(ParallelLayout(tp=2), {}, "beside"), (ParallelLayout(pp=2), {}, "step-1"), (ParallelLayout(dp=2), {}, "beside")],
+    ),
+    (
+        (ParallelLayout(dp=2), SHARDED),
+        [(ParallelLayout(dp=2), SHARDED, "beside"), (ParallelLayout(tp=2), {}, "step-1"), (ParallelLayout(), {}, "beside")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "others"), CHECKPOINTS, ids=["replicated", "sharded"])
+def test_a_checkpoint_goes_on_at_another_layout(
+    first: Setting,
+    others: list[tuple[ParallelLayout, dict[str, Any], str]],
+    pool: MegatronPool,
+    models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """Files are agreed on over Gloo, beside the NCCL groups of training, over which a sharded optimizer's pieces are joined.
+
+    One checkpoint is written in the background, while training changes what it holds.
+    """
+    batch, (layout, policy) = reference.make_batch(), first
+    with pool.group(layout, reference.make_config(models["qwen3"], **policy)) as group:
         train(group, batch)
         group.call("save_checkpoint", str(tmp_path / "step-1"), {"step": 1})
         group.call("save_checkpoint", str(tmp_path / "beside"), {"step": 1}, True)
         went_on = [train(group, batch) for _ in range(2)]
         group.call("finish_checkpoint")
-    for layout, name in (
-        (ParallelLayout(tp=2), "beside"),
-        (ParallelLayout(pp=2), "step-1"),
-        (ParallelLayout(dp=2), "beside"),
-    ):
-        with pool.group(layout, config) as group:
-            assert group.call("load_checkpoint", str(tmp_path / name)) == [{"step": 1}] * 2
+    for other, settings, name in others:
+        with pool.group(other, reference.make_config(models["qwen3"], **settings)) as group:
+            assert group.call("load_checkpoint", str(tmp_path / name)) == [{"step": 1}] * other.world_size
             resumed = [train(group, batch) for _ in range(2)]
         for found, expected in zip(resumed, went_on, strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)

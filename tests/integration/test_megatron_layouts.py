@@ -134,9 +134,10 @@ def run_case(pool: MegatronPool, item: Case, model: Path) -> reference.Run:
     return reference.Run(first["logprobs"], first["entropy"], losses, norms, gradients)
 
 
-def configuration(item: Case, model: Path) -> Config:
+def configuration(item: Case, model: Path, **policy: Any) -> Config:
+    """The case's, with more keys of `policy`."""
     optimizer = {**UNCLIPPED, **item.optimizer}
-    return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer=optimizer, **item.policy)
+    return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer=optimizer, **item.policy, **policy)
 
 
 def vocabulary_of(model: str) -> int:
