@@ -32,7 +32,7 @@ SECRET_BYTES = 32
 _PREFIX = struct.Struct("<Q")  # bytes of the message that follows
 _LOOK_S = 0.5  # how long to wait at most before looking whether this side was closed
 POOL = 4
-"""Memories of large messages that a reader remembers to use again; those whose arrays are kept end with these."""
+"""Memories of large messages that a reader remembers to use again; what it has forgotten ends with its last array."""
 
 _STRANGER_S = 2.0  # how long one who connects may take to show the secret
 _JOINED_BYTES = 64 << 10
@@ -206,7 +206,7 @@ class LinkReader:
                 len(known) >= size and sys.getrefcount(known) == 3
             ):  # the pool, `known`, and the argument: no array lies in it
                 return known[:size]
-        self._pool = [known for known in self._pool if len(known) >= size]
+        self._pool = [known for known in self._pool if len(known) >= size][1 - POOL :]
         self._pool.append(np.empty(size, dtype=np.uint8))
         return self._pool[-1][:size]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dagrl.executors.link import SECRET_BYTES, LinkReader, LinkWriter
+from dagrl.executors.link import POOL, SECRET_BYTES, LinkReader, LinkWriter
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
 
 LIMIT = 8 << 20
@@ -61,14 +61,15 @@ def test_arrays_may_be_kept_and_memory_of_those_that_are_gone_is_used_again(link
         done = pool.submit(lambda: [writer.write(parts(np.full(200_000, number)), PATIENCE_S) for number in range(12)])
         for number in range(12):
             array = reader.read(PATIENCE_S)
-            if number < 4:
+            if number < 7:
                 kept.append(array)
             else:
                 addresses.append(array.__array_interface__["data"])  # type: ignore[attr-defined]
             del array
         done.result()
-    assert [set(array.tolist()) for array in kept] == [{0}, {1}, {2}, {3}]  # type: ignore[attr-defined]
+    assert [set(array.tolist()) for array in kept] == [{number} for number in range(7)]  # type: ignore[attr-defined]
     assert len(set(addresses)) == 1
+    assert len(reader._pool) == POOL, "what is kept is the keeper's"
 
 
 def test_a_read_that_timed_out_goes_on_where_it_was(link: Link) -> None:
