@@ -14,13 +14,13 @@ import argparse
 import logging
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.deadline import Deadline, add_deadline
-from bench.report import Report, command_line
+from bench.deadline import Deadline, add_deadline, hurried
+from bench.report import write_rows
 from bench.step import CONFIG, FIFO, PLAIN, WAYS, Measured, Metrics, Way, chosen, measure
 from dagrl.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS
 
@@ -83,12 +83,13 @@ def run(options: argparse.Namespace) -> None:
     deadline = Deadline(options.deadline)
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
-        config = at_rest(load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"]))
+        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
+        config = at_rest(hurried(config, options.deadline))
         results: list[Result] = []
         for measured in measure(config, ways, None, options.rounds, deadline):
             results = as_results(config, measured)
-            if options.json:
-                Report([asdict(result) for result in results], command_line()).write(options.json)
+            write_rows(options.json, results, deadline.left_out)
+        write_rows(options.json, results, deadline.left_out)
     print_table(results)
     deadline.tell()
     if options.plot and results:

@@ -12,12 +12,12 @@ import argparse
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.deadline import Deadline, add_deadline
-from bench.report import Report, command_line
+from bench.report import write_rows
 from bench.step import Way, begin_again
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> None:
         config = load_config(options.config, given)
         for curve in measure(config, options.seeds, Path(directory) / "first_weights", deadline):
             curves.append(curve)
-            if options.json:
-                Report([asdict(curve) for curve in curves], command_line()).write(options.json)
+            write_rows(options.json, curves, deadline.left_out)
+        write_rows(options.json, curves, deadline.left_out)
     print_table(curves)
     deadline.tell()
     if options.plot and curves:

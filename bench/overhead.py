@@ -87,9 +87,15 @@ def run(options: argparse.Namespace) -> None:
         large_at=options.large_at,
         first_steps=base.first_steps if options.first_steps is None else options.first_steps,
     )
-    keep = (lambda rows: Report(rows, command_line()).write(options.json)) if options.json else (lambda rows: None)
     deadline = Deadline(options.deadline)
-    report = Report(measure(plan, deadline, keep), command_line())
+
+    def keep(rows: list[Row]) -> Report:
+        found = Report(rows, command_line(), left_out=deadline.left_out)
+        if options.json:
+            found.write(options.json)
+        return found
+
+    report = keep(measure(plan, deadline, keep))
     for shape in plan.shapes:
         print_table(report, shape)
     print_first_steps(report)
@@ -98,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
         plot(report, options.plot)
 
 
-def measure(plan: Plan, deadline: Deadline, so_far: Callable[[list[Row]], None] = lambda rows: None) -> list[Row]:
+def measure(plan: Plan, deadline: Deadline, so_far: Callable[[list[Row]], object] = lambda rows: None) -> list[Row]:
     """All rows of a plan that the deadline allows, on a cluster of its own; `so_far` is called whenever there are more."""
     rows: list[Row] = []
     with bench_cluster(plan.hosts) as host_resources:

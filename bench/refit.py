@@ -20,13 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.deadline import TIME_IS_UP
 from bench.refit_cases import CASES, TRIALS, Case, largest_that_fit, trials
-from bench.refit_report import Row, plot, print_table, write
+from bench.refit_report import Row, label, plot, print_table, report
 from bench.report import command_line
 from dagrl.errors import ConfigError, RunError
 
-SPARE_S = 1.5  # between the end of a rank and its death
-LAST_WAY = 6  # deadlines of a channel that the way under way at the end may take
+SPARE_S = 1.5  # between the end of all ranks and their death
+OVERTIME_S = 25.0
+"""After the deadline, for a way that takes longer than those before it: more than a channel's deadline, after which a rank
+that hangs says so, and with the plot less than what `bench.gpu.run_all` leaves a measurement after its deadline."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", action="store_true", help="first try ways of overlapping, and go on with the best")
     parser.add_argument("--described", action="store_true", help="tensors of the described shapes instead of real modules")
     parser.add_argument("--no-rivals", action="store_true", help="without broadcasts")
-    parser.add_argument("--deadline", type=float, default=900.0, help="seconds after which no other way is begun")
+    parser.add_argument(
+        "--deadline", type=float, default=900.0, metavar="S", help="begin no way that would not end in S seconds; say which"
+    )
     parser.add_argument("--trial", action="store_true", help="a tiny model on the CPU, to try the benchmark itself")
 
 
@@ -57,14 +62,24 @@ def run(options: argparse.Namespace) -> None:
     rows: list[Row] = []
 
     def keep(row: Row) -> None:
-        rows.append(row)
+        if "left_out" in row:
+            left_out[label(row)] = str(row["left_out"])
+        else:
+            rows.append(row)
         sys.stderr.write(f"{_line(row)}\n")
         if options.json:
-            write(options.json, rows, command_line(), left_out)
+            report(rows, command_line(), left_out).write(options.json)
 
     deadline = time.monotonic() + options.deadline
     for count in sorted({case.gpus for case in cases}, reverse=True):
-        _measure([case for case in cases if case.gpus == count], options, keep, deadline)
+        some = [case for case in cases if case.gpus == count]
+        if time.monotonic() < deadline:
+            _measure(some, options, keep, deadline)
+        else:
+            for case in some:
+                keep({"name": case.name, "dtype": case.dtype, "left_out": TIME_IS_UP})
+    if options.json:
+        report(rows, command_line(), left_out).write(options.json)
     print_table(rows, left_out)
     if options.plot and any("median_s" in row for row in rows):
         plot(options.plot, rows, kinds)
@@ -74,19 +89,18 @@ def run(options: argparse.Namespace) -> None:
 def check(rows: Sequence[Row]) -> None:
     """Raise RunError naming the ways that failed, or whose destinations hold what they must not."""
     failed = [
-        " ".join(str(row[key]) for key in ("name", "dtype", "method") if key in row) or str(row["error"])
-        for row in rows
-        if row.get("error") or row.get("wrong_parameters")
+        label(row) if "name" in row else str(row["error"]) for row in rows if row.get("error") or row.get("wrong_parameters")
     ]
     if failed:
         raise RunError(f"{len(failed)} ways of the refit benchmark failed, see their rows: {', '.join(failed)}")
 
 
 def _line(row: Row) -> str:
-    what = f"{row.get('name', '')} {row.get('dtype', '')}"
-    if "median_s" not in row:
-        return f"{what}: {row.get('note') or row.get('error')}"
-    return f"{what} {row['method']}: {row['median_s'] * 1e3:.2f} ms, {row['gb_per_s']:.1f} GB/s"
+    if "median_s" in row:
+        return f"{label(row)}: {row['median_s'] * 1e3:.2f} ms, {row['gb_per_s']:.1f} GB/s"
+    if "left_out" in row:
+        return f"{label(row)}: left out, {row['left_out']}"
+    return f"{label(row)}: {row.get('note') or row['error']}"
 
 
 def _gpus() -> tuple[int, int, str]:
@@ -125,10 +139,11 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, dead
         process.start()
     theirs.close()
     try:
-        _listen(ours, size, keep, deadline + LAST_WAY * settings.timeout_s)
+        _listen(ours, size, keep, deadline + OVERTIME_S)
     finally:
+        last = time.monotonic() + SPARE_S
         for process in ranks:
-            process.join(SPARE_S)
+            process.join(max(0.0, last - time.monotonic()))
             process.kill()
             process.join()
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from bench.deadline import TIME_IS_UP, Deadline
 from bench.refit_cases import Case
 from bench.refit_control import Control
 from bench.refit_rivals import PACKED_BYTES, RAW_BYTES, Broadcast, raw_bytes_per_second
@@ -52,7 +53,7 @@ class Settings:
     timeout_s: float = 20.0
     rivals: bool = True
     tune: bool = False
-    until: float = math.inf  # of the monotonic clock, which all processes of a host share: no way begins later
+    until: float = math.inf  # of the monotonic clock, which all processes of a host share: ways end before
 
 
 class Rank:
@@ -71,6 +72,7 @@ class Rank:
         self._say = say if rank == 0 else lambda row: None
         self._built: tuple[Any, Side] | None = None
         self._tuned = False
+        self._deadline = Deadline(settings.until - time.monotonic())
 
     def run(self) -> None:
         """All cases; one that fails is told and left."""
@@ -84,10 +86,10 @@ class Rank:
         self.control.leave()
 
     def _is_late(self, case: Case, method: str) -> bool:
-        """Whether the benchmark's time is over, as all ranks see it; then what is left out is told."""
-        late = any(self.control.gather(time.monotonic() > self.settings.until))
+        """Whether a way would not end in time, as any rank sees it; then that it is left out is told."""
+        late = not all(self.control.gather(self._deadline.allows(method)))
         if late:
-            self._say({"name": case.name, "dtype": case.dtype, "note": f"{method}: left out, the time is over"})
+            self._say({"name": case.name, "dtype": case.dtype, "method": method, "left_out": TIME_IS_UP})
         return late
 
     @contextmanager

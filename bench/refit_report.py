@@ -1,28 +1,25 @@
-"""What the refit benchmark leaves behind: a table, a JSON file of cases with hardware, versions and command, and a plot."""
+"""What the refit benchmark leaves behind: a table, a report of cases, and a plot."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report import hardware, versions
+from bench.report import Report
 
 Row = Mapping[str, Any]
 
 
-def write(path: Path, rows: Sequence[Row], command: str, left_out: Mapping[str, str]) -> None:
-    """Write the JSON file."""
-    head = {"hardware": hardware(), "versions": versions(), "command": command}
-    cases = [row for row in rows if "median_s" in row]
-    failed = [row for row in rows if "error" in row]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(dict(row)) for row in cases)
-    rest = {"left_out": dict(left_out), "failed": failed}
-    path.write_text(
-        json.dumps(head, indent=1)[:-2] + ',\n "cases": [\n' + lines + "\n ],\n" + json.dumps(rest, indent=1)[2:]
-    )
+def report(rows: Sequence[Row], command: str, left_out: Mapping[str, str]) -> Report:
+    """The measured rows; what failed by its name."""
+    failed = {label(row): str(row["error"]) for row in rows if "error" in row}
+    return Report([row for row in rows if "median_s" in row], command, left_out=left_out, failed=failed)
+
+
+def label(row: Row) -> str:
+    """What a row is about: its case, dtype and method, as far as it has them."""
+    return " ".join(str(row[key]) for key in ("name", "dtype", "method") if key in row) or "the benchmark"
 
 
 def print_table(rows: Sequence[Row], left_out: Mapping[str, str]) -> None:
@@ -41,9 +38,9 @@ def print_table(rows: Sequence[Row], left_out: Mapping[str, str]) -> None:
     console.print(table)
     for row in rows:
         if "error" in row:
-            console.print(f"[red]{row.get('name', '')} {row.get('method', '')}[/red]: {row['error']}", markup=True)
-    for label, reason in left_out.items():
-        console.print(f"left out: {label}: {reason}")
+            console.print(f"[red]{label(row)}[/red]: {row['error']}", markup=True)
+    for name, reason in left_out.items():
+        console.print(f"left out: {name}: {reason}")
 
 
 def _cells(row: Row) -> list[str]:

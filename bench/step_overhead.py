@@ -6,8 +6,9 @@
 The phases, the scheduler, both executors and the batches are those of a run. `grpo`: quanta of generation, log-probabilities
 of the policy and the reference, an optimizer step, a refit, one after the other; half of the workers train, half generate.
 `sft`: an optimizer step of all. The workers are processes that stand in for ranks, in shards of up to eight: a phase sleeps
-for as long as a GPU might compute, and returns what a rank would, so that any number fits one host. `busy` is what the
-slowest worker spent in its methods, read from its clock.
+for as long as a GPU might compute, and returns what a rank would, so that any number fits one host. `busy` is wall time that
+the slowest worker spent inside its methods, read from its clock. With real workers that is not a GPU's time: what a method
+does on the CPU, reading its batch and launching kernels, counts as the worker's own, and the rest is what dagrl adds.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from bench.deadline import Deadline, add_deadline
-from bench.report import Report, command_line
+from bench.report import write_rows
 from dagrl.errors import LayoutError
 from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
 from dagrl.layout import ParallelLayout
@@ -160,8 +161,8 @@ def run(options: argparse.Namespace) -> None:
     deadline, results = Deadline(options.deadline), []
     for workers in deadline.each(layouts, "{} workers".format):
         results += measure(options.kind, layouts[workers], options.steps)
-        if options.json:
-            Report([asdict(result) for result in results], command_line()).write(options.json)
+        write_rows(options.json, results, deadline.left_out)
+    write_rows(options.json, results, deadline.left_out)
     print_table(results)
     deadline.tell()
     if options.plot and results:

@@ -105,14 +105,21 @@ def run(options: argparse.Namespace) -> None:
         ours = stack.enter_context(DagrlSteps(workers))
         plain.connect()
         wait(models.values())
+
+        def keep(rows: Sequence[Row]) -> None:
+            if options.json:
+                found = [asdict(row) for row in rows]
+                told = {"left_out": deadline.left_out, "failed": problems}
+                Report(found, command_line(), ours.hardware, **told).write(options.json)
+
         for case in deadline.each(cases, lambda case: case.name):
             try:
                 rows += measure(case, options, models[case.shape.name].result(), ours, plain)
             except Exception:  # the next case may well run
                 problems[case.name] = traceback.format_exc()
             rows = compared(rows)
-            if options.json:
-                Report([asdict(row) for row in rows], command_line(), hardware=ours.hardware).write(options.json)
+            keep(rows)
+        keep(rows)
     print_table(rows, ours.hardware, problems)
     deadline.tell()
     if options.plot and rows:

@@ -12,10 +12,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from bench.gpus import gpus
-from bench.report import hardware, versions
+from bench.report import commit, hardware, versions
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def environment() -> Environment:
         processor=hardware(),
         versions=versions() | cuda,
         variables={name: value for name, value in sorted(os.environ.items()) if _KEPT.match(name)},
-        commit="".join(_output("git", "describe", "--always", "--dirty", "--abbrev=12")),
+        commit=commit(),
         torch_gpus=seen,
     )
 
@@ -77,7 +76,7 @@ def _output(*command: str) -> list[str]:
     """Lines of a command's output; none where it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parent)  # noqa: S603
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from bench.deadline import Deadline
 from bench.refit import check
-from bench.refit_cases import CASES, largest_that_fit, trials
+from bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
+from bench.refit_rank import Rank
+from bench.refit_report import report
 from bench.refit_resharding import _along
+from bench.report import Report
 from dagrl.errors import RunError
 from dagrl.layout import ParallelLayout
 
@@ -47,3 +55,24 @@ def test_groups_of_a_layout_are_its_ranks_along_an_axis() -> None:
     assert list(_along(layout, "tp")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert list(_along(layout, "dp")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert list(_along(layout, "pp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_report_says_what_was_left_out_and_what_failed(tmp_path: Path) -> None:
+    rows = [GOOD, {"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"}]
+    report(rows, "command", {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}).write(tmp_path / "refit.json")
+    found = Report.read(tmp_path / "refit.json")
+    assert found.rows == [GOOD]
+    assert found.left_out == {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}
+    assert found.failed == {"30B fp8 prepare": "rank 1: out of memory"}
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_ways_that_would_not_end_in_time_are_left_out_on_all_ranks(others: bool) -> None:
+    """Also where this rank alone would have time."""
+    said: list[dict[str, Any]] = []
+    rank = Rank.__new__(Rank)
+    rank._deadline = Deadline(60.0 if not others else -1.0)
+    rank._say = said.append
+    rank.control = SimpleNamespace(gather=lambda mine: [mine, others])  # type: ignore[assignment]
+    assert rank._is_late(TRIALS[0], "dagrl")
+    assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "dagrl", "left_out": "the time is up"}]
