@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -45,6 +46,9 @@ IDLE_S = 5.0
 
 LOOPS = "_ray_system"
 """Ray's name for the threads of an actor that run graphs; one, unless the actor was made with more."""
+
+PATIENCE = 0.8
+"""Share of a teardown's time after which actors whose loops go on are killed; the rest is for their end."""
 
 DEATH_S = 10.0
 """How long to wait for Ray to say which worker died, after edges were closed."""
@@ -123,16 +127,20 @@ class CompiledGraph:
             ray.get(list(self._dag.worker_task_refs.values()), timeout=DEATH_S)
 
     def teardown(self, timeout_s: float) -> None:
-        """Cancel the loops; the actors of those that have not ended after `timeout_s` are killed, if they are ours."""
+        """Cancel the loops within `timeout_s`; the actors of those that go on for most of that time are killed, if ours.
+
+        Ray also waits for whatever else an actor is at, such as a plain call. That is nothing to be killed for: the loops
+        end without it.
+        """
+        deadline = time.monotonic() + timeout_s
         stopper = threading.Thread(target=self._dag.teardown, name=f"dagrl-teardown-{self._phase}", daemon=True)
         stopper.start()
-        stopper.join(timeout_s)
-        if stopper.is_alive():
-            stuck = self._running()
+        stopper.join(PATIENCE * timeout_s)
+        if stopper.is_alive() and (stuck := self._running()):
             logger.warning(
-                "the graph of phase %r did not stop within %.0f s; %s %d of its %d workers",
+                "the graph of phase %r did not stop within %.1f s; %s %d of its %d workers",
                 self._phase,
-                timeout_s,
+                PATIENCE * timeout_s,
                 "killing" if self._limits.may_kill else "it goes on in what was made by somebody else,",
                 len(stuck),
                 len(self._actors),
@@ -140,7 +148,7 @@ class CompiledGraph:
             if self._limits.may_kill:
                 for actor in stuck:
                     ray.kill(actor)
-                stopper.join(timeout_s)
+                stopper.join(max(0.0, deadline - time.monotonic()))
 
     def _running(self) -> list[ActorHandle]:
         """The actors whose loops have not ended."""
