@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from dagrl.errors import LayoutError
@@ -48,12 +49,19 @@ def check_actors_apart(groups: Sequence[WorkerGroup]) -> None:
 
 
 def compile_phase(executor: Executor, phase: Phase, graph: PhaseGraph, groups: Groups, limits: Limits) -> list[Compiled]:
-    """The graphs of a phase, on the actors of its groups. `graph` and `limits` are those of one shard."""
+    """The graphs of a phase, on the actors of its groups: all, or an error and none.
+
+    `graph` and `limits` are those of one shard.
+    """
     ranks_of = _ranks_of_shards(phase, groups)
-    return [
-        _compile_shards(executor, phase, graph, groups, limits, shards, [ranks_of[shard] for shard in shards])
-        for shards in _shards_of_graphs(graph, ranks_of, groups)
-    ]
+    made: list[Compiled] = []
+    with ExitStack() as undo:
+        for shards in _shards_of_graphs(graph, ranks_of, groups):
+            mine = [ranks_of[shard] for shard in shards]
+            made.append(_compile_shards(executor, phase, graph, groups, limits, shards, mine))
+            undo.callback(made[-1].executable.teardown, limits.teardown_s)
+        undo.pop_all()
+    return made
 
 
 def executor_of(name: str) -> Executor:

@@ -150,6 +150,7 @@ class Scheduler:
             replay_s=self.options.replay_s,
             teardown_s=self.options.teardown_s,
             may_kill=all(self.groups[role].owned for role in phase.roles),
+            result_key=f"result_bytes of Scheduler.add({phase.name})" if result_bytes else Limits.result_key,
         )
         fields = None if phase.inputs is None else field_types(phase.inputs)
         self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), dict(scalars or {}), warmup_value, limits, fields)

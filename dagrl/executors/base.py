@@ -28,7 +28,8 @@ Actors = Mapping[str, Sequence[ActorHandle]]
 class Limits:
     """Sizes and deadlines of one compiled phase. Bytes are of one channel slot; times are in seconds.
 
-    `may_kill`: its workers are ours, to be killed where a teardown waits for them in vain.
+    `may_kill`: its workers are ours, to be killed where a teardown waits for them in vain. `result_key`: what sets
+    `result_bytes`, for the error of a result that is larger.
     """
 
     input_bytes: int
@@ -38,6 +39,7 @@ class Limits:
     replay_s: float
     teardown_s: float
     may_kill: bool = True
+    result_key: str = "executor_cfg.result_bytes"
 
 
 class Executable(Protocol):
@@ -53,7 +55,7 @@ class Executable(Protocol):
         """Those of workers whose outputs have come, while `fetch` was late."""
 
     def teardown(self, timeout_s: float) -> None:
-        """Stop the graph's loops within `timeout_s`; workers that do not stop by then are killed."""
+        """Stop the graph's loops, and return within `timeout_s`; workers that do not stop in time are killed."""
 
 
 class Executor(Protocol):
@@ -86,6 +88,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             opens_turn=first.get(node.worker) == node.number,
             closes_turn=last.get(node.worker) == node.number,
             result_limit=limits.result_bytes,
+            result_key=limits.result_key,
             accelerated=node.number in beside,
         )
         for node in graph.nodes

@@ -64,6 +64,7 @@ class NodeCall:
     opens_turn: bool  # the worker's first node in this graph: waits for its ticket
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
     result_limit: int  # bytes
+    result_key: str  # what to raise where they are too few
     accelerated: bool = False  # tensors of the result go from GPU to GPU
 
 
@@ -184,7 +185,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     except ResultTooLargeError as error:  # the work is done and no peer waits: nothing to abort
         value, failures = None, (_failure(state, call, packets[0], error),)
     except BaseException as error:  # whatever it is, the driver must hear of it, and no peer may wait for this worker
-        failures = (_failure(state, call, packets[0], error),)
+        value, failures = None, (_failure(state, call, packets[0], error),)
         if started:  # without a turn it is another phase that runs on this worker, which must not be broken
             _abort(worker)
     finally:
@@ -225,7 +226,7 @@ def _check_size(call: NodeCall, value: object) -> None:
     if needed > call.result_limit:
         raise ResultTooLargeError(
             f"the result of {call.label} needs {needed} bytes, but its channel has room for {call.result_limit}; "
-            f"raise executor_cfg.result_bytes to at least {needed}"
+            f"raise {call.result_key} to at least {needed}"
         )
 
 

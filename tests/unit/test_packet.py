@@ -174,7 +174,7 @@ class Worker:
 
 def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
     args = tuple(Take(index) for index in range(parts))
-    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, False, False, limit)
+    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, False, False, limit, "the_key")
 
 
 @pytest.mark.parametrize("limit", [8192, 1 << 16, 1 << 20])
@@ -190,6 +190,22 @@ def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> No
         assert all(RAY.serialize(packet).total_bytes <= limit for packet in packets)
     assert packets[0].failures[0].rank == 0
     assert "ValueError: x" in packets[0].failures[0].message
+
+
+def test_a_result_over_its_channel_names_what_sets_the_limit() -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    packet = Packet(Header("step", 0, False, {"train": 0}, 10.0), bytes(10_000))
+    (failure,) = run_node(worker, call("gives", 8192), packet).failures
+    assert "needs 14160 bytes, but its channel has room for 8192; raise the_key to at least 14160" in failure.message
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure_without_it() -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    found = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 10.0), threading.Lock()))
+    assert found.value is None
+    assert "cannot pickle" in found.failures[0].message
 
 
 # Tickets.

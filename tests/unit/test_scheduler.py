@@ -17,7 +17,7 @@ from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Phase, Role, Shard, methods_of, phase
-from dagrl.scheduler import Scheduler
+from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
 from tests.unit.phase_worker import Both
 
@@ -95,6 +95,20 @@ class Group:
 
     def kill(self, ranks: Sequence[int]) -> None:
         pass
+
+
+class FailingExecutor:
+    """Cannot make its second graph."""
+
+    name = "failing"
+
+    def __init__(self, graphs: list[Graph]) -> None:
+        self.graphs = graphs
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> Graph:
+        if self.graphs:
+            raise TimeoutError("no free thread")
+        return Graph(graph, limits, self.graphs)
 
 
 @pytest.fixture
@@ -307,6 +321,24 @@ def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -
         graph.meet = meet
     scheduler.close()
     assert all(graph.gone.is_set() for graph in made) and not meet.broken
+
+
+def test_a_phase_that_compiles_on_some_shards_alone_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Graph] = []
+    monkeypatch.setattr("dagrl.scheduler.executor_of", lambda name: FailingExecutor(graphs))
+    scheduler = Scheduler([Group()], SchedulerOptions(fallback="error"))  # type: ignore[list-item]
+    scheduler.add(other, warmup_value=0)
+    with pytest.raises(RunError, match="'other' could not be compiled: no free thread"):
+        scheduler.compile()
+    assert [graph.gone.is_set() for graph in graphs] == [True]
+
+
+def test_what_sets_the_room_for_results_is_named(scheduler: Scheduler, made: list[Graph]) -> None:
+    namesake = Phase("own", other.function, None, other.roles)
+    scheduler.add(namesake, warmup_value=0, result_bytes=1 << 20)
+    scheduler.compile()
+    keys = {graph.phase: graph.limits.result_key for graph in made}
+    assert (keys["other"], keys["own"]) == ("executor_cfg.result_bytes", "result_bytes of Scheduler.add(own)")
 
 
 def test_workers_of_somebody_else_are_not_killed_by_a_teardown(made: list[Graph]) -> None:
