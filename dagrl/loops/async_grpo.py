@@ -17,9 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, refit, start_policy
+from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, start_policy, update
 from dagrl.loops.session import Session
-from dagrl.metrics import UPDATE
 from dagrl.rewards import RewardRunner
 
 
@@ -58,15 +57,6 @@ def train_async(session: Session, reward: RewardRunner) -> None:
 def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> tuple[Metrics, float]:
     """`learn`, and when it ended (`time.perf_counter`)."""
     return learn(session, groups, step), time.perf_counter()
-
-
-def update(session: Session, experience: Experience, ended: float) -> Metrics:
-    """Give generation the weights that training ended with, between two quanta; how long that took, and what stood still."""
-    version = session.step + 1
-    metrics = refit(session, version)
-    metrics[UPDATE] = time.perf_counter() - ended
-    experience.advance(version)
-    return metrics
 
 
 @contextmanager

@@ -227,6 +227,7 @@ class Experience:
 
     def save(self, directory: Path) -> None:
         """Write the groups not yet trained on, or their prompts alone (`grpo.async_grpo.on_checkpoint`)."""
+        self._session.attend("generation")
         self.rest()
         whole = self._session.config.grpo.async_grpo.on_checkpoint == "save"
         groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]

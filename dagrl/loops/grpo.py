@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 
 from dagrl.config import Config
-from dagrl.loops.async_grpo import train_async, update
+from dagrl.loops.async_grpo import train_async
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy
+from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy, update
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import run_session

@@ -19,7 +19,7 @@ from dagrl.loops.rollout import Sample, request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan
-from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE_PAUSE, join_optimizer_steps
+from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 from dagrl.preflight import bucket_widths, generation_config
 from dagrl.refit.run import RefitReport
 from dagrl.rewards import shuffled
@@ -40,7 +40,7 @@ def start_policy(session: Session, experience: Experience) -> None:
             session.train.call("snapshot_reference")
         session.train.call("reset_optimizer")
     calibrate_on_prompts(session)
-    refit(session, session.step)
+    refit(session, experience, session.step)
     session.progress.step(session.step - first, total, {}, stage="grpo")
     if session.step == first and session.config.grpo.val_at_start:
         session.validated_at_start("grpo", experience.validate())
@@ -62,10 +62,35 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> Metrics
     return metrics | calibrate(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
 
 
-def refit(session: Session, version: int) -> Metrics:
-    """Give generation the train workers' weights as `version`; how long its workers stood still for it."""
-    pauses = [report.pause_s for report in _reports(session.replay("refit", version)) if report.bytes_received]
+def update(session: Session, experience: Experience, ended: float) -> Metrics:
+    """Give generation the weights that training `ended` with, between two quanta; how long that took, and the pause."""
+    version = session.step + 1
+    metrics = refit(session, experience, version)
+    metrics[UPDATE] = time.perf_counter() - ended
+    experience.advance(version)
+    return metrics
+
+
+def refit(session: Session, experience: Experience, version: int) -> Metrics:
+    """Give generation the train workers' weights as `version`; how long its workers stood still for it.
+
+    What generates next is asked for before the end is known, so that engines go on at once.
+    """
+    replay = session.submit("refit", version)
+    experience.rollouts.look_ahead()
+    pauses = _pauses(session.collect("refit", replay, busy_s=_mean_pause)[0])
     return {UPDATE_PAUSE: max(pauses)} if pauses else {}
+
+
+def _mean_pause(result: object) -> float | None:
+    """How long a refit took of each generation worker; its senders wait until the quanta before it have ended."""
+    pauses = _pauses(result)
+    return sum(pauses) / len(pauses) if pauses else None
+
+
+def _pauses(result: object) -> list[float]:
+    """Seconds that each generation worker stood still; where one does not say, those of its receiving alone."""
+    return [report.pause_s or report.seconds for report in _reports(result) if report.bytes_received]
 
 
 def _reports(result: object) -> Iterator[RefitReport]:

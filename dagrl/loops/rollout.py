@@ -14,7 +14,6 @@ goes on as a new request. Who asks for a refit between two calls of `advance` ge
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -128,12 +127,6 @@ class _Asked:
     replies: Future[list[Reply]]
 
 
-@dataclass
-class _Quantum:
-    replay: Replay
-    engine_steps: int
-
-
 class Rollouts:
     """See the module's first lines. For one thread."""
 
@@ -152,9 +145,8 @@ class Rollouts:
         self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting, or in an engine
         self._waiting: dict[int, Waiting] = {}
         self._asked: list[_Asked] = []
-        self._quanta: deque[_Quantum] = deque()
+        self._quanta: deque[Replay] = deque()
         self._next_request = 0
-        self._read_at = time.perf_counter()
         self.generated_tokens = 0
 
     @property
@@ -189,11 +181,15 @@ class Rollouts:
     def advance(self) -> list[RolloutGroup]:
         """Wait for one quantum, while another is under way; the groups that are complete by then."""
         self._take_answers()
-        while self._requests and len(self._quanta) < IN_FLIGHT:
-            self._submit()
+        self.look_ahead()
         if self._quanta:
             self._read(self._quanta.popleft())
         return self._take_complete()
+
+    def look_ahead(self) -> None:
+        """Start quanta behind what engines have been asked for, a refit too, so that they need not wait for the driver."""
+        while self._requests and len(self._quanta) < IN_FLIGHT:
+            self._submit()
 
     def settle(self) -> list[RolloutGroup]:
         """Read the quanta in flight and start none, so that the engines rest; the groups that are complete by then."""
@@ -254,18 +250,13 @@ class Rollouts:
             del self._waiting[request]
         ends = np.cumsum([len(shard) for shard in sent])
         rows = np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1])
-        steps = self._size.next()
-        batch = self._batch(chosen).with_scalars(engine_steps=steps)
-        self._quanta.append(_Quantum(self._session.submit("generate", batch, rows=rows), steps))
+        batch = self._batch(chosen).with_scalars(engine_steps=self._size.next())
+        self._quanta.append(self._session.submit("generate", batch, rows=rows))
 
-    def _read(self, quantum: _Quantum) -> None:
-        results = cast("Sequence[Generated]", self._session.collect("generate", quantum.replay))
-        timing, now = quantum.replay.timing, time.perf_counter()
-        assert timing is not None
-        # with two in flight, a quantum's own time is what passed since the one before it was read
-        spent, self._read_at = min(timing.seconds, now - self._read_at), now
-        steps = max(part.engine_steps for part in results)
-        self._size.record(steps, timing.busy_s, max(0.0, spent - timing.busy_s))
+    def _read(self, quantum: Replay) -> None:
+        found, counted = self._session.collect("generate", quantum)
+        results = cast("Sequence[Generated]", found)
+        self._size.record(max(part.engine_steps for part in results), counted.timing.busy_s, counted.overhead_s)
         made = [part.request(row) for part in results for row in range(len(part))]
         self._ask([turn for request in made if (turn := self._finish(request)) is not None])
 

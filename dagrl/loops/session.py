@@ -5,6 +5,7 @@ A loop replays phases through its session, which counts where the time goes, rec
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -51,6 +52,20 @@ TRACE_PERIOD = 20
 """Steps between two collections of the workers' trace events."""
 
 
+@dataclass(frozen=True)
+class Counted:
+    """A replay that a step counts: how long the workers of each of its roles were at it, a mean over shards.
+
+    `overhead_s` is the time in which no worker on its longest path was computing, since they had ended what came before.
+    """
+
+    phase: str  # its name in `phases`
+    roles: tuple[str, ...]
+    timing: ReplayTiming
+    busy_s: float
+    overhead_s: float
+
+
 @dataclass
 class Session:
     """One run, ready for its first step. `step` is the last finished step, over all stages.
@@ -75,8 +90,9 @@ class Session:
     step: int = 0
     saved_step: int = 0
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
-    timings: list[tuple[str, ReplayTiming]] = field(default_factory=list)  # by the phase's name in `phases`
-    free: dict[str, float] = field(default_factory=dict)  # when each role's last replay was read
+    counted: list[Counted] = field(default_factory=list)  # since the last lap
+    free: dict[str, float] = field(default_factory=dict)  # since when each role's workers may have waited for the driver
+    ahead: dict[str, float] = field(default_factory=dict)  # busy seconds of each role that laps have yet to count
     savers: list[Callable[[Path], None]] = field(default_factory=list)
     shared: SharedDevices | None = None  # where train and generation workers share their GPUs
 
@@ -92,7 +108,7 @@ class Session:
         """Replay the phase `phases.<name>`, wait for it, and count its time and overhead."""
         self.hold(*load_phase(self.config.phases, name).roles)
         with self.clock.measure(name):
-            return self._result(name, self.submit(name, value))
+            return self._result(name, self.submit(name, value))[0]
 
     def submit(self, name: str, value: object, rows: Sequence[npt.NDArray[np.intp]] | None = None) -> Replay:
         """Start a replay to be read by `collect`; `rows` are those of each shard (see `Scheduler.replay`)."""
@@ -100,16 +116,32 @@ class Session:
         self.hold(*phase.roles)
         return self.scheduler.replay(phase, value, rows=rows)
 
-    def collect(self, name: str, replay: Replay) -> Any:
-        """Wait for a replay started by `submit`, and count the time waited and the overhead."""
-        with self.clock.measure(name):
-            return self._result(name, replay)
+    def collect(self, name: str, replay: Replay, busy_s: Callable[[Any], float | None] | None = None) -> tuple[Any, Counted]:
+        """Wait for a replay started by `submit`, and count the time waited and the overhead.
 
-    def _result(self, name: str, replay: Replay) -> Any:
+        Workers of one role can wait in their node for those of another. In such a phase `busy_s` reads from the result for
+        how long both were at it; without it, or where it gives None, all roles were busy for as long as the longest path.
+        """
+        with self.clock.measure(name):
+            return self._result(name, replay, busy_s)
+
+    def _result(self, name: str, replay: Replay, busy_s: Callable[[Any], float | None] | None = None) -> tuple[Any, Counted]:
         result = replay.result()
         assert replay.timing is not None
-        self.timings.append((name, replay.timing))
-        return result
+        return result, self.count(name, replay.timing, busy_s(result) if busy_s else None)
+
+    def count(self, name: str, timing: ReplayTiming, busy_s: float | None = None) -> Counted:
+        """Count a replay in this step; `busy_s` as in `Counted`, by default the longest path's."""
+        roles = load_phase(self.config.phases, name).roles
+        overhead_s = timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
+        counted = Counted(name, tuple(roles), timing, timing.mean_busy_s if busy_s is None else busy_s, overhead_s)
+        self.free.update(dict.fromkeys(roles, timing.finished))
+        self.counted.append(counted)
+        return counted
+
+    def attend(self, role: str) -> None:
+        """The driver was at something else until now; that a role waited for it is no overhead of what it replays."""
+        self.free[role] = time.perf_counter()
 
     def lap(self, tokens: int) -> dict[str, float]:
         """Timing metrics of the step that ends here, in which `tokens` tokens were trained on.
@@ -119,27 +151,24 @@ class Session:
         """
         times = self.clock.lap()
         total = times[TIMING + "total"]
-        counted, self.timings = self.timings, []
-        batches = [timing.padding_share for _, timing in counted if timing.padding_share is not None]
-        busy = {group.role.name: 0.0 for group in self.groups}
-        overhead: dict[str, float] = {}
-        for name, timing in counted:
-            roles = load_phase(self.config.phases, name).roles
-            idle = timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
-            overhead[name] = overhead.get(name, 0.0) + idle
-            for role in roles:
-                busy[role] += timing.mean_busy_s
-                self.free[role] = timing.finished
+        counted, self.counted = self.counted, []
+        batches = [replay.timing.padding_share for replay in counted if replay.timing.padding_share is not None]
         return {
-            **_generation_timing(counted, overhead.get("generate", 0.0)),
+            **_generation_timing(counted),
             **times,
-            **{f"{IDLE}{role}": max(0.0, 1.0 - seconds / total) for role, seconds in busy.items()},
+            **{f"{IDLE}{group.role.name}": self._idle(group.role.name, counted, total) for group in self.groups},
             TOKENS_PER_SEC: tokens / total,
             TOKENS_PER_SEC_PER_GPU: tokens / total / devices_of(self.config),
             "replays": float(len(counted)),
-            "replay_overhead_s": sum(overhead.values()),
+            "replay_overhead_s": sum(replay.overhead_s for replay in counted),
             "padding_share": sum(batches) / len(batches) if batches else 0.0,
         }
+
+    def _idle(self, role: str, counted: Sequence[Counted], total: float) -> float:
+        """What replays read in this step did in the one before counts here; more than the step is long, in the next one."""
+        busy = sum((replay.busy_s for replay in counted if role in replay.roles), self.ahead.get(role, 0.0))
+        self.ahead[role] = max(0.0, busy - total)
+        return max(0.0, 1.0 - busy / total)
 
     def train_on(self, phase: str, batch: Batch) -> dict[str, float]:
         """Replay a training (or evaluation) phase on a global batch; metrics over all shards."""
@@ -252,10 +281,11 @@ class Session:
             self.ended.callback(thread.submit(plot_run, self.paths.metrics, self.paths.plot, title).result)
 
 
-def _generation_timing(counted: Sequence[tuple[str, ReplayTiming]], overhead_s: float) -> dict[str, float]:
+def _generation_timing(counted: Sequence[Counted]) -> dict[str, float]:
     """What quanta cost beside the engines' own time."""
-    quanta = sum(timing.busy_s for name, timing in counted if name == "generate")
-    return {QUANTUM_OVERHEAD: overhead_s / (quanta + overhead_s)} if quanta else {}
+    quanta = [replay for replay in counted if replay.phase == "generate"]
+    engines, overhead = sum(replay.timing.busy_s for replay in quanta), sum(replay.overhead_s for replay in quanta)
+    return {QUANTUM_OVERHEAD: overhead / (engines + overhead)} if engines else {}
 
 
 def devices_of(config: Config) -> int:

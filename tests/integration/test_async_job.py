@@ -83,13 +83,12 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
         batches.append(groups)
         return learn(session, groups, step)
 
-    def exported(session: Any, version: int) -> dict[str, float]:
+    def exported(session: Any, experience: Experience, version: int) -> dict[str, float]:
         session.train.call("export_hf", str(tmp_path / f"version{version}"))
-        return refit(session, version)
+        return refit(session, experience, version)
 
     monkeypatch.setattr(async_grpo, "learn", watched)
-    for module in (async_grpo, grpo_step):
-        monkeypatch.setattr(module, "refit", exported)
+    monkeypatch.setattr(grpo_step, "refit", exported)
     yield batches
 
 

@@ -26,6 +26,7 @@ from dagrl.generation import FinishedRequest, Progress, pack_generated
 from dagrl.layout import ParallelLayout
 from dagrl.loops import async_grpo, experience, grpo
 from dagrl.loops.experience import ScoredGroup
+from dagrl.loops.session import Counted
 from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
 from dagrl.preflight import generation_config
@@ -170,6 +171,7 @@ class Run:
         self.config, self.world, self.engines = config, World(seed), Engines(config)
         self.trained: dict[int, list[ScoredGroup]] = {}
         self.metrics: list[dict[str, float]] = []
+        self.replays: list[tuple[str, bool]] = []  # what was submitted (True) and read, in order
         self.experience: Any = None
         self._stop_at, self._checks = stop_at, 0
         tokenizer = character_tokenizer("0123456789+=")
@@ -181,7 +183,7 @@ class Run:
             inputs=SimpleNamespace(prompts=prompts, validation_prompts=prompts[:2], tokenizer=tokenizer),
             stop=SimpleNamespace(check=self._check), clock=SimpleNamespace(measure=lambda name: nullcontext()),
             progress=SimpleNamespace(step=lambda *words, **keys: None, status=lambda text: None),
-            replay=self._replay, submit=self._submit, collect=self._collect, lap=lambda tokens: {},
+            submit=self._submit, collect=self._collect, lap=lambda tokens: {}, attend=lambda role: None,
             finish_step=self._finish_step, metric=lambda stage, metrics: None,
         )  # fmt: skip
 
@@ -236,17 +238,20 @@ class Run:
         if self._stop_at is not None and self._checks >= self._stop_at:
             raise StopRequestedError
 
-    def _replay(self, name: str, version: int) -> list[object]:
+    def _submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
+        """Engines do at once what they are asked for, as they would in its turn."""
+        self.replays.append((name, True))
+        if name == "generate":
+            return self.engines.generate(value, rows)
         assert name == "refit"
-        self.engines.version = version
+        self.engines.version = value
         return []
 
-    def _submit(self, name: str, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Any:
-        return SimpleNamespace(results=self.engines.generate(batch, rows), timing=ReplayTiming(0.0, 1.0, (1.0,), None))
-
-    def _collect(self, name: str, replay: Any) -> Any:
-        self.world.tick()
-        return replay.results
+    def _collect(self, name: str, results: Any, busy_s: Callable[[Any], float | None] | None = None) -> tuple[Any, Counted]:
+        self.replays.append((name, False))
+        if name == "generate":
+            self.world.tick()
+        return results, Counted(name, ("generation",), ReplayTiming(0.0, 1.0, (1.0,), None), 1.0, 0.0)
 
     def _finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         self.session.step, self.session.state = state.step, state

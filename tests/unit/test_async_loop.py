@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardShapingConfig
 from dagrl.loops.experience import ScoredGroup
-from dagrl.loops.rollout import Episode
+from dagrl.loops.rollout import IN_FLIGHT, Episode
 from dagrl.loops.trajectory_file import read_trajectories
 from tests.unit.simulated_run import Run, logprob_of
 
@@ -106,6 +106,23 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
         assert not any(group.samples[0].prompt.text == "3=" for groups in run.trained.values() for group in groups)
     assert not run.session.savers[1:]
     check_metrics(run)
+
+
+def test_engines_have_a_quantum_behind_every_update_in_flight() -> None:
+    """Before the driver knows that the refit has ended; and never more of them than otherwise."""
+    run = Run(slow(configuration(asynchronous(2, True), room=80)), seed=0)
+    assert run.train() is None
+    asked, behind, in_flight = False, [], 0
+    for name, submitted in run.replays:
+        if name == "refit":
+            asked = submitted
+            behind += [0] if submitted else []
+        else:
+            in_flight += 1 if submitted else -1
+            behind[-1] += asked and submitted
+            assert in_flight <= IN_FLIGHT
+    assert len(behind) == STEPS + 1 and behind[0] == 0, "nothing is asked for before the first weights are there"
+    assert behind[1:3] == [1, 1], "the groups of the steps that are left are all started by the third"
 
 
 def check_metrics(run: Run) -> None:

@@ -1,7 +1,8 @@
-"""What a session checks by itself: the metric that checkpoints go by, and a reference policy to go on with."""
+"""What a session checks and counts by itself: the metric that checkpoints go by, a reference policy to go on with, times."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,12 +14,15 @@ import pytest
 from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config, GenerationConfig, PolicyConfig
 from dagrl.data import Example
+from dagrl.dispatch import QuantumSize
 from dagrl.errors import ConfigError
 from dagrl.loops import grpo_step
-from dagrl.loops.grpo_step import start_policy, with_logprobs
-from dagrl.loops.session import Session
+from dagrl.loops.grpo_step import _mean_pause, start_policy, with_logprobs
+from dagrl.loops.session import Counted, Session
 from dagrl.loops.start import REFERENCE, check_reference, stopping_where_responses_end
 from dagrl.model_init import character_tokenizer
+from dagrl.refit import RefitReport
+from dagrl.replay import Replay, ReplayTiming
 from dagrl.shapes import Batch
 from dagrl.tokenization import encode_demonstrations
 
@@ -93,3 +97,74 @@ def test_a_checkpoint_without_a_reference_policy_is_refused_by_a_run_that_needs_
     check_reference(configuration(), Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
     with pytest.raises(ConfigError, match=r"penalty is 0\.01, but step_00000003 has no reference policy"):
         check_reference(configuration(), without)
+
+
+def timed_session(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Session:
+    """A session whose steps take `seconds`, of a train group and two generation shards."""
+    session = object.__new__(Session)
+    groups = {name: SimpleNamespace(role=SimpleNamespace(name=name)) for name in ("train", "generation")}
+    clock = SimpleNamespace(lap=lambda: {"timing_s/total": seconds}, measure=lambda name: nullcontext())
+    for name, value in {"config": configuration(), "clock": clock, "counted": [], "free": {}, "ahead": {}, **groups}.items():
+        setattr(session, name, value)
+    monkeypatch.setattr("dagrl.loops.session.devices_of", lambda config: 3)
+    return session
+
+
+def read(session: Session, name: str, timing: ReplayTiming, reports: object = None) -> Counted:
+    replay = SimpleNamespace(result=lambda: reports, timing=timing)
+    return session.collect(name, cast("Replay", replay), busy_s=_mean_pause if name == "refit" else None)[1]
+
+
+def test_idle_shares_are_those_of_the_workers_time_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of 10 s: training is done at 4 s, its refit waits until 6 s for the quanta before it, and takes 1 s.
+
+    The first shard runs its quanta without a gap, the second one for half as long. The quantum that ends in the next step is
+    read there.
+    """
+    session = timed_session(monkeypatch, 10.0)
+    idle: dict[str, list[float]] = {"train": [], "generation": []}
+    for start in (0.0, 10.0, 20.0):
+        pauses = [RefitReport(1, 0, 8, 0.9, pause_s=1.0)] * 2
+        read(session, "train_step", ReplayTiming(start, start + 4, (4.0,), None))
+        read(session, "refit", ReplayTiming(start + 4, start + 7, (3.0,), None), [RefitReport(1, 16, 0, 3.0), pauses])
+        read(session, "generate", ReplayTiming(start - 4, start + 7, (6.0, 3.0), None))  # ran until the refit's turn
+        if start:  # in the first step the last quantum is still unread
+            read(session, "generate", ReplayTiming(start - 3, start + 7, (3.0, 1.5), None))
+        metrics = session.lap(tokens=30)
+        for role, shares in idle.items():
+            shares.append(metrics[f"idle/{role}"])
+    assert idle["train"] == pytest.approx([0.5, 0.5, 0.5]), "4 s of training and 1 s of the refit; a wait is not work"
+    assert idle["generation"] == pytest.approx([0.45, 0.225, 0.225]), "(6 + 3) / 2 s, (3 + 1.5) / 2 s, and 1 s of the refit"
+
+
+def test_what_was_done_before_the_step_that_reads_it_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 30 s the engines ran 23: whatever step it is that reads a quantum, the steps' shares have that mean."""
+    session = timed_session(monkeypatch, 10.0)
+    idle = []
+    for busy in ((2.0, 2.0), (8.0, 6.0), (5.0,)):
+        for seconds in busy:
+            read(session, "generate", ReplayTiming(0.0, 1.0, (seconds,), None))
+        idle.append(session.lap(tokens=1)["idle/generation"])
+    assert idle == pytest.approx([0.6, 0.0, 0.1])
+    assert np.mean(idle) == pytest.approx(1 - 23 / 30)
+
+
+def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead_of_quanta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quanta of 10 steps of 10 ms, 1 ms apart: neither their overhead nor their size grows with what lies between."""
+    session, size = timed_session(monkeypatch, 10.0), QuantumSize(10, seconds=10.0, in_flight=2)
+    monkeypatch.setattr("dagrl.loops.session.time.perf_counter", lambda: now)
+    now, submitted = 0.0, [0.0, 0.0]
+    for number in range(60):
+        now += 0.101
+        if number % 6 == 3:  # a refit of 0.8 s in front of the quantum that is read next
+            now += 0.8
+            read(session, "refit", ReplayTiming(now - 0.9, now, (0.8,), None), [])
+        if number % 6 == 5:  # a checkpoint of 3 s, after which the quanta are read that had ended meanwhile
+            now += 3.0
+            session.attend("generation")
+        counted = read(session, "generate", ReplayTiming(submitted.pop(0), now, (0.1,), None))
+        submitted.append(now)
+        size.record(10, counted.timing.busy_s, counted.overhead_s)
+    assert size.overhead_s is not None and size.overhead_s <= 0.001 + 1e-9
+    assert size.next() <= 10, "1 ms is 1 % of 10 steps"
+    assert session.lap(tokens=1)["perf/quantum_overhead"] <= 0.01
