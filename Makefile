@@ -24,9 +24,9 @@ lint: $(TOOLS)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# On a host with GPUs, in an environment with dagrl[megatron,vllm,cu13,tracking,bench,dev]; PARTS=refit,step runs these alone.
+# On a host with GPUs, in an environment with dagrl[megatron,vllm,cu13,tracking,bench,dev]; PARTS=refit,step runs these alone, LIMIT=200 each for so many seconds.
 gpu:
-	bench/gpu/run_all.sh $(if $(PARTS),--parts $(PARTS))
+	bench/gpu/run_all.sh $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT),--limit $(LIMIT))
 
 $(SETUP):
 	@echo "Installing requirements/cpu.lock into $(VENV), which takes a few minutes"

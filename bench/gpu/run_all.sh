@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every measurement and every GPU test, on a host with 1, 2, 4 or 8 GPUs; see bench/gpu/run_all.py. `make gpu` does the same.
-#   bench/gpu/run_all.sh [--parts environment,tests,refit,...] [--out DIR] [--list]
+#   bench/gpu/run_all.sh [--parts environment,tests,refit,...] [--out DIR] [--limit SECONDS] [--list]
 # It runs in the environment that is active, if that has Ray and torch; else in .venv, which may have a torch without CUDA.
 cd "$(dirname "$0")/../.." || exit 1
 python=python3

@@ -13,6 +13,7 @@ from dagrl.record import read_metrics
 LEARNED = ("run", "SFT loss: first", "last", "GRPO steps", "loss: first", "last", "reward: first", "last")
 AGREED = ("KL between engines: median", "largest")
 SPEED = ("run", "step s", "tokens/s/GPU", "MFU of train", "idle train", "idle generation", "replay overhead ms")
+UNKNOWN = "not recorded"
 SETTLED = 2
 """Steps left out of the times at the beginning of a run."""
 
@@ -44,19 +45,20 @@ def _phases(steps: Sequence[Step]) -> list[str]:
 def _learned(lines: Sequence[Step], steps: Sequence[Step]) -> list[str]:
     """First and last losses and rewards, and the disagreement of the engines."""
     taught = [line for line in lines if line["stage"] == "sft" and "loss" in line]
-    kls = [float(step["gen_kl_error"] or 0.0) for step in steps]
+    kls = [float(step["gen_kl_error"]) for step in steps if step.get("gen_kl_error") is not None]
     return [
         *(_ends(taught, "loss") if taught else ("", "")),
         str(len(steps)),
         *_ends(steps, "loss"),
         *_ends(steps, REWARD_MEAN),
-        f"{median(kls):.1e}",
-        f"{max(kls):.1e}",
+        *((f"{median(kls):.1e}", f"{max(kls):.1e}") if kls else (UNKNOWN, UNKNOWN)),
     ]
 
 
 def _ends(steps: Sequence[Step], name: str) -> tuple[str, str]:
-    return f"{float(steps[0][name]):.4f}", f"{float(steps[-1][name]):.4f}"
+    """The first and the last number of this name; runs of before it had that name, or failed before a step, have none."""
+    found = [float(step[name]) for step in steps if step.get(name) is not None]
+    return (f"{found[0]:.4f}", f"{found[-1]:.4f}") if found else (UNKNOWN, UNKNOWN)
 
 
 def _speed(steps: Sequence[Step], phases: Sequence[str]) -> list[str]:

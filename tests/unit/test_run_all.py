@@ -6,9 +6,11 @@ import argparse
 import importlib
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,12 @@ def piece(name: str, code: str, **keys: object) -> Piece:
     return replace(Piece("part", name, (sys.executable, "-c", code)), **keys)  # type: ignore[arg-type]
 
 
+def write_report(name: str, rows: str) -> str:
+    """A program that leaves a report with two reasons for what it left out."""
+    left_out = '{"in flight": "the time is up", "sync": "the time is up", "large": "needs 4 GPUs"}'
+    return f"open('{{out}}/{name}.json', 'w').write('{{\"rows\": {rows}, \"left_out\": {left_out}}}')"
+
+
 def test_one_piece_that_fails_does_not_stop_the_rest(tmp_path: Path) -> None:
     outcomes = [
         run_piece(part, HERE, tmp_path, tmp_path)
@@ -45,8 +53,11 @@ def test_one_piece_that_fails_does_not_stop_the_rest(tmp_path: Path) -> None:
             piece("unready", "print('never')", before=(sys.executable, "-c", "raise SystemExit(4)")),
             piece("large", "print('never')", gpus=8),
             piece("absent", "print('never')", bench="no-such-bench"),
-            piece("short", "print('left out, the time is up: in flight')"),
+            piece("short", write_report("short", "[{}]")),
+            piece("late", write_report("late", "[]")),
             piece("skipped", "print('3 skipped in 0.01s')", part="tests"),
+            piece("skips itself", "print('1 skipped in 0.01s'); raise SystemExit(5)", part="tests"),
+            piece("five", "raise SystemExit(5)"),
             piece("tested", "print('=== 3 passed, 2 skipped in 0.01s ===')", part="tests"),
         )
     ]
@@ -57,12 +68,65 @@ def test_one_piece_that_fails_does_not_stop_the_rest(tmp_path: Path) -> None:
         "unready": ("FAILED", "exit code 4"),
         "large": ("left out", "needs 8 GPUs, this host has 2"),
         "absent": ("missing", "there is no `dagrl bench no-such-bench`"),
-        "short": ("passed", "left out, the time is up: in flight"),
+        "short": ("passed", "left out, the time is up: in flight, sync; left out, needs 4 GPUs: large"),
+        "late": ("left out", "left out, the time is up: in flight, sync; left out, needs 4 GPUs: large"),
         "skipped": ("left out", "3 skipped in 0.01s"),
+        "skips itself": ("left out", "1 skipped in 0.01s"),
+        "five": ("FAILED", "exit code 5"),
         "tested": ("passed", "3 passed, 2 skipped in 0.01s"),
     }
     assert json.loads((tmp_path / "good.json").read_text()) == {}
     assert "the reason" in (tmp_path / "bad.log").read_text()
+
+
+CHILD = """
+import os, subprocess, sys, time
+pid = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], process_group=0).pid
+open('{out}/pid', 'w').write(str(pid))
+"""
+
+
+def test_workers_with_process_groups_of_their_own_end_with_their_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_all, "SESSION_S", 0.3)
+    assert run_piece(piece("ray", CHILD), HERE, tmp_path, tmp_path).result == "passed"
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_cannot_be_removed_or_read_is_told_and_the_next_piece_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmtree = shutil.rmtree
+
+    def busy(path: Path, *args: Any, **keys: Any) -> None:
+        if path == tmp_path / "runs":
+            raise OSError(39, "Directory not empty", str(path))
+        rmtree(path, *args, **keys)
+
+    monkeypatch.setattr(run_all, "environment", lambda: HERE)
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    made = piece("run-sync", "import os; os.makedirs('{out}/runs/sync')", part="runs")
+    torn = piece("torn", "open('{out}/torn.json', 'w').write('torn')")
+    monkeypatch.setattr(run_all, "pieces", lambda gpus: [made, torn, piece("good", "")])
+    monkeypatch.setattr(sys, "argv", ["run_all", "--out", str(tmp_path)])
+    assert run_all.main() == 1
+    found = {name: (row.result, row.note) for name, row in kept(tmp_path).items()}
+    assert found["run-sync"] == ("passed", f"not removed: [Errno 39] Directory not empty: '{tmp_path / 'runs'}'")
+    assert found["torn"][0] == "FAILED" and found["torn"][1].startswith("JSONDecodeError")
+    assert found["good"] == ("passed", "")
+
+
+def test_a_short_reservation_gives_every_piece_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_all, "environment", lambda: HERE)
+    monkeypatch.setattr(run_all, "pieces", lambda gpus: [piece("timed", "print('left', {seconds})")])
+    monkeypatch.setattr(sys, "argv", ["run_all", "--out", str(tmp_path), "--limit", "170"])
+    assert run_all.main() == 0
+    assert "left 119" in (tmp_path / "timed.log").read_text()
+    monkeypatch.setattr(sys, "argv", ["run_all", "--limit", "30"])
+    with pytest.raises(SystemExit):
+        run_all.main()
 
 
 def test_what_a_piece_has_left_is_less_by_what_made_it_ready(tmp_path: Path) -> None:
@@ -239,3 +303,10 @@ def test_runs_make_tables(tmp_path: Path) -> None:
     assert times.endswith("| MFU of train | idle train | idle generation | replay overhead ms | refit ms |")
     assert spent == "| sync | 0.500 |  | 31% |  |  | 2.0 | 3.0 |"
     assert run_tables([]) == []
+
+
+def test_runs_of_before_a_metric_had_its_name_have_tables_too(tmp_path: Path) -> None:
+    old = {"step": 1, "stage": "grpo", "time": 0.0, "loss": 0.1, "reward": 0.5, "gen_kl_error": None, "timing/total": 0.5}
+    (tmp_path / "run-old.metrics.jsonl").write_text(json.dumps(old) + "\n" + '{"step": 2, "torn')
+    row = run_tables([tmp_path / "run-old.metrics.jsonl"])[2]
+    assert row == "| old |  |  | 1 | 0.1000 | 0.1000 | not recorded | not recorded | not recorded | not recorded |"
