@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import uuid
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,49 +70,43 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
         near = [_actor_id(reader) for reader, node in others if node == here]
         far = [_actor_id(reader) for reader, node in others if node != here]
         name = uuid.uuid4().hex
-        place = self.place if near and len(reader_and_node_list) == 1 else None
         if near:
             _written[name] = _rings[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
         if far:
             _links[name] = [LinkWriter(ray.util.get_node_ip_address(), self.slot_bytes) for _ in far]
-        return Edge(
+        parts = EdgeParts(
             name=name,
             address=_rings[name].address if near else None,
-            readers=near,
+            readers=tuple(near),
             own=IntraProcessChannel(num_readers=1) if len(others) < len(reader_and_node_list) else None,
             far={reader: link.address for reader, link in zip(far, _links.get(name, []), strict=True)},
             driver=driver_actor_id,
             first_reader=_actor_id(reader_and_node_list[0][0]),
-            place=place,
+            place=self.place if near and len(reader_and_node_list) == 1 else None,
         )
+        return Edge(parts)
+
+
+@dataclass(frozen=True)
+class EdgeParts:
+    """What every process knows of an edge; readers are known by their actors' ids."""
+
+    name: str
+    address: RingAddress | None  # of its ring, if there are readers on the writer's host
+    readers: tuple[str, ...]  # of the ring
+    own: IntraProcessChannel | None  # if the writer reads it too
+    far: Mapping[str, LinkAddress]  # of readers on other hosts
+    driver: str | None
+    first_reader: str
+    place: Place | None  # where its messages are announced; None: they are read from the edge alone
 
 
 class Edge(ChannelInterface):  # type: ignore[misc]
     """One edge as one process sees it."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        address: RingAddress | None,
-        readers: list[str],
-        own: IntraProcessChannel | None,
-        far: dict[str, LinkAddress],
-        driver: str | None,
-        first_reader: str,
-        place: Place | None,
-    ) -> None:
-        self._parts: dict[str, Any] = {
-            "name": name,
-            "address": address,
-            "readers": readers,
-            "own": own,
-            "far": far,
-            "driver": driver,
-            "first_reader": first_reader,
-            "place": place,
-        }
-        self._own = own
+    def __init__(self, parts: EdgeParts) -> None:
+        self._parts = parts
+        self._own = parts.own
         self._is_writer = False
         self._senders: list[Ring | LinkWriter] = []
         self._ring: Ring | None = None
@@ -123,32 +118,31 @@ class Edge(ChannelInterface):  # type: ignore[misc]
     @property
     def place(self) -> Place | None:
         """Where its messages are announced; None: they are read from the edge alone."""
-        place: Place | None = self._parts["place"]
-        return place
+        return self._parts.place
 
     def __reduce__(self) -> Any:
-        return _make_edge, (self._parts,)
+        return Edge, (self._parts,)
 
     def ensure_registered_as_writer(self) -> None:
         """Open what this process writes to."""
-        if self._ring is None and self._parts["address"] is not None:
+        if self._ring is None and self._parts.address is not None:
             self._ring = self._open_ring()
         if self._mailbox is None and self.place is not None:
             self._mailbox = open_mailbox(self.place.mailbox)
-        self._senders = [*([self._ring] if self._ring is not None else []), *_links.get(self._parts["name"], [])]
+        self._senders = [*([self._ring] if self._ring is not None else []), *_links.get(self._parts.name, [])]
         self._is_writer = True
 
     def ensure_registered_as_reader(self) -> None:
         """Open what this process reads from."""
         me = ray.get_runtime_context().get_actor_id()
-        if me is None or me == self._parts["driver"]:  # Ray lists the driver first, by an actor that stands for it
-            me = self._parts["first_reader"]
-        readers = self._parts["readers"]
+        if me is None or me == self._parts.driver:  # Ray lists the driver first, by an actor that stands for it
+            me = self._parts.first_reader
+        readers = self._parts.readers
         if me in readers:
             self._reader = readers.index(me)
             self._ring = self._read_from = self._open_ring()
         else:
-            self._read_from = self._open_link(me) if me in self._parts["far"] else self._own
+            self._read_from = self._open_link(me) if me in self._parts.far else self._own
 
     def write(self, value: Any, timeout: float | None = None) -> None:
         """Send a packet (or an error of Ray's) to every reader.
@@ -196,7 +190,7 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         assert self.place is not None and ring is not None
         parts = _dump(content)
         if len(parts) > 1 and sum(map(len, parts)) < CELL_BYTES:
-            parts = [pickle.dumps(content, protocol=5)]
+            parts = _dump(content, in_band=True)
         if len(parts) > 1 or len(parts[0]) > CELL_BYTES:
             ring.write(parts, timeout_s)
             parts = [pickle.dumps(ring.messages_written)]
@@ -214,37 +208,38 @@ class Edge(ChannelInterface):  # type: ignore[misc]
 
     def close(self) -> None:
         """End the edge for all its processes."""
-        if self._parts["address"] is not None:
+        if self._parts.address is not None:
             try:
                 self._open_ring().close()
             except EdgeClosedError:  # its writer is gone, and its readers hear of that from Ray
                 pass
-            _written.pop(self._parts["name"], None)
+            _written.pop(self._parts.name, None)
         if self.place is not None:
             try:
                 open_mailbox(self.place.mailbox).close()
             except EdgeClosedError:  # the driver is gone
                 pass
-        for writer in _links.pop(self._parts["name"], []):
+        for writer in _links.pop(self._parts.name, []):
             writer.close()
-        for address in self._parts["far"].values():
+        for address in self._parts.far.values():
             if (reader := _link_readers.get(address)) is not None:
                 reader.close()
         if self._own is not None:
             self._own.close()
 
     def _open_link(self, reader: str) -> LinkReader:
-        address = self._parts["far"][reader]
+        address = self._parts.far[reader]
         link = _link_readers.get(address)
         if link is None:
             link = _link_readers[address] = LinkReader(address)
         return link
 
     def _open_ring(self) -> Ring:
-        name = self._parts["name"]
+        name, address = self._parts.name, self._parts.address
         ring = self._ring or _rings.get(name)
         if ring is None:
-            ring = _rings[name] = Ring.open(self._parts["address"])
+            assert address is not None
+            ring = _rings[name] = Ring.open(address)
         return ring
 
 
@@ -279,10 +274,6 @@ class _RaysErrors:
 rays_errors = _RaysErrors()
 
 
-def _make_edge(parts: dict[str, Any]) -> Edge:
-    return Edge(**parts)
-
-
 def _actor_id(actor: Any) -> str:
     return str(actor._actor_id.hex())
 
@@ -291,15 +282,19 @@ def _limit(timeout: float | None) -> float | None:
     return None if timeout is None or timeout < 0 else timeout
 
 
-def _dump(value: object) -> list[bytes | memoryview]:
-    """A value as a pickle and its buffers. What plain pickle cannot send (functions, classes of a script) goes by value."""
+def _dump(value: object, in_band: bool = False) -> list[bytes | memoryview]:
+    """A value as a pickle and its buffers, or all `in_band`.
+
+    What plain pickle cannot send (functions, classes of a script) goes by value.
+    """
     buffers: list[pickle.PickleBuffer] = []
+    apart = None if in_band else buffers.append
     try:
-        pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=apart)
         by_reference = b"__main__" not in pickled
     except (pickle.PicklingError, AttributeError, TypeError):
         by_reference = False
     if not by_reference:
         buffers.clear()
-        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=apart)
     return [pickled, *[buffer.raw() for buffer in buffers]]

@@ -15,6 +15,8 @@ import pytest
 
 from dagrl.executors.link import POOL, SECRET_BYTES, LinkReader, LinkWriter
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
+from dagrl.executors.packet import Header, Packet
+from dagrl.shapes import Batch
 
 LIMIT = 8 << 20
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
@@ -70,6 +72,23 @@ def test_arrays_may_be_kept_and_memory_of_those_that_are_gone_is_used_again(link
     assert [set(array.tolist()) for array in kept] == [{number} for number in range(7)]  # type: ignore[attr-defined]
     assert len(set(addresses)) == 1
     assert len(reader._pool) == POOL, "what is kept is the keeper's"
+
+
+def test_the_arrays_of_a_batch_hold_its_memory(link: Link) -> None:
+    """Where the reader has nothing of the message but arrays, or views of them."""
+    writer, reader = link
+    kept = []
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(1, 13):
+            batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
+            wire = Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire()
+            done = pool.submit(writer.write, parts(wire), PATIENCE_S)
+            read = Packet.from_wire(reader.read(PATIENCE_S)).value
+            assert isinstance(read, Batch)
+            kept.append((read["lengths"], read["tokens"][:, 7]))
+            del read
+            done.result()
+    assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 13)]
 
 
 def test_a_read_that_timed_out_goes_on_where_it_was(link: Link) -> None:

@@ -80,12 +80,16 @@ def test_arrays_may_be_kept_and_are_never_written_over(ring: Ring) -> None:
     assert [set(array.tolist()) for array in kept] == [{number} for number in range(20)]  # type: ignore[attr-defined]
 
 
-def test_the_arrays_of_a_batch_hold_its_slot(ring: Ring) -> None:
+@pytest.mark.parametrize("readers", [1, 2])  # of two, each has read-only views
+def test_the_arrays_of_a_batch_hold_its_slot(readers: int) -> None:
     """Where the reader has nothing of the message but arrays, or views of them."""
-    kept = []
+    ring, kept = Ring.create(2, SLOT, readers), []
+    second = Ring.open(ring.address)
     for number in range(1, 21):
         batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
         ring.write(parts(Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire()), 1.0)
+        if readers == 2:
+            second.skip(1, 1.0)
         read = Packet.from_wire(ring.read(0, 1.0)).value
         assert isinstance(read, Batch)
         kept.append((read["lengths"], read["tokens"][:, 7]))
