@@ -2,8 +2,8 @@
 TIMEOUT_S TIMEOUT_KEY`.
 
 Started by `dagrl.function_runner`. It answers every list of columns on the connection `FD` with one answer a row, or with a
-text that says what the function raised, and ends when the other end is closed or its parent dies. A coroutine function is
-awaited; one that takes single rows is awaited for all rows of a call at once, each under the deadline.
+text that says what the function raised (both pickled), and ends when the other end is closed or its parent dies. A coroutine
+function is awaited; one that takes single rows is awaited for all rows of a call at once, each under the deadline.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -38,7 +39,15 @@ def main() -> None:
                 columns = connection.recv()
             except EOFError:
                 return
-            connection.send(answers(function, columns))
+            connection.send_bytes(_pickled(answers(function, columns)))
+
+
+def _pickled(answers: list[Any] | str) -> bytes:
+    """Answers as plain data, whatever the function's module has told `multiprocessing` of sharing memory (torch does)."""
+    try:
+        return pickle.dumps(answers)
+    except Exception as error:
+        return pickle.dumps(f"its answer cannot be pickled: {_message(error)}")
 
 
 def answer_batch(function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -155,6 +156,14 @@ class FunctionRunner:
             return str(error)
 
 
+def _unpickled(answers: bytes) -> Answers | str:
+    try:
+        found: Answers | str = pickle.loads(answers)  # noqa: S301  # of our own process
+    except Exception as error:  # whatever the user's classes raise
+        return f"its answer cannot be unpickled: {type(error).__name__}: {error}"
+    return found
+
+
 def _is_coroutine(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
@@ -183,11 +192,11 @@ class _FunctionProcess:
             if not connection.poll(self._patience_s):
                 self.close()
                 return self._deadline.missed
-            answer = connection.recv()
+            pickled = connection.recv_bytes()
         except (EOFError, OSError):
             self.close()
             return "the process that runs it ended"
-        return answer if isinstance(answer, str | list) else repr(answer)
+        return _unpickled(pickled)
 
     def close(self, *, for_good: bool = False) -> None:
         """End the process; nothing happens when there is none."""

@@ -25,6 +25,7 @@ from dagrl.rewards import (
 
 FUNCTIONS = """
 import json
+import multiprocessing.reduction
 import os
 import re
 import time
@@ -92,6 +93,33 @@ def beside(prompts, completions, references):
         time.sleep(0.01)
     return [1.0] * len(prompts)
 
+class Odd:
+    def __init__(self, fails):
+        self.fails = fails
+    def __float__(self):
+        if self.fails:
+            raise RuntimeError("not a number after all")
+        return 2.0
+
+class OneWay(Odd):
+    def __reduce__(self):
+        return cannot_be_rebuilt, (1,)
+
+def cannot_be_rebuilt(value):
+    raise KeyError("not here")
+
+class Shared(Odd):
+    pass
+
+multiprocessing.reduction.ForkingPickler.register(Shared, lambda value: (cannot_be_rebuilt, (1,)))
+
+def shared(prompts, completions, references):
+    return [Shared(False) for _ in completions]
+
+def odd(prompts, completions, references):
+    kinds = {"rebuilt": lambda: OneWay(False), "pickled": lambda: (lambda: 1.0), "number": lambda: Odd(True)}
+    return [kinds.get(completion, lambda: Odd(False))() for completion in completions]
+
 def undefined(prompts, completions, references):
     return [float("nan") if completion == "nan" else 1.0 for completion in completions]
 """
@@ -141,6 +169,21 @@ def test_wrong_results(functions: str) -> None:
         run(f"{functions}:picky", ["raise", "raise"])
     assert run(f"{functions}:undefined", ["nan", "a"]) == ([0.0, 1.0], 1, "it returned a reward that is not finite")
     assert run(f"{functions}:short", ["a", "b"])[:2] == ([1.0, 1.0], 0)  # right for one sample at a time
+
+
+def test_answers_travel_by_value_and_those_that_cannot_cost_themselves(functions: str) -> None:
+    """As torch's tensors do, which `multiprocessing` would share; whatever their classes raise on the way to a number."""
+    assert run(f"{functions}:shared", ["a", "b"]) == ([2.0, 2.0], 0, "")
+    said = {
+        "rebuilt": "its answer cannot be unpickled: KeyError: 'not here'",
+        "pickled": "its answer cannot be pickled: ",
+        "number": "it returned a reward that is no number: not a number after all",
+    }
+    with RewardRunner(RewardConfig(function=f"{functions}:odd", max_failed_share=1.0)) as runner:
+        for bad, message in said.items():
+            rewards = runner(["p"] * 3, ["a", bad, "c"], ["r"] * 3)
+            assert (rewards.values.tolist(), rewards.failed) == ([2.0, 0.0, 2.0], 1)
+            assert rewards.message.startswith(message)
 
 
 def test_process_lives_from_call_to_call_and_ends(functions: str) -> None:
