@@ -66,9 +66,9 @@ def preflight(config: Config) -> Inputs:
     _check_outputs(config)
     trace_phases(config, workers)
     if config.algorithm == "grpo":
-        load_callable(config.reward.function, "reward.function")
+        _check_function(config.reward.function, "reward.function")
         if config.environment.function is not None:
-            load_callable(config.environment.function, "environment.function")
+            _check_function(config.environment.function, "environment.function")
     tokenizer = load_tokenizer(config.policy)
     hf_config = model_description(config.policy, len(tokenizer))
     _check_model(config, hf_config, workers)
@@ -136,6 +136,12 @@ def worker_classes(config: Config) -> dict[str, type]:
         for package in getattr(worker, "requires", ()):
             require_package(package, keys[role][0])
     return classes
+
+
+def _check_function(path: str, key: str) -> None:
+    """A function may name the top-level packages that it imports when it is called in `requires`, as worker classes do."""
+    for package in getattr(load_callable(path, key), "requires", ()):
+        require_package(package, key)
 
 
 def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, PhaseGraph]:

@@ -144,6 +144,9 @@ def math_answer(prompts: list[str], completions: list[str], references: list[str
     return [float(verify(gold, answer, timeout_seconds=None)) for gold, answer in zip(wanted, given, strict=True)]
 
 
+math_answer.requires = ("math_verify",)  # type: ignore[attr-defined]  # looked at before a run starts
+
+
 def _final_answer(reference: str) -> str:
     return reference.rpartition("####")[2].strip().replace(",", "") if "####" in reference else reference.strip()
 
@@ -151,7 +154,7 @@ def _final_answer(reference: str) -> str:
 def _checked(answer: Any) -> float:
     try:
         reward = float(answer)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever the class of the answer raises
         raise ValueError(f"it returned a reward that is no number: {error}") from error
     if not math.isfinite(reward):
         raise ValueError("it returned a reward that is not finite")

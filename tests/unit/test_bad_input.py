@@ -172,6 +172,12 @@ TABLE = [
     Row("tensorboard missing", ("logger.tensorboard_enabled", "dagrl[tracking]"), without="tensorboard"),
     Row("matplotlib missing", ("logger.plot_enabled", "dagrl[tracking]"), without="matplotlib"),
     Row("megatron missing", ("policy.worker", "dagrl[megatron]"), without="megatron"),
+    Row(
+        "math-verify missing",
+        ("reward.function", "dagrl[math]"),
+        ("reward.function=dagrl.rewards:math_answer",),
+        without="math_verify",
+    ),
     Row("vllm missing", ("policy.generation.worker", "dagrl[vllm]", "dagrl[cpu]"), without="vllm"),
     Row(
         "bound without a correction",
