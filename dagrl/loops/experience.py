@@ -94,7 +94,7 @@ class Experience:
         )
         self.rollouts = Rollouts(session, self._environment())
         self._scoring: list[_Scoring] = []
-        self._validated: list[RolloutGroup] = []
+        self._validated: list[_Scoring] = []
         self._scored: list[ScoredGroup] = []  # since the last batch was taken, dropped groups included
         self._equal_groups = 0  # of these, dropped for their equal rewards
         self._dropped_before: Counter[str] = Counter()  # by processes before this one, by reason
@@ -129,8 +129,10 @@ class Experience:
         if self.rollouts.generating:
             self._sort(self.rollouts.advance())
         else:
-            awaited: list[Future[Any]] = [scoring.answers for scoring in self._scoring] + list(self.rollouts.pending)
-            wait(awaited + ([other] if other is not None else []), WAIT_S, FIRST_COMPLETED)
+            awaited: list[Future[Any]] = [*self.rollouts.pending, *([] if other is None else [other])]
+            awaited += [item.answers for item in self._scoring]
+            awaited += [item.answers for item in self._validated if not item.answers.done()]  # they stay until all are
+            wait(awaited, WAIT_S, FIRST_COMPLETED)
             self._sort(self.rollouts.advance())
         self._take_scores()
 
@@ -174,12 +176,12 @@ class Experience:
         for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             number = VALIDATION_STREAM + index
             self.rollouts.start(new_group(self._session, number, -1 - index, prompt, [seed], cohort=-1))
-        while len(self._validated) < len(prompts):
+        while len(self._validated) < len(prompts) or not all(item.answers.done() for item in self._validated):
             self.work()  # without a look at the stop signal: the step that ends here is not recorded yet
-        groups, self._validated = sorted(self._validated, key=lambda group: group.number), []
-        samples = [sample for group in groups for sample in samples_of(self._session, group)]
-        with self._session.clock.measure("reward"):
-            rewards = self._reward(*_texts(samples))
+        scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
+        samples = [sample for item in scored for sample in item.samples]
+        rewards = join_rewards([rewards_of(item.answers.result()) for item in scored])
+        self._reward.check(rewards)
         self._check_environment(samples)
         return {
             VALIDATION + "reward": _mean(rewards, samples),
@@ -269,14 +271,12 @@ class Experience:
 
     def _sort(self, complete: Sequence[RolloutGroup]) -> None:
         for group in complete:
-            if group.number >= VALIDATION_STREAM:
-                self._validated.append(group)
-            else:
-                self._score(group)
+            self._score(group)
 
     def _score(self, group: RolloutGroup) -> None:
         samples = samples_of(self._session, group)
-        self._scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples))))
+        scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
+        scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples))))
 
     def _take_scores(self) -> None:
         done = [item for item in self._scoring if item.answers.done()]

@@ -31,7 +31,6 @@ from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
 from dagrl.preflight import generation_config
 from dagrl.replay import ReplayTiming
-from dagrl.rewards import rewards_of
 from dagrl.shapes import Batch
 from dagrl.tokenization import Prompt
 
@@ -126,15 +125,13 @@ class Reward:
 
     def __init__(self, world: World) -> None:
         self._world, self.closed = world, False
+        self.asked: list[tuple[str, ...]] = []  # the completions of each call
 
     def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Any]:
         assert not self.closed, "the processes that score have ended"
+        self.asked.append(tuple(completions))
         most = 60 if self._world.random.random() < 0.1 else 3  # a group whose scores come last of all
         return self._world.later(most, lambda: [self._score(*pair) for pair in zip(prompts, completions, strict=True)])
-
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Any:
-        """At once, for validation."""
-        return rewards_of([self._score(*pair) for pair in zip(prompts, completions, strict=True)])
 
     def check(self, rewards: object) -> None:
         """However many failed."""
@@ -190,7 +187,7 @@ class Run:
     def train(self) -> TrainState | None:
         """All steps; or, when it was stopped, the state that a checkpoint would have."""
         loop = async_grpo.train_async if self.config.grpo.async_grpo.enabled else grpo.train_grpo
-        reward = Reward(self.world)
+        self.reward = reward = Reward(self.world)
         with self._simulated():
             try:
                 loop(self.session, reward)  # type: ignore[arg-type]

@@ -125,6 +125,20 @@ def test_engines_have_a_quantum_behind_every_update_in_flight() -> None:
     assert behind[1:3] == [1, 1], "the groups of the steps that are left are all started by the third"
 
 
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_held_out_prompts_are_scored_side_by_side(loop: Mapping[str, Any]) -> None:
+    """Each in a call of its own, with a deadline of its own, and none asked for twice."""
+    run = Run(configuration(loop), seed=3)
+    assert run.train() is None
+    texts = [completions[0] for completions in run.reward.asked if len(completions) == 1]
+    found = [metrics for metrics in run.metrics if "validation/reward" in metrics]
+    assert len(found) == STEPS // 2 and len(texts) == 2 * len(found)
+    for step, metrics in enumerate(found):
+        counted = [len(text) for text in texts[2 * step : 2 * step + 2] if not text.endswith("9")]
+        assert metrics["validation/reward"] == pytest.approx(np.mean(counted) if counted else 0.0)
+        assert metrics["validation/reward_failures"] == 2 - len(counted)
+
+
 def check_metrics(run: Run) -> None:
     for metrics, (step, groups) in zip(run.metrics, run.trained.items(), strict=True):
         made = [v for e in episodes_of(groups) for v, sampled in zip(e.versions, e.sampled, strict=True) if sampled]
