@@ -1,27 +1,32 @@
 """Workers killed with SIGKILL in a run: how long until the driver knows, until it trains again, and what of the losses.
 
-    python -m bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--config YAML] [a.b=c ...]
+    python -m bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--deadline S] [--config YAML] [a.b=c ...]
 
 One run is left alone. Another, of the same seed, loses a train worker in an all-reduce, a generation worker in a quantum and
 one in a refit, and goes on from its newest checkpoint each time (`on_failure: restart`). They run side by side, on GPUs of
-their own where there are enough. Losses after each restart are compared with those of the undisturbed run.
+their own where there are enough. Losses after each restart are compared with those of the undisturbed run. When one of them
+fails, or the deadline passes, both are ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
-from bench.report import Report, command_line
+from bench.report import write_rows
+from dagrl.errors import DagrlError, RunError
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -30,12 +35,16 @@ CONFIG = Path(__file__).with_name("faults.yaml")
 DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 7}
 """Policy versions: a version `v` is what training step `v` made."""
 
+END_S = 20.0  # for a run that was asked to stop
+
 Metrics = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Fault:
     """One death. Seconds from the death to the driver's error, and to the end of the first training step afterwards.
+
+    The step before that one is `resumed_from_step`, whose checkpoint the run went on from.
 
     `loss_difference` is the largest relative one of the steps from the restart to the next death, against the same steps of
     the undisturbed run; `phase` is where the driver's error says that it happened.
@@ -56,10 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     options = parser.parse_intermixed_args()
-    faults = measure(options.config, options.overrides, places_of(options.places))
+    try:
+        faults = measure(options.config, options.overrides, places_of(options.places), options.deadline)
+    except DagrlError as error:
+        raise SystemExit(f"faults: {error}") from error
     print_table(faults)
-    if options.json:
-        Report([asdict(fault) for fault in faults], command_line()).write(options.json)
+    write_rows(options.json, faults, {})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--places", default=",".join(PLACES), help="where a worker dies, one after the other")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--deadline", type=float, default=540.0, metavar="S", help="end both runs after S seconds")
 
 
 def places_of(text: str) -> list[str]:
@@ -78,8 +90,8 @@ def places_of(text: str) -> list[str]:
     return [place for place in PLACES if place in asked]
 
 
-def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES) -> list[Fault]:
-    """Both runs, and what became of the disturbed one at each death."""
+def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Fault]:
+    """Both runs, and what became of the disturbed one at each death. Raises RunError when one of them fails or is late."""
     from dagrl.config_file import load_config
     from dagrl.preflight import layouts
 
@@ -90,7 +102,7 @@ def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES
             ask_for_death(Path(directory) / "deaths", place, DEATH_AT[place])
         undisturbed = config.model_copy(update={"name": "undisturbed"})
         disturbed = config.model_copy(update={"name": "disturbed", "on_failure": "restart"})
-        _run_all([undisturbed, with_dying_workers(disturbed)], Path(directory), workers)
+        _run_all([undisturbed, with_dying_workers(disturbed)], Path(directory), workers, deadline_s)
         return [_fault(place, places, Path(directory)) for place in places]
 
 
@@ -102,22 +114,45 @@ def with_dying_workers(config: Config) -> Config:
     return config.model_copy(update={"policy": policy})
 
 
-def _run_all(configs: Sequence[Config], directory: Path, workers: int) -> None:
+def _run_all(configs: Sequence[Config], directory: Path, workers: int, deadline_s: float) -> None:
     """Side by side, on GPUs of their own where there are enough."""
     from dagrl.machine import gpu_ids
 
     gpus = gpu_ids()
     apart = len(gpus) >= len(configs) * workers
     context = multiprocessing.get_context("spawn")
-    running = []
+    runs = []
     for place, config in enumerate(configs):
         mine = gpus[place * workers : (place + 1) * workers] if apart else gpus
-        running.append(context.Process(target=_run, args=(config, directory, ",".join(mine))))
-        running[-1].start()
-    for process in running:
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"a run ended with exit code {process.exitcode}; its messages are above")
+        runs.append(context.Process(target=_run, args=(config, directory, ",".join(mine)), name=config.name))
+    run_together(runs, deadline_s)
+
+
+def run_together(runs: Sequence[BaseProcess], deadline_s: float) -> None:
+    """Start processes, and wait for all. Raises RunError when one fails or the deadline passes; then all are ended."""
+    deadline = time.monotonic() + deadline_s
+    for run in runs:
+        run.start()
+    try:
+        while running := [run for run in runs if run.exitcode is None]:
+            if not wait([run.sentinel for run in running], max(0.0, deadline - time.monotonic())):
+                names = ", ".join(run.name for run in running)
+                raise RunError(f"not at its end after {deadline_s:.0f} s: run {names}; give more by --deadline")
+            if failed := [run for run in runs if run.exitcode]:
+                raise RunError(f"run {failed[0].name} ended with exit code {failed[0].exitcode}; its messages are above")
+    finally:
+        _end(runs)
+
+
+def _end(runs: Sequence[BaseProcess]) -> None:
+    """Have runs stop, which end their clusters then; kill those that do not."""
+    for run in runs:
+        run.terminate()
+    deadline = time.monotonic() + END_S
+    for run in runs:
+        run.join(max(0.0, deadline - time.monotonic()))
+        run.kill()
+        run.join()
 
 
 def _run(config: Config, directory: Path, gpus: str) -> None:
@@ -146,7 +181,7 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
 
 def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
     if not has_died(directory / "deaths", place):
-        raise SystemExit(
+        raise RunError(
             f"no worker died in {place}, at policy version {DEATH_AT[place]}: the run did not come to it. It needs more "
             "steps than that, and algorithm grpo for any place but all_reduce"
         )
@@ -154,8 +189,11 @@ def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
     heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
     ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
     later = places[places.index(place) + 1 :]
-    first = _first_step(place)
-    compared = range(first, _first_step(later[0]) if later else max(ours) + 1)
+    until = died_at(directory / "deaths", later[0]) if later else math.inf
+    compared = [step for step, line in ours.items() if died < line["time"] < until]
+    if not compared:
+        raise RunError(f"no step was trained after the death in {place} and before the next; see {directory}/disturbed")
+    first = min(compared)
     losses = [(ours[step]["loss"], theirs[step]["loss"]) for step in compared]
     return Fault(
         place=place,
@@ -167,11 +205,6 @@ def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
         steps_compared=len(compared),
         loss_difference=max(abs(one - other) / max(abs(other), 1e-9) for one, other in losses),
     )
-
-
-def _first_step(place: str) -> int:
-    """The step that a run goes on with after a death: the one that was not finished."""
-    return DEATH_AT[place] + (0 if place == "refit" else 1)
 
 
 def _steps(directory: Path) -> dict[int, Metrics]:

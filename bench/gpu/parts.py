@@ -119,7 +119,8 @@ def _faults(gpus: int) -> list[Piece]:
     """Killed workers. On two GPUs an all-reduce takes both, so that there it is one of SFT."""
 
     def piece(name: str, *words: str) -> Piece:
-        return Piece("faults", name, _python("bench.gpu.faults", "--json", f"{{out}}/{name}.json", *words), gpus=2)
+        files = ("--json", f"{{out}}/{name}.json", *DEADLINE)
+        return Piece("faults", name, _python("bench.gpu.faults", *files, *words), gpus=2)
 
     if gpus >= 3:
         return [piece("faults", _dp(2))]

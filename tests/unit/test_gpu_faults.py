@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.gpu.dying import PLACES, ask_for_death, has_died
-from bench.gpu.faults import DEATH_AT, _fault, places_of
+from bench.gpu.faults import DEATH_AT, _fault, places_of, run_together
+from dagrl.errors import RunError
 
 
 def test_workers_die_in_the_order_of_versions() -> None:
@@ -18,32 +23,72 @@ def test_workers_die_in_the_order_of_versions() -> None:
         places_of("refit,quanta")
 
 
-def write_run(directory: Path, losses: dict[int, float], started: float) -> None:
+def write_run(directory: Path, lines: dict[int, tuple[float, float]]) -> None:
+    """`lines`: time and loss of each step."""
     directory.mkdir()
-    lines = [{"step": step, "loss": loss, "time": started + step} for step, loss in losses.items()]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = [json.dumps({"step": step, "loss": loss, "time": when}) for step, (when, loss) in lines.items()]
+    (directory / "metrics.jsonl").write_text("\n".join(text) + "\n")
+
+
+def write_death(directory: Path, place: str, when: float) -> None:
+    (directory / "deaths").mkdir(exist_ok=True)
+    (directory / "deaths" / f"{place}.died").write_text(repr(when))
 
 
 def test_a_fault_is_told_from_the_death_on(tmp_path: Path) -> None:
-    """A death in the fourth version is compared from the fifth step on, up to the seventh, where the next one was."""
-    write_run(tmp_path / "undisturbed", {step: float(step) for step in range(1, 9)}, 100.0)
-    write_run(tmp_path / "disturbed", {step: step + (0.007 if step == 7 else 0.0) for step in range(1, 9)}, 200.0)
-    (tmp_path / "deaths").mkdir()
-    (tmp_path / "deaths" / "quantum.died").write_text("190.0")
+    """A checkpoint of step 4 was read after the death at 190 s, one of step 6 after that at 230 s."""
+    times = {1: 181.0, 2: 182.0, 3: 183.0, 4: 184.0, 5: 205.0, 6: 206.0, 7: 255.0, 8: 256.0}
+    write_run(tmp_path / "undisturbed", {step: (100.0 + step, float(step)) for step in times})
+    losses = {step: step + (0.007 if step == 7 else 0.0) for step in times}
+    write_run(tmp_path / "disturbed", {step: (when, losses[step]) for step, when in times.items()})
+    write_death(tmp_path, "quantum", 190.0)
+    write_death(tmp_path, "refit", 230.0)
     heard = [
         {"time": 180.0, "role": "train", "phase": "train_step"},
         {"time": 191.5, "role": "generation", "phase": "generate"},
+        {"time": 230.5, "role": "generation", "phase": "refit"},
     ]
     (tmp_path / "heard.jsonl").write_text("".join(json.dumps(line) + "\n" for line in heard))
-    fault = _fault("quantum", ["quantum", "refit"], tmp_path)
-    assert (fault.role, fault.phase, fault.detected_s, fault.training_again_s) == ("generation", "generate", 1.5, 15.0)
-    assert (fault.resumed_from_step, fault.steps_compared) == (4, 2)
-    assert fault.loss_difference == 0.0
-    assert _fault("quantum", ["quantum"], tmp_path).loss_difference == pytest.approx(0.001)
+    quantum, refit = (_fault(place, ["quantum", "refit"], tmp_path) for place in ("quantum", "refit"))
+    assert (quantum.role, quantum.phase) == ("generation", "generate")
+    assert (quantum.detected_s, quantum.training_again_s) == (1.5, 15.0)
+    assert (quantum.resumed_from_step, quantum.steps_compared, quantum.loss_difference) == (4, 2, 0.0)
+    assert (refit.resumed_from_step, refit.steps_compared, refit.training_again_s) == (6, 2, 25.0)
+    assert refit.loss_difference == pytest.approx(0.001)
+
+
+def test_an_older_checkpoint_than_was_due_is_seen(tmp_path: Path) -> None:
+    """What the run went on from is read from what it did, not from where the worker was to die."""
+    write_run(tmp_path / "undisturbed", {step: (100.0 + step, 1.0) for step in range(1, 7)})
+    write_run(tmp_path / "disturbed", {step: (200.0 + step, 1.0) for step in range(1, 7)})
+    write_death(tmp_path, "quantum", 202.5)
+    (tmp_path / "heard.jsonl").write_text(json.dumps({"time": 202.6, "role": "generation", "phase": "generate"}) + "\n")
+    fault = _fault("quantum", ["quantum"], tmp_path)
+    assert (fault.resumed_from_step, fault.steps_compared, fault.training_again_s) == (2, 4, 0.5)
+    write_death(tmp_path, "quantum", 300.0)
+    (tmp_path / "heard.jsonl").write_text(json.dumps({"time": 300.1, "role": "generation", "phase": "generate"}) + "\n")
+    with pytest.raises(RunError, match="no step was trained after the death in quantum"):
+        _fault("quantum", ["quantum"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "first", "message"),
+    [
+        (30.0, (sys.exit, (3,)), "run first ended with exit code 3"),
+        (0.5, (time.sleep, (60,)), "not at its end after 0 s: run first, second"),
+    ],
+)
+def test_both_runs_end_with_one_that_fails_or_is_late(deadline_s: float, first: tuple[Any, Any], message: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    runs = [context.Process(target=first[0], args=first[1], name="first")]
+    runs.append(context.Process(target=time.sleep, args=(60,), name="second"))
+    with pytest.raises(RunError, match=message):
+        run_together(runs, deadline_s)
+    assert all(run.exitcode for run in runs)
 
 
 def test_a_death_that_never_happened_is_told(tmp_path: Path) -> None:
     ask_for_death(tmp_path / "deaths", "refit", DEATH_AT["refit"])
     assert not has_died(tmp_path / "deaths", "refit")
-    with pytest.raises(SystemExit, match="no worker died in refit, at policy version 7"):
+    with pytest.raises(RunError, match="no worker died in refit, at policy version 7"):
         _fault("refit", ["refit"], tmp_path)
