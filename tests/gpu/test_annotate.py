@@ -53,3 +53,16 @@ def test_kernels_lie_inside_the_nodes_range(tmp_path: Path) -> None:
     assert kernels
     for kernel in kernels:
         assert ours["ts"] - ALLOWED_US < kernel["ts"] < ours["ts"] + ours["dur"] + ALLOWED_US
+
+
+def test_nvtx_gets_a_range_of_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch's own functions, which are called as ever."""
+    calls: list[str] = []
+    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(name) or push(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop") or pop())
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    for replay in range(2):
+        run_node(worker, CALL, Packet(Header("train_step", replay, False, {"train": replay}, 10.0), 64))
+    assert calls == ["train_step #0 train[0].multiply", "pop", "train_step #1 train[0].multiply", "pop"]

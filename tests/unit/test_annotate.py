@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dagrl.annotate import annotate, disable_ranges, enable_ranges
@@ -61,6 +62,30 @@ def test_both_traces_name_the_same_interval(ranges: None, tmp_path: Path) -> Non
         assert event["ts"] <= twin["ts"] + CLOCKS_US
         assert twin["ts"] + twin["dur"] <= event["ts"] + event["dur"] + CLOCKS_US
         assert twin["dur"] >= 20_000 - CLOCKS_US
+
+
+@pytest.fixture
+def nvtx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a machine with CUDA would tell NVTX."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"push {name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+    enable_ranges()
+    yield calls
+    disable_ranges()
+
+
+def test_nvtx_ranges_are_named_by_phase_replay_and_bucket_and_end(nvtx: list[str]) -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    run_node(worker, CALL, Packet(Header("train_step", 7, False, {"train": 0}, 10.0), BATCH))
+    with pytest.raises(RuntimeError), annotate("outer"), annotate("inner"):
+        raise RuntimeError
+    assert nvtx == ["push train_step #7 train[0].step [4 x 16]", "pop", "push outer", "push inner", "pop", "pop"]
+    disable_ranges()
+    with annotate("another"):
+        assert len(nvtx) == 6
 
 
 def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
