@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
 
 Hf = dict[str, Any]
 
@@ -18,6 +21,25 @@ _BASE: Hf = {
     "tie_word_embeddings": False,
 }
 _EXPERTS: Hf = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+
+_LATENT: Hf = {
+    **_BASE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 
 FAMILIES: dict[str, Hf] = {
     "llama": {**_BASE, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
@@ -48,28 +70,20 @@ FAMILIES: dict[str, Hf] = {
         "sliding_window": None,
     },
     "deepseek_v3": {
-        **_BASE,
+        **_LATENT,
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 48,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
+    },
+    "deepseek_v2": {
+        **_LATENT,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
     },
     "nemotron_h": {
         **_BASE,
@@ -96,3 +110,19 @@ FAMILIES: dict[str, Hf] = {
         "norm_topk_prob": True,
     },
 }
+
+
+def random_model(config: Hf, directory: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model of transformers', and its checkpoint under the names of published ones."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    keys = {key: value for key, value in config.items() if key != "model_type"}
+    settings = AutoConfig.for_model(config["model_type"], **keys)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            noise = 0.3 * torch.randn(tensor.shape)
+            tensor.copy_(1 + noise if name.endswith("norm.weight") else noise)
+    model.save_pretrained(directory)
+    return model, load_file(directory / "model.safetensors")

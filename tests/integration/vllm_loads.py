@@ -17,16 +17,16 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dagrl.layout import ParallelLayout
 from dagrl.refit import plan_refit
 from dagrl.refit.quantize import in_blocks, quantize_blocks
 from dagrl.refit.slices import Box, WeightSlice, expand
-from tests.families import FAMILIES, Hf
+from tests.families import FAMILIES, Hf, random_model
 from tests.unit import fp8_reference
 from tests.unit.memory_channel import run_refit
+from tests.unit.weight_reference import LATENT
 from workers.families.megatron import MegatronModules
 from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
@@ -54,12 +54,13 @@ class Case:
 
 CASES = [
     *(Case(family, tp) for family in FAMILIES for tp in (1, 2)),
-    *(Case(family, 2, ep=True) for family in ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "nemotron_h")),
+    *(Case(family, 2, ep=True) for family in ("qwen3_moe", "qwen2_moe", "mixtral", *LATENT, "nemotron_h")),
     Case("qwen3_moe", 3, True, (("num_attention_heads", 6), ("num_key_value_heads", 3), ("vocab_size", 192))),  # 2, 1, 1
     Case("qwen3", 4),  # a key-value head on two ranks
     Case("nemotron_h", 2, changes=(("n_groups", 1), ("num_key_value_heads", 1))),  # a group on two ranks
     Case("nemotron_h", 2, changes=(("moe_latent_size", 16),)),
     Case("deepseek_v3", 2, changes=(("q_lora_rank", None),)),
+    Case("deepseek_v2", 2, changes=(("q_lora_rank", None), ("topk_method", "group_limited_greedy"), ("n_group", 2))),  # Lite
     Case("llama", 2, changes=(("attention_bias", True), ("mlp_bias", True))),
 ]
 
@@ -72,20 +73,6 @@ FP8_CASES = [
     Case("mixtral", 2, True, changes=tuple({**_WIDE, "num_key_value_heads": 2}.items()), fp8=True),
     Case("deepseek_v3", 2, changes=tuple({**_WIDE_MOE, **_WIDE_LATENT}.items()), fp8=True),
 ]
-
-
-def write_checkpoint(config: Hf, directory: Path) -> Weights:
-    """A checkpoint in which no two elements of a matrix are alike; its tensors."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    keys = {key: value for key, value in config.items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **keys), dtype=torch.float32)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.dtype.is_floating_point:
-                tensor.copy_(torch.rand(tensor.shape) - 0.5)
-    model.save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
 
 
 def build(directory: Path, case: Case, rank: int, dtype: str = "float32") -> torch.nn.Module:
@@ -170,7 +157,7 @@ def _raw(tensor: Tensor) -> Tensor:
 
 def check(case: Case, root: Path) -> None:
     directory = root / "-".join(map(str, (case.family, case.tp, case.ep, case.fp8, len(case.changes))))
-    whole = write_checkpoint(case.config, directory)
+    _, whole = random_model(case.config, directory)
     checkpoint = quantized(whole, directory) if case.fp8 else whole
     config = json.loads((directory / "config.json").read_text())
     ranks = [VllmRank(case.tp, rank, expert_parallel=case.ep, fp8=case.fp8) for rank in range(case.tp)]
@@ -194,7 +181,7 @@ def check_derived(model: torch.nn.Module, config: Hf) -> None:
     for module in latent:
         module.process_weights_after_loading(torch.float32)
     found = derive(model, rules, torch.float32)
-    assert bool(found.hooks) == (config["model_type"] in ("deepseek_v3", "nemotron_h"))
+    assert bool(found.hooks) == (config["model_type"] in (*LATENT, "nemotron_h"))
     held = {(rule.module, name): getattr(model.get_submodule(rule.module), name) for rule in rules for name in rule.tensors}
     right = {key: tensor.clone() for key, tensor in held.items()}
     for module in latent:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dagrl.refit.slices import WeightSlice, expand
-from tests.unit.weight_reference import FLOAT32, TYPES, Config, Weights, hf_weights, model_config, vllm_tensors
+from tests.unit.weight_reference import FLOAT32, LATENT, TYPES, Config, Weights, hf_weights, model_config, vllm_tensors
 
 PLAIN = ("embed", "lm_head", "norm", "gate.weight")
 """Parts of the names of matrices that stay as they are: vLLM quantizes linear layers, save routers and the head."""
@@ -37,11 +37,11 @@ def fp8_configs(draw: st.DrawFn) -> Config:
         vocab_size=draw(st.integers(1, 300)),
         tie_word_embeddings=draw(st.booleans()),
     )
-    if model_type in ("qwen3_moe", "qwen2_moe", "deepseek_v3", "nemotron_h"):
+    if model_type in ("qwen3_moe", "qwen2_moe", *LATENT, "nemotron_h"):
         config["moe_intermediate_size"] = draw(st.sampled_from([256, 128, 200]))
     if model_type == "qwen2_moe":
         config["shared_expert_intermediate_size"] = draw(widths)
-    if model_type == "deepseek_v3":
+    if model_type in LATENT:
         config |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "num_attention_heads": 4}
         config |= {"q_lora_rank": draw(st.sampled_from([None, 256])), "kv_lora_rank": draw(st.sampled_from([192, 128]))}
         config["num_key_value_heads"] = 4

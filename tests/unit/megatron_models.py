@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dagrl.layout import ParallelLayout
-from tests.unit.weight_reference import Config, layer_kind
+from tests.unit.weight_reference import LATENT, Config, layer_kind
 from workers.families.megatron import MegatronModules
 
 
@@ -65,7 +65,8 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
     kind, layers = c["model_type"], c["num_hidden_layers"]
     kinds = [layer_kind(c, layer) for layer in range(layers)]
     count = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts")
-    hybrid, latent = kind == "nemotron_h", kind == "deepseek_v3"
+    hybrid, latent = kind == "nemotron_h", kind in LATENT
+    scored = hybrid or kind == "deepseek_v3"
     options: dict[str, Any] = {}
     if "E" in kinds:
         options |= {
@@ -73,8 +74,8 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
             "moe_ffn_hidden_size": c.get("moe_intermediate_size") or c["intermediate_size"],
             "moe_layer_freq": 1 if hybrid else [int(one == "E") for one in kinds],
             "moe_router_topk": 2,
-            "moe_router_score_function": "sigmoid" if latent or hybrid else "softmax",
-            "moe_router_enable_expert_bias": latent or hybrid,
+            "moe_router_score_function": "sigmoid" if scored else "softmax",
+            "moe_router_enable_expert_bias": scored,
             "moe_shared_expert_intermediate_size": shared_width(c),
             "moe_shared_expert_gate": kind == "qwen2_moe",
         }

@@ -3,7 +3,8 @@
 Every rank's model is built in turn. What must agree are names and shapes of every parameter and of the router's bias, and
 every element: Megatron's own `sharded_state_dict`, with which it writes checkpoints that any other layout can read, says
 which box of which global tensor each local tensor holds. The global tensors are those of a single rank that holds the
-whole model, so a slice of ours that is cut, ordered or numbered in another way than Megatron's names another element.
+whole model, so a slice of ours that is cut, ordered or numbered in another way than Megatron's names another element. That
+a single rank's tensors are what their Hugging Face names say, `megatron_forward.py` shows by computing with them.
 """
 
 from __future__ import annotations
@@ -91,10 +92,15 @@ class NotInstalled:
     """Megatron's latent attention asks what is one of Transformer Engine's, also where that is not installed."""
 
 
-def check_all(cases: Sequence[tuple[Config, ParallelLayout]], modules: MegatronModules) -> None:
-    """Every case; one line of output for each."""
+def do_without_gpus() -> None:
+    """Megatron's modules are built where there are none."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+
+
+def check_all(cases: Sequence[tuple[Config, ParallelLayout]], modules: MegatronModules) -> None:
+    """Every case; one line of output for each."""
+    do_without_gpus()
     for config, layout in cases:
         check(config, layout, modules)
         print(config["model_type"], layout.describe(), "agrees", flush=True)
@@ -103,7 +109,11 @@ def check_all(cases: Sequence[tuple[Config, ParallelLayout]], modules: MegatronM
 def main() -> None:
     from megatron.core.transformer import multi_latent_attention
 
+    from tests.unit import megatron_forward
+
+    torch.set_num_threads(1)
     multi_latent_attention.TELinear = NotInstalled
+    megatron_forward.check_all()
     check_all(REAL_CASES, MegatronModules())
 
 

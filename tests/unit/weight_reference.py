@@ -26,7 +26,8 @@ Config = dict[str, Any]
 Weights = dict[str, Tensor]
 DENSE = ("llama", "qwen2", "qwen3")
 MOE = ("qwen3_moe", "qwen2_moe", "mixtral")
-TYPES = (*DENSE, *MOE, "deepseek_v3", "nemotron_h")
+LATENT = ("deepseek_v3", "deepseek_v2")
+TYPES = (*DENSE, *MOE, *LATENT, "nemotron_h")
 FLOAT32 = ("e_score_correction_bias", "A_log", "mixer.D")
 
 
@@ -49,7 +50,7 @@ def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
         config["shared_expert_intermediate_size"] = 8
     if model_type == "mixtral":
         config["num_local_experts"] = 4
-    if model_type == "deepseek_v3":
+    if model_type in LATENT:
         config |= {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
         config |= {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 2}
         config["num_key_value_heads"] = config["num_attention_heads"]
@@ -82,10 +83,10 @@ def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
         config |= {"num_experts": experts, "moe_intermediate_size": width} | sparse
     if model_type == "mixtral":
         config["num_local_experts"] = experts
-    if model_type in ("deepseek_v3", "nemotron_h"):
+    if model_type in (*LATENT, "nemotron_h"):
         shared = draw(st.sampled_from([None, 1, 2]))
         config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": shared}
-    if model_type == "deepseek_v3":
+    if model_type in LATENT:
         latent = {"q_lora_rank": draw(st.sampled_from([None, 4, 8])), "kv_lora_rank": draw(st.sampled_from([4, 12]))}
         config |= {
             "first_k_dense_replace": draw(st.integers(0, 2)),
@@ -138,7 +139,7 @@ def layer_kind(config: Config, layer: int) -> str:
     """Letters of a Mamba hybrid; for others D (attention and MLP) or E (attention and experts)."""
     if config["model_type"] == "nemotron_h":
         return str(config["hybrid_override_pattern"][layer])
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] in LATENT:
         return "E" if layer >= config["first_k_dense_replace"] else "D"
     if config["model_type"] not in MOE or layer in config.get("mlp_only_layers", []):
         return "D"
@@ -171,7 +172,7 @@ def _layer_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[in
     hidden, kind = c["hidden_size"], c["model_type"]
     yield f"{p}input_layernorm.weight", (hidden,)
     yield f"{p}post_attention_layernorm.weight", (hidden,)
-    yield from _latent_shapes(c, f"{p}self_attn.") if kind == "deepseek_v3" else _attention_shapes(c, f"{p}self_attn.")
+    yield from _latent_shapes(c, f"{p}self_attn.") if kind in LATENT else _attention_shapes(c, f"{p}self_attn.")
     if layer_kind(c, layer) == "D":
         yield from _mlp_shapes(f"{p}mlp.", hidden, c["intermediate_size"])
         return
@@ -187,8 +188,8 @@ def _layer_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[in
         yield f"{block}shared_expert_gate.weight", (1, hidden)
     if kind == "deepseek_v3":
         yield f"{block}gate.e_score_correction_bias", (count,)
-        if c["n_shared_experts"]:
-            yield from _mlp_shapes(f"{block}shared_experts.", hidden, width * c["n_shared_experts"])
+    if kind in LATENT and c["n_shared_experts"]:
+        yield from _mlp_shapes(f"{block}shared_experts.", hidden, width * c["n_shared_experts"])
 
 
 def _attention_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -315,7 +316,7 @@ class _Megatron:
         if self.c["model_type"] == "nemotron_h":
             self.hybrid(kind, f"backbone.layers.{number}.", to)
             return
-        p, mla = f"model.layers.{number}.", self.c["model_type"] == "deepseek_v3"
+        p, mla = f"model.layers.{number}.", self.c["model_type"] in LATENT
         block = f"{p}{'block_sparse_moe' if self.c['model_type'] == 'mixtral' else 'mlp'}."
         self.norm(f"{p}input_layernorm.weight", f"{to}input_layernorm", "" if mla else f"{to}self_attention.linear_qkv")
         fused = f"{to}mlp.linear_fc1" if kind == "D" else ""
@@ -460,7 +461,7 @@ class _Vllm:
             return None
         if name.startswith(("model.embed", "backbone.embed", "lm_head")):
             return name, self.cut(pad_rows(weight, 64))
-        if ".q_proj." in name and self.c["model_type"] != "deepseek_v3":
+        if ".q_proj." in name and self.c["model_type"] not in LATENT:
             k, v = (self.heads(self.w[name.replace(".q_proj.", f".{letter}_proj.")]) for letter in "kv")
             return name.replace(".q_proj.", ".qkv_proj."), torch.cat([self.cut(weight), k, v])
         if ".gate_proj." in name:
