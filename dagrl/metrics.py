@@ -22,6 +22,7 @@ STALENESS = "staleness/"  # policy versions between a token and the step that tr
 DROPPED = "dropped/"  # groups given up since the run began, by reason
 UPDATE = TIMING + "update"  # from the end of training until generation has the weights: what ran there, and the refit
 UPDATE_PAUSE = TIMING + "update_pause"  # generation stood still for a refit; `timing_s/refit` counts from the asking
+STEP_OVERHEAD = "perf/step_overhead_s"  # of the step's wall time, that in which no replay was computing on its longest path
 QUANTUM_OVERHEAD = "perf/quantum_overhead"  # share of the time of quanta in which no engine ran
 SPANS = frozenset({TIMING + "total", TIMING + "exposed_generation", UPDATE, UPDATE_PAUSE})  # no phases: they contain some
 FILLED_TOKENS = "filled_tokens"  # tokens of the batch among

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,19 @@ class ReplayTiming:
     def overhead_s(self, free: float = 0.0) -> float:
         """Time with no worker of the longest path computing, after `free`, when its workers had ended what came before."""
         return max(0.0, self.finished - max(self.started, free) - self.busy_s)
+
+
+def computing_s(timings: Iterable[ReplayTiming]) -> float:
+    """Seconds in which a worker on the longest path of any of these replays was computing.
+
+    A replay's compute is taken to lie right before its result was read. Exact for replays that follow each other: the sum
+    of their `busy_s`. Of those that overlap (phases of different groups, several in flight) each second counts once.
+    """
+    seconds, until = 0.0, -math.inf
+    for begin, end in sorted((timing.finished - timing.busy_s, timing.finished) for timing in timings):
+        seconds += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return seconds
 
 
 class Replay:

@@ -25,6 +25,7 @@ from dagrl.loops.stop import StopSignal
 from dagrl.metrics import (
     IDLE,
     QUANTUM_OVERHEAD,
+    STEP_OVERHEAD,
     TIMING,
     TOKENS_PER_SEC,
     TOKENS_PER_SEC_PER_GPU,
@@ -41,7 +42,7 @@ from dagrl.preflight import (
 )
 from dagrl.progress import Progress
 from dagrl.record import RunPaths, RunRecord
-from dagrl.replay import Replay, ReplayTiming
+from dagrl.replay import Replay, ReplayTiming, computing_s
 from dagrl.scheduler import Scheduler
 from dagrl.shapes import Batch
 from dagrl.timing import PhaseClock
@@ -92,7 +93,8 @@ class Session:
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
     counted: list[Counted] = field(default_factory=list)  # since the last lap
     free: dict[str, float] = field(default_factory=dict)  # since when each role's workers may have waited for the driver
-    ahead: dict[str, float] = field(default_factory=dict)  # busy seconds of each role that laps have yet to count
+    ahead: dict[str, float] = field(default_factory=dict)  # busy seconds that laps have yet to count, by metric
+    before: list[Counted] = field(default_factory=list)  # what the last lap counted
     savers: list[Callable[[Path], None]] = field(default_factory=list)
     shared: SharedDevices | None = None  # where train and generation workers share their GPUs
 
@@ -146,8 +148,9 @@ class Session:
     def lap(self, tokens: int) -> dict[str, float]:
         """Timing metrics of the step that ends here, in which `tokens` tokens were trained on.
 
-        `replay_overhead_s` is the time of its replays in which no worker on the longest path was computing; `idle/<role>` is
-        the share of the step in which the workers of a role ran no phase, a mean over its shards.
+        `replay_overhead_s` is the time of its replays in which no worker on the longest path was computing, and
+        `perf/step_overhead_s` all such time of the step, whatever the driver was at; `idle/<role>` is the share of the step
+        in which the workers of a role ran no phase, a mean over its shards.
         """
         times = self.clock.lap()
         total = times[TIMING + "total"]
@@ -160,15 +163,26 @@ class Session:
             TOKENS_PER_SEC: tokens / total,
             TOKENS_PER_SEC_PER_GPU: tokens / total / devices_of(self.config),
             "replays": float(len(counted)),
+            STEP_OVERHEAD: self._step_overhead(counted, total),
             "replay_overhead_s": sum(replay.overhead_s for replay in counted),
             "padding_share": sum(batches) / len(batches) if batches else 0.0,
         }
 
     def _idle(self, role: str, counted: Sequence[Counted], total: float) -> float:
         """What replays read in this step did in the one before counts here; more than the step is long, in the next one."""
-        busy = sum((replay.busy_s for replay in counted if role in replay.roles), self.ahead.get(role, 0.0))
-        self.ahead[role] = max(0.0, busy - total)
-        return max(0.0, 1.0 - busy / total)
+        return self._left(IDLE + role, sum(replay.busy_s for replay in counted if role in replay.roles), total) / total
+
+    def _step_overhead(self, counted: list[Counted], total: float) -> float:
+        """As `_idle`, of all roles together."""
+        before, both = ([replay.timing for replay in replays] for replays in (self.before, self.before + counted))
+        self.before = counted
+        return self._left(STEP_OVERHEAD, computing_s(both) - computing_s(before), total)
+
+    def _left(self, metric: str, busy: float, total: float) -> float:
+        """What is left of a step's time; busy seconds that it has no room for count in the next one."""
+        busy += self.ahead.get(metric, 0.0)
+        self.ahead[metric] = max(0.0, busy - total)
+        return max(0.0, total - busy)
 
     def train_on(self, phase: str, batch: Batch) -> dict[str, float]:
         """Replay a training (or evaluation) phase on a global batch; metrics over all shards."""

@@ -104,7 +104,8 @@ def timed_session(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Session:
     session = object.__new__(Session)
     groups = {name: SimpleNamespace(role=SimpleNamespace(name=name)) for name in ("train", "generation")}
     clock = SimpleNamespace(lap=lambda: {"timing_s/total": seconds}, measure=lambda name: nullcontext())
-    for name, value in {"config": configuration(), "clock": clock, "counted": [], "free": {}, "ahead": {}, **groups}.items():
+    counts: dict[str, object] = {"counted": [], "before": [], "free": {}, "ahead": {}}
+    for name, value in {"config": configuration(), "clock": clock, **counts, **groups}.items():
         setattr(session, name, value)
     monkeypatch.setattr("dagrl.loops.session.devices_of", lambda config: 3)
     return session
@@ -168,3 +169,19 @@ def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead_of_quanta(monkeypatch
     assert size.overhead_s is not None and size.overhead_s <= 0.001 + 1e-9
     assert size.next() <= 10, "1 ms is 1 % of 10 steps"
     assert session.lap(tokens=1)["perf/quantum_overhead"] <= 0.01
+
+
+def test_the_overhead_of_a_step_is_its_time_less_that_of_the_longest_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 s. What replays do one after the other is left out; what overlaps, also across steps, counts once."""
+    session = timed_session(monkeypatch, 10.0)
+    read(session, "generate", ReplayTiming(0.0, 4.0, (3.5, 1.0), None))
+    read(session, "train_step", ReplayTiming(4.5, 9.0, (4.0,), None))
+    overheads = [session.lap(tokens=1)["perf/step_overhead_s"]]
+    read(session, "train_step", ReplayTiming(11.0, 16.0, (5.0,), None))
+    read(session, "generate", ReplayTiming(9.0, 18.0, (9.0,), None))
+    overheads.append(session.lap(tokens=1)["perf/step_overhead_s"])
+    read(session, "generate", ReplayTiming(17.0, 29.0, (11.0,), None))  # a second of it in the step before
+    overheads.append(session.lap(tokens=1)["perf/step_overhead_s"])
+    overheads.append(session.lap(tokens=1)["perf/step_overhead_s"])
+    assert overheads == pytest.approx([2.5, 1.0, 0.0, 9.0])
+    assert sum(overheads) == pytest.approx(40.0 - (3.5 + 4.0 + 9.0 + 11.0))
