@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,15 +16,17 @@ import numpy as np
 from bench.report import Report, command_line, hardware
 from dagrl.errors import ConfigError
 from dagrl.layout import ParallelLayout
+from dagrl.ports import reserve_port
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext
+from workers.megatron import MegatronWorker
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from dagrl.config import Config
-    from workers.megatron import MegatronWorker
 
+Worker = TypeVar("Worker", bound=MegatronWorker)
 Row = TypeVar("Row", bound="DataclassInstance")
 
 
@@ -64,17 +65,12 @@ def train_batch(rows: int, length: int, vocabulary: int, seed: int = 0) -> Batch
 
 
 @contextmanager
-def single_worker(config: Config) -> Iterator[MegatronWorker]:
+def single_worker(config: Config, kind: type[Worker] = MegatronWorker) -> Iterator[Worker]:
     """A worker of a group of one, in this process."""
-    from workers.megatron import MegatronWorker
-
-    for name, value in MegatronWorker.environment(config).items():
+    for name, value in kind.environment(config).items():
         os.environ.setdefault(name, value)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    worker = MegatronWorker(WorkerContext("train", 0, ParallelLayout(), config.seed, 120.0), config)
-    worker.setup(f"127.0.0.1:{port}")
+    worker = kind(WorkerContext("train", 0, ParallelLayout(), config.seed, 120.0), config)
+    worker.setup(f"127.0.0.1:{reserve_port()}")
     try:
         yield worker
     finally:

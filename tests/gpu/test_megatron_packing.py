@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dagrl.config import Config
-from dagrl.layout import ParallelLayout
-from dagrl.ports import reserve_port
-from dagrl.worker import ReplayContext, WorkerContext, _current
+from bench.train_inputs import single_worker
+from dagrl.worker import ReplayContext, _current
 from tests.integration import megatron_reference as reference
+from tests.integration.megatron_worker import TestedWorker
 from workers.megatron.logprobs import OutputLayer, VocabularyPart, token_logprobs
+from workers.megatron.upload import upload
 
 pytest.importorskip("megatron.core")
 
@@ -67,16 +65,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@contextmanager
-def worker(config: Config) -> Iterator[Any]:
-    from tests.integration.megatron_worker import TestedWorker
-
-    made = TestedWorker(WorkerContext("train", 0, ParallelLayout(), 0, 60.0), config)
-    made.setup(f"127.0.0.1:{reserve_port()}")
-    try:
-        yield made
-    finally:
-        made.shutdown()
+def test_arrays_reach_the_gpu_in_one_piece() -> None:
+    sent = [np.arange(100_003), np.linspace(0, 1, 7, dtype=np.float32), np.arange(5, dtype=np.int32)]
+    for _ in range(3):  # pinned memory is used again only when its copy is done
+        arrived = upload(sent, torch.device("cuda"))
+        assert len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == 1
+        for tensor, array in zip(arrived, sent, strict=True):
+            np.testing.assert_array_equal(tensor.cpu().numpy(), array)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +96,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str, Any], Any]:
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **WAYS[way])
     batch = reference.make_batch()
-    with worker(config) as made:
+    with single_worker(config, TestedWorker) as made:
         rows = made.logprobs(batch)
         token = _current.set(ReplayContext("test", 0, True))  # gradients, but no update
         try:
@@ -141,7 +136,7 @@ def test_reference_weights_come_and_go(where: str, sharded: bool, model: Path) -
     optimizer = {"use_distributed_optimizer": sharded}
     config = reference.make_config(model, precision="bfloat16", reference_weights=where, optimizer=optimizer)
     batch = reference.make_batch()
-    with worker(config) as made:
+    with single_worker(config, TestedWorker) as made:
         first = made.logprobs(batch)
         made.snapshot_reference()
         made.train_step(batch, "sft")

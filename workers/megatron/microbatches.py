@@ -27,6 +27,7 @@ from dagrl.losses import row_sums
 from dagrl.packing import Bins, by_length, fitting_width, largest, pack, pack_widths, spread
 from dagrl.shapes import Batch
 from workers.megatron.segments import Indices, Segments, make_segments, zigzag
+from workers.megatron.upload import upload
 
 TAIL = 64  # padding behind packed sequences is cut in sequences of about so many tokens, which cost attention little
 
@@ -108,8 +109,7 @@ def cut_batch(batch: Batch, rule: CutRule, place: Place) -> Microbatches:
     """Microbatches of all rows, as many on every worker; a collective over data-parallel workers unless they are of rows."""
     lengths = batch["lengths"].astype(np.int64)
     tables = [_table(rows, lengths, batch.tokens, place) for rows in _arrange(batch, lengths, rule, place)]
-    fields = _fields(batch)
-    items = tuple(_microbatch(table, fields, place) for table in tables)
+    items = _microbatches(tables, _fields(batch), place)
     size = sum(item.tokens.numel() for item in items)
     filled = float(lengths.sum()) / place.layout.cp
     rows, width = tables[0].sources.shape
@@ -245,22 +245,27 @@ def _fields(batch: Batch) -> _Fields:
     return _Fields(flat.pop("tokens"), flat, by_row, batch.rows * batch.tokens)
 
 
-def _microbatch(table: _Table, fields: _Fields, place: Place) -> Microbatch:
-    following = table.following
-    arrays = {
-        "tokens": fields.tokens[table.sources],
-        "labels": fields.tokens[following],
-        "positions": table.positions,
-        "targets": np.where(following < 0, fields.nowhere, following),
-    }
-    data = {name: array[following] for name, array in fields.by_token.items()}
-    data |= {name: array[table.rows] for name, array in fields.by_row.items()}
-    fixed = {name: torch.from_numpy(array).to(place.device) for name, array in arrays.items()}
-    return Microbatch(
-        **fixed,
-        data={name: torch.from_numpy(array).to(place.device) for name, array in data.items()},
-        segments=table.segments,
+def _microbatches(tables: Sequence[_Table], fields: _Fields, place: Place) -> tuple[Microbatch, ...]:
+    """Every field is taken for all microbatches at once, and all cross to the device in one copy."""
+    sources, following, rows, positions = (
+        np.concatenate([getattr(table, name).ravel() for table in tables])
+        for name in ("sources", "following", "rows", "positions")
     )
+    targets = np.where(following < 0, fields.nowhere, following)
+    data = {name: array[following] for name, array in fields.by_token.items()}
+    data |= {name: array[rows] for name, array in fields.by_row.items()}
+    arrays = [fields.tokens[sources], fields.tokens[following], positions, targets, *data.values()]
+    sizes = [table.sources.size for table in tables]
+    columns = [torch.split(column, sizes) for column in upload(arrays, place.device)]
+    return tuple(
+        _microbatch([column[number].view(table.sources.shape) for column in columns], list(data), table.segments)
+        for number, table in enumerate(tables)
+    )
+
+
+def _microbatch(parts: Sequence[Tensor], names: Sequence[str], segments: Segments | None) -> Microbatch:
+    tokens, labels, positions, targets, *data = parts
+    return Microbatch(tokens, labels, positions, targets, dict(zip(names, data, strict=True)), segments)
 
 
 def _widths(rule: CutRule, layout: ParallelLayout) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from workers.megatron.upload import upload
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -68,7 +70,8 @@ def make_segments(rows: Sequence[Sequence[int]], size: int, rank: int, device: t
     """
     if size == 1:
         lengths = [length for row in rows for length in row]
-        return _segments(lengths, lengths, None, device)
+        (starts,) = upload([_starts(lengths)], device)
+        return Segments(tuple(lengths), tuple(lengths), starts, starts, None)
     queries: list[int] = []
     keys: list[Indices] = []
     width = sum(rows[0]) // size  # tokens of a row on one worker
@@ -81,8 +84,9 @@ def make_segments(rows: Sequence[Sequence[int]], size: int, rank: int, device: t
                 queries.append(chunk)
                 keys.append(np.concatenate(places[: held + 1]))
             start += 2 * chunk
-    order = torch.from_numpy(np.concatenate(keys)).to(device)
-    return _segments(queries, [len(places) for places in keys], order, device)
+    lengths = [len(places) for places in keys]
+    query_starts, key_starts, order = upload([_starts(queries), _starts(lengths), np.concatenate(keys)], device)
+    return Segments(tuple(queries), tuple(lengths), query_starts, key_starts, order)
 
 
 def _chunk_places(start: int, chunk: int, tokens: int, size: int) -> list[Indices]:
@@ -92,11 +96,5 @@ def _chunk_places(start: int, chunk: int, tokens: int, size: int) -> list[Indice
     return [np.arange(place, place + chunk) for place in (*first, *second)]
 
 
-def _segments(queries: Sequence[int], keys: Sequence[int], order: Tensor | None, device: torch.device) -> Segments:
-    query_starts = _starts(queries, device)
-    key_starts = query_starts if order is None else _starts(keys, device)
-    return Segments(tuple(queries), tuple(keys), query_starts, key_starts, order)
-
-
-def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+def _starts(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.cumsum([0, *lengths], dtype=np.int32)
