@@ -109,7 +109,7 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     from workers.megatron.hf import load_hf, read_hf_config
     from workers.megatron.microbatches import CutRule, Place, cut_batch
     from workers.megatron.model import build_model, transformer_config
-    from workers.megatron.optimizer import _create_state, _make_scheduler, _optimizer_config
+    from workers.megatron.optimizer import create_state, make_scheduler, optimizer_config
     from workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
     cpu.adapt()
@@ -130,14 +130,14 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     wrapped = DistributedDataParallel(settings, ddp, model)
     settings.finalize_model_grads_func = finalize_model_grads
     with cpu.cuda_type_names():
-        optimizer = get_megatron_optimizer(_optimizer_config(config), [wrapped], use_gloo_process_groups=False)
+        optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped], use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        _create_state(part.optimizer)
+        create_state(part.optimizer)
     rule = CutRule.of(config.policy, "train")
     groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
     cut = cut_batch(batch, rule, Place(layout, context.coordinates, *groups, device))
     forward = partial(_forward_chunked, built.output_layer(1.0, None)) if built else _forward
-    return Loop(wrapped, optimizer, _make_scheduler(optimizer, config), cut, forward)
+    return Loop(wrapped, optimizer, make_scheduler(optimizer, config), cut, forward)
 
 
 def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.device) -> Any:
@@ -145,11 +145,11 @@ def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.de
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from workers.megatron.model import _inverse_frequencies, _layer_specs
+    from workers.megatron.model import inverse_frequencies, layer_specs
 
     model = GPTModel(
         config=settings,
-        transformer_layer_spec=_layer_specs(settings, None),
+        transformer_layer_spec=layer_specs(settings, None),
         vocab_size=padded_vocabulary(architecture.vocabulary, layout.tp),
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -158,7 +158,7 @@ def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.de
         position_embedding_type="rope",
         rotary_base=architecture.rope["rope_theta"],
     ).to(device)
-    model.rotary_pos_emb.inv_freq = _inverse_frequencies(architecture).to(device)
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(device)
     return model
 
 
@@ -208,6 +208,8 @@ def serve(address: tuple[str, int], key: bytes) -> None:
                 gc.collect()
                 end_groups()
                 torch.cuda.empty_cache()
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
             connection.send((None, result))
         except Exception:
             connection.send((traceback.format_exc(), None))

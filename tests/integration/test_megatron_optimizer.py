@@ -28,21 +28,21 @@ def linear(part: float) -> float:
     return END + (PEAK - END) * (1 - part)
 
 
-def make_scheduler(settings: dict[str, Any]) -> Any:
+def schedule_of(settings: dict[str, Any]) -> Any:
     from workers.megatron import cpu
 
     cpu.adapt()
-    from workers.megatron.optimizer import _make_scheduler
+    from workers.megatron.optimizer import make_scheduler
 
     config = Config.model_validate({"name": "x", "data": {}, **settings})
-    return _make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)
+    return make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)
 
 
 @pytest.mark.parametrize(("style", "after"), [("constant", lambda part: PEAK), ("linear", linear), ("cosine", cosine)])
 def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None:
     scheduler = {"lr_decay_style": style, "lr_warmup_iters": WARMUP, "lr_warmup_init": START, "lr_decay_iters": DECAY}
     megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": scheduler}
-    made = make_scheduler({"algorithm": "sft", "policy": {"megatron_cfg": megatron}})
+    made = schedule_of({"algorithm": "sft", "policy": {"megatron_cfg": megatron}})
     for step in range(DECAY + 5):
         if step <= WARMUP:
             expected = START + (PEAK - START) * step / WARMUP
@@ -58,7 +58,7 @@ def test_without_a_length_the_schedule_ends_with_the_last_optimizer_step(algorit
     megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": {"lr_decay_style": "linear"}}
     grpo = {"max_num_steps": 10, "num_prompts_per_step": 8, "num_generations_per_prompt": 16}
     policy = {"megatron_cfg": megatron, "train_global_batch_size": 64}
-    made = make_scheduler({"algorithm": algorithm, "policy": policy, "grpo": grpo, "sft": {"max_num_steps": 7}})
+    made = schedule_of({"algorithm": algorithm, "policy": policy, "grpo": grpo, "sft": {"max_num_steps": 7}})
     for step in range(steps + 1):
         assert made.get_lr({}) == pytest.approx(linear(step / steps), rel=1e-9)
         made.step(increment=1)
@@ -82,6 +82,25 @@ def test_weight_decay_touches_matrices_alone(megatron_pool: MegatronPool, tiny_m
         clear = np.abs(gradient) > 1e-4  # the sign of what is nearly 0 is rounding
         assert clear.any()
         np.testing.assert_allclose(after[name][clear], expected[clear], atol=2e-5, rtol=0, err_msg=name)
+
+
+def test_gradients_are_scaled_to_the_limit_and_within_it_left_alone(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    batch, found = reference.make_batch(), {}
+    limits = {"scaled": 0.25, "within": 10.0}
+    configs = {
+        name: reference.make_config(tiny_models["qwen3"], optimizer={"clip_grad": value}) for name, value in limits.items()
+    }
+    for name, config in configs.items():
+        with megatron_pool.group(ParallelLayout(), config) as group:
+            norm = train(group, batch)["grad_norm"]
+            found[name] = reference.assemble(group.call("gradients"))
+    assert limits["scaled"] < norm < limits["within"]
+    truth = reference.train_reference(tiny_models["qwen3"], batch, configs["scaled"], reference.sft_reference).gradients
+    for name, gradient in truth.items():  # torch's clipping in place
+        np.testing.assert_allclose(found["scaled"][name], gradient, atol=1e-6, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(found["within"][name], gradient * (norm / limits["scaled"]), atol=1e-5, rtol=1e-4)
 
 
 def test_a_step_with_nothing_to_learn_is_skipped_and_counted(

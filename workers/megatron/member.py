@@ -5,6 +5,7 @@ The base of `MegatronWorker`. Heavy imports happen in `setup`, so that the drive
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ class GroupMember:
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.context = context
         self.config = config
+        self._hf_config: Mapping[str, Json] = {}
         self._trainer: Trainer | None = None
         self._reference: ReferencePolicy | None = None
         self._sender: RefitSender | None = None
@@ -73,6 +75,9 @@ class GroupMember:
 
     def setup(self, address: str) -> None:
         """Join the group at `address`, build this rank's part of the model and load its weights."""
+        from workers.megatron.hf import read_hf_config
+
+        self._hf_config = read_hf_config(self._source)
         check_layout(self._hf_config, self.context.layout)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns of every optional extension that is absent
@@ -89,6 +94,7 @@ class GroupMember:
         from workers.megatron.optimizer import make_trainer
         from workers.megatron.weights import parameter_shapes
 
+        gc.freeze()  # full collections, which come at other times on other workers, pass over all that was imported
         with self._running():
             start_groups(self.context, address, self.config.seed)
             self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
@@ -169,12 +175,6 @@ class GroupMember:
         if self.config.policy.model_name is None:
             raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
         return Path(self.config.policy.model_name)
-
-    @property
-    def _hf_config(self) -> dict[str, Json]:
-        from workers.megatron.hf import read_hf_config
-
-        return read_hf_config(self._source)
 
     def _slices_of(self, rank: int) -> list[WeightSlice]:
         """What a rank holds of a checkpoint."""

@@ -247,7 +247,7 @@ def _build_chunk(
     virtual = stage if layout.vpp > 1 else None
     model = HiddenStatesModel(
         config=config,
-        transformer_layer_spec=_layer_specs(config, virtual),
+        transformer_layer_spec=layer_specs(config, virtual),
         vocab_size=padded_vocabulary(architecture.vocabulary, layout.tp),
         max_sequence_length=architecture.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
@@ -258,11 +258,11 @@ def _build_chunk(
         rotary_base=architecture.rope["rope_theta"],
         vp_stage=virtual,
     )
-    model.rotary_pos_emb = PositionRotary(_inverse_frequencies(architecture))
+    model.rotary_pos_emb = PositionRotary(inverse_frequencies(architecture))
     return model
 
 
-def _layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
+def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
     """Megatron's local layer specifications with our attention and norms."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
     block.layer_norm = RMSNorm
@@ -275,7 +275,7 @@ def _layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
     return block
 
 
-def _inverse_frequencies(architecture: Architecture) -> Tensor:
+def inverse_frequencies(architecture: Architecture) -> Tensor:
     """Rotary frequencies [head_dim / 2], scaled as transformers scales them (`modeling_rope_utils.py`)."""
     rope: dict[str, Any] = dict(architecture.rope)
     steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim

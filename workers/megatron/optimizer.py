@@ -31,6 +31,8 @@ from workers.megatron.step import sum_gradients
 
 logger = logging.getLogger(__name__)
 
+CLIP_EPSILON = 1e-6  # what torch and Megatron add to the norm before they divide the limit by it
+
 
 @dataclass
 class Trainer:
@@ -70,7 +72,7 @@ class Trainer:
             total = self._gradient_norm()
             norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()
             if usable:
-                self._clip(total)
+                self._clip(total, norm)
             if usable and apply:
                 self._update(rate)
         if not usable and apply:
@@ -96,7 +98,7 @@ class Trainer:
 
     def restart_schedule(self, steps: int) -> None:
         """The schedule of this run's settings, `steps` steps after its beginning."""
-        self.scheduler = _make_scheduler(self.optimizer, self.settings)
+        self.scheduler = make_scheduler(self.optimizer, self.settings)
         self.scheduler.step(increment=steps)
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -144,11 +146,11 @@ class Trainer:
             dist.all_reduce(square, group=group)
         return torch.stack(list(squares.values())).sum().sqrt()
 
-    def _clip(self, norm: Tensor) -> None:
+    def _clip(self, total: Tensor, norm: float) -> None:
+        """Scale gradients of the norm `total`, which is `norm`, to the limit; those within it are not touched."""
         limit = self.settings.policy.megatron_cfg.optimizer.clip_grad
-        for part in self.parts():
-            if limit > 0:
-                clip_grads_with_norm_(part.get_parameters(), limit, norm)
+        for part in self.parts() if 0 < limit < norm + CLIP_EPSILON else ():
+            clip_grads_with_norm_(part.get_parameters(), limit, total)
 
     def _update(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -167,10 +169,10 @@ def make_trainer(model: Model, settings: Config, layout: ParallelLayout) -> Trai
     chunks = [DistributedDataParallel(model.config, ddp, chunk) for chunk in model.chunks]
     model.config.finalize_model_grads_func = sum_gradients
     with cuda_type_names(), _torch_adam():
-        optimizer = get_megatron_optimizer(_optimizer_config(settings), chunks, use_gloo_process_groups=False)
-    trainer = Trainer(model, chunks, optimizer, _make_scheduler(optimizer, settings), settings, layout)
+        optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)
+    trainer = Trainer(model, chunks, optimizer, make_scheduler(optimizer, settings), settings, layout)
     for inner in trainer.inner_optimizers():
-        _create_state(inner)
+        create_state(inner)
     return trainer
 
 
@@ -188,7 +190,8 @@ def _torch_adam() -> Iterator[None]:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = usual
 
 
-def _optimizer_config(settings: Config) -> OptimizerConfig:
+def optimizer_config(settings: Config) -> OptimizerConfig:
+    """Megatron's configuration of Adam: master weights in float32 where the policy is in half precision."""
     wanted: OptimizerSettings = settings.policy.megatron_cfg.optimizer
     bf16 = settings.policy.precision == "bfloat16"
     return OptimizerConfig(
@@ -206,7 +209,8 @@ def _optimizer_config(settings: Config) -> OptimizerConfig:
     )
 
 
-def _make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
+def make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
+    """The schedule at its beginning; `optimizer` is any with `param_groups`."""
     megatron: MegatronConfig = settings.policy.megatron_cfg
     schedule, decay = megatron.scheduler, megatron.optimizer.weight_decay
     steps = max(schedule.lr_decay_iters or _optimizer_steps(settings), schedule.lr_warmup_iters + 1)
@@ -233,7 +237,7 @@ def _optimizer_steps(settings: Config) -> int:
     return settings.grpo.max_num_steps * math.ceil(samples / settings.policy.train_global_batch_size)
 
 
-def _create_state(inner: torch.optim.Optimizer) -> None:
+def create_state(inner: torch.optim.Optimizer) -> None:
     """What Adam would make in its first step; on a GPU for torch's fused kernel, one pass over all it reads and writes."""
     for group in inner.param_groups:
         for parameter in group["params"]:
