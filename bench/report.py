@@ -110,7 +110,7 @@ def command_line() -> str:
 
 
 def print_table(report: Report, shape: str = "scatter-gather") -> None:
-    """One line for each case, one column for each variant: median / 99th percentile in us (of how many, if few), bytes copied."""
+    """A line for each case, a column for each variant: median / 99th percentile in us (n if it is small), bytes copied."""
     from rich.console import Console
     from rich.table import Table
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import Report, Row, check_plot, command_line, plot
+from bench.report import Report, Row, check_plot, command_line, plot, print_table
 from bench.scaling import MIB, PER_HOST, Line, fit_array, fit_line, fit_tree, levels, table
 from bench.worker import SMALL
 from dagrl.errors import ConfigError
@@ -19,6 +19,14 @@ def row(us: float, workers: int, payload: int = SMALL, variant: str = "dagrl_com
 
 def report(rows: list[Row]) -> Report:
     return Report(rows, "command", "hardware", {})
+
+
+@pytest.mark.parametrize(("count", "cell"), [(99, "10 / 20 (n 99)"), (100, "10 / 20")])
+def test_a_percentile_of_few_samples_stands_with_their_number(
+    count: int, cell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_table(report([row(10.0, 1) | {"n": count}]))
+    assert cell + " " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("hosts", "depth"), [(1, 0), (2, 1), (9, 1), (10, 2), (73, 2), (74, 3), (585, 3), (586, 4)])
