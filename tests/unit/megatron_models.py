@@ -26,21 +26,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dagrl.layout import ParallelLayout
 from tests.unit.weight_reference import LATENT, Config, layer_kind
 from workers.families.megatron import MegatronModules
+from workers.megatron.groups import parallel_sizes
 
 
 @contextmanager
 def rank_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
     """This process as `rank` of a world of `layout`."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,
-    )
+    parallel_state.initialize_model_parallel(**parallel_sizes(layout), create_gloo_process_groups=False)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -111,15 +104,10 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
         gated_linear_unit=not hybrid,
         activation_func=torch.nn.functional.silu,
         pipeline_dtype=torch.float32,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        **parallel_sizes(layout),
         num_layers_in_first_pipeline_stage=layout.first_stage_layers,
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         sequence_parallel=layout.tp > 1 and "E" in kinds,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dagrl.layout import ParallelLayout
 from dagrl.worker import WorkerContext
 
 if TYPE_CHECKING:
@@ -33,17 +34,24 @@ def start_groups(context: WorkerContext, address: str, seed: int) -> None:
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
+        **parallel_sizes(layout),
         distributed_timeout_minutes=timeout.total_seconds() / 60,
         create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=torch.cuda.is_available())
+
+
+def parallel_sizes(layout: ParallelLayout) -> dict[str, Any]:
+    """A layout's sizes, as both Megatron's `initialize_model_parallel` and its `TransformerConfig` call them."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
 
 
 def start_checkpoint_group(checkpoint_s: float) -> ProcessGroup:

@@ -25,6 +25,7 @@ from dagrl.layout import ParallelLayout
 from workers.families.megatron import padded_vocabulary
 from workers.megatron.architecture import ROPE_PARAMETERS, Architecture
 from workers.megatron.attention import CausalAttention, RMSNorm
+from workers.megatron.groups import parallel_sizes
 from workers.megatron.logprobs import OutputLayer, VocabularyPart
 from workers.megatron.segments import Segments
 
@@ -190,14 +191,9 @@ def _sizes(architecture: Architecture) -> dict[str, Any]:
 
 def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout) -> dict[str, Any]:
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        **parallel_sizes(layout),
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
         # Megatron refuses to train experts over tensor-parallel workers without sequence parallelism.
         "sequence_parallel": layout.tp > 1 and (policy.megatron_cfg.sequence_parallel or architecture.experts > 0),
         # With two stages, an interleaved schedule has two transfers between the same two workers at once; batched, each
