@@ -147,7 +147,9 @@ def measure(
     if PLAIN in ways:
         config = with_plain_workers(config)
     measured: dict[Way, list[Sequence[Metrics]]] = {}
+    started = time.monotonic()
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+        sys.stderr.write(f"workers ready and warm after {time.monotonic() - started:.1f} s\n")
         session.train.call("snapshot_reference")
         if first_weights is not None:
             session.train.call("save_checkpoint", str(first_weights), {}, timeout_s=config.timeouts.checkpoint_s)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import step
+from bench.compare import CHOICE
 from dagrl.errors import ConfigError
 from dagrl.metrics import VALIDATION
 from tests.integration.test_async_grpo import one_cluster
@@ -50,6 +52,11 @@ def test_rows_of_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert row["tokens_per_s_per_worker"] == pytest.approx(row["tokens_per_s"] / WORKERS)
         assert all(0 <= row[name] <= 1 for name in ("idle_train", "idle_generation", "quantum_overhead"))
         assert 0 <= row["exposed_generation_s"] < row["step_s"] and 0 < row["update_s"] < row["step_s"]
+
+
+def test_the_comparison_has_a_control_for_the_order_of_requests() -> None:
+    sync = next(way for way in CHOICE if way.name == "sync")
+    assert any(replace(way, name="sync", order="longest_first") == sync != way for way in CHOICE)
 
 
 def test_an_unknown_way_is_refused() -> None:
