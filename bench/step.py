@@ -59,6 +59,7 @@ WAYS = (
     Way("sync", enabled=False),
     Way("async, age 1", in_flight=False, age=1),
     *(Way(f"in flight, age {age}", age=age) for age in (1, 2, 4, 8)),
+    *(Way(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8)),  # last: where updates wait, ages bring little
 )
 
 
