@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dagrl.errors import GraphError
@@ -46,6 +46,9 @@ class Constant:
 
 ArgumentRef = InputRef | NodeRef | Constant
 
+Source = int | None
+"""Whose value: a node's number, or None for the phase's input."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -79,9 +82,20 @@ class Node:
         """Numbers of the nodes whose results it reads."""
         return tuple(arg.node for arg in self.args if isinstance(arg, NodeRef))
 
+    def remapped(self, number: int, source: Callable[[Source], Source]) -> Node:
+        """The node under another number; `source` gives whose values it reads in place of those it has read."""
+        return dataclasses.replace(self, number=number, args=tuple(_remapped(arg, source) for arg in self.args))
+
     def with_transport(self, transport: str) -> Node:
         """The node with another transport for its result."""
         return dataclasses.replace(self, transport=transport)
+
+
+def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentRef:
+    if isinstance(arg, Constant):
+        return arg
+    found = source(arg.node if isinstance(arg, NodeRef) else None)
+    return InputRef() if found is None else NodeRef(found)
 
 
 @dataclass(frozen=True)

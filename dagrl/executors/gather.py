@@ -102,13 +102,11 @@ def _pruned(graph: PhaseGraph, outputs: Sequence[int]) -> PhaseGraph:
             needed.add(number)
             waiting += graph.nodes[number].upstream
     places = {number: place for place, number in enumerate(sorted(needed))}
-    nodes = tuple(_renumbered(graph.nodes[number], places) for number in sorted(needed))
+    nodes = tuple(
+        graph.nodes[number].remapped(place, lambda source: None if source is None else places[source])
+        for number, place in places.items()
+    )
     return dataclasses.replace(graph, nodes=nodes, outputs=tuple(places[number] for number in outputs))
-
-
-def _renumbered(node: Node, places: dict[int, int]) -> Node:
-    args = tuple(NodeRef(places[arg.node]) if isinstance(arg, NodeRef) else arg for arg in node.args)
-    return dataclasses.replace(node, number=places[node.number], args=args)
 
 
 def _listed(header: Header, parts: Sequence[Part], pieces: Sequence[Piece]) -> Packet:

@@ -8,19 +8,17 @@ Results that the driver lists are collected on each host in the same way (`gathe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dagrl.graph import ArgumentRef, Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, Source, WorkerRef
 
 FAN_OUT = 8
 """Other hosts that one process sends to."""
 
 RELAY = "relay"
 """Kind of a node that hands on what it reads."""
-
-Source = int | None
-"""Whose value: a node's number, or None for the phase's input."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,9 @@ def with_relays(graph: PhaseGraph, hosts: Hosts, direct: Collection[int] = ()) -
     relays: dict[Source, dict[str, int]] = {None: _add_relays(nodes, None, readers[None], hosts.driver, hosts)}
     for node in graph.nodes:
         host = hosts.of[node.worker]
-        args = tuple(_through(arg, host, places, relays) for arg in node.args)
-        places[node.number] = place = len(nodes)
-        nodes.append(dataclasses.replace(node, number=place, args=args))
+        place = len(nodes)
+        nodes.append(node.remapped(place, functools.partial(_through, host=host, places=places, relays=relays)))
+        places[node.number] = place
         if node.number in readers and node.number not in direct:
             relays[node.number] = _add_relays(nodes, place, readers[node.number], host, hosts)
     return dataclasses.replace(graph, nodes=tuple(nodes), outputs=tuple(places[number] for number in graph.outputs))
@@ -96,15 +94,7 @@ def _add_relays(nodes: list[Node], place: Source, readers: Sequence[WorkerRef], 
     return made
 
 
-def _through(
-    arg: ArgumentRef, host: str, places: Mapping[int, int], relays: Mapping[Source, Mapping[str, int]]
-) -> ArgumentRef:
-    """An argument of a node on `host`, read from the host's relay if there is one."""
-    match arg:
-        case InputRef():
-            relay = relays[None].get(host)
-            return arg if relay is None else NodeRef(relay)
-        case NodeRef(number):
-            relay = relays.get(number, {}).get(host)
-            return NodeRef(places[number] if relay is None else relay)
-    return arg
+def _through(source: Source, host: str, places: Mapping[int, int], relays: Mapping[Source, Mapping[str, int]]) -> Source:
+    """Where a node on `host` reads a value: from the host's relay if there is one."""
+    relay = relays.get(source, {}).get(host)
+    return relay if relay is not None or source is None else places[source]

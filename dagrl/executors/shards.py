@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from dagrl.graph import Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.graph import Node, PhaseGraph, WorkerRef
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,6 @@ def side_by_side(graph: PhaseGraph, shards: int, splits: bool) -> ShardsGraph:
 
 def _copy(graph: PhaseGraph, node: Node, shard: int) -> Node:
     first = shard * len(graph.nodes)
-    return dataclasses.replace(
-        node,
-        number=first + node.number,
-        worker=WorkerRef(node.worker.role, shard * graph.widths[node.worker.role] + node.worker.position),
-        args=tuple(NodeRef(first + arg.node) if isinstance(arg, NodeRef) else arg for arg in node.args),
-    )
+    worker = WorkerRef(node.worker.role, shard * graph.widths[node.worker.role] + node.worker.position)
+    moved = node.remapped(first + node.number, lambda source: None if source is None else first + source)
+    return dataclasses.replace(moved, worker=worker)
