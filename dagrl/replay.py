@@ -17,7 +17,7 @@ from dagrl.errors import DataError
 from dagrl.executors.base import Executable
 from dagrl.executors.packet import Packet
 from dagrl.failures import SoFar
-from dagrl.shapes import Array, Batch, Bucket
+from dagrl.shapes import Array, Batch, Bucket, pad_rows
 
 if TYPE_CHECKING:
     from dagrl.scheduler import Scheduler
@@ -50,13 +50,7 @@ class Split:
         dealt = kept[order] if isinstance(order, slice) else kept.take(order, axis=0)  # copies whole rows, unlike indexing
         if list(dealt.shape) == [len(parts) * self.bucket.sequences, *wide]:
             return dealt
-        padded, start = np.zeros((len(parts), self.bucket.sequences, *wide), array.dtype), 0
-        for shard, rows in enumerate(parts):
-            part = dealt[start : start + len(rows)]
-            place: tuple[int | slice, ...] = (shard, *map(slice, part.shape))
-            padded[place] = part
-            start += len(rows)
-        return padded.reshape(len(parts) * self.bucket.sequences, *wide)
+        return pad_rows(dealt, list(map(len, parts)), self.bucket)
 
     def restore(self, shards: Sequence[Batch]) -> Batch:
         """One batch from each shard's, in the order of the input's rows, padding removed. Raises DataError."""

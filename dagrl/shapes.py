@@ -102,15 +102,23 @@ class Batch:
         longest = int(self["lengths"].max(initial=0))
         if self.rows > bucket.sequences or longest > bucket.tokens:
             raise DataError(f"a batch of {self.rows} rows, the longest of {longest} tokens, does not fit bucket {bucket}")
-        return Batch({name: _resize(array, bucket) for name, array in self.fields.items()}, self.scalars)
+        return Batch({name: pad_rows(array, [self.rows], bucket) for name, array in self.fields.items()}, self.scalars)
 
 
-def _resize(array: Array, bucket: Bucket) -> Array:
-    shape = (bucket.sequences, *([bucket.tokens] if array.ndim == 2 else []))
-    padded = np.zeros(shape, dtype=array.dtype)
-    kept = array if array.ndim == 1 else array[:, : bucket.tokens]
-    padded[tuple(slice(size) for size in kept.shape)] = kept
-    return padded
+def pad_rows(array: Array, counts: Sequence[int], bucket: Bucket) -> Array:
+    """A copy of rows of several shards, `counts` of each, one shard's after the other's, with each shard's at `bucket`.
+
+    `array`: `[rows]` or `[rows, tokens]`; what is wider than the bucket is cut.
+    """
+    wide = [bucket.tokens] if array.ndim == 2 else []
+    padded, start = np.zeros((len(counts), bucket.sequences, *wide), array.dtype), 0
+    for shard, count in enumerate(counts):
+        rows = array[start : start + count]
+        part = rows[:, : bucket.tokens] if wide else rows
+        place: tuple[int | slice, ...] = (shard, *map(slice, part.shape))
+        padded[place] = part
+        start += count
+    return padded.reshape(len(counts) * bucket.sequences, *wide)
 
 
 FieldTypes = Mapping[str, tuple[np.dtype[Any], int]]
