@@ -1,6 +1,6 @@
 """Learning curves: reward by step and by minute of the quickstart's GRPO, synchronous and asynchronous, over several seeds.
 
-    dagrl bench curves --json F --plot F [--steps N] [--seeds N] [--config YAML] [a.b=c ...]
+    dagrl bench curves --json F --plot F [--steps N] [--seeds N] [--ways W; W] [--config YAML] [a.b=c ...]
 
 One session: SFT once, then every way from the same weights with every seed, in turn. A seed decides the prompts' order and
 every token drawn. The importance sampling correction is on in all ways (it has nothing to correct in the synchronous one).
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.deadline import Deadline, add_deadline
 from bench.report import write_rows
-from bench.step import Way, begin_again
+from bench.step import WAITING, WAYS, Way, begin_again, chosen
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from dagrl.rewards import RewardRunner
 
 CONFIG = Path(__file__).parents[1] / "examples" / "grpo_quickstart.yaml"
-WAYS = (Way("sync", enabled=False), Way("in flight, age 1", age=1), Way("in flight, age 4", age=4))
+CHOICE = (*WAYS, *WAITING)
+DEFAULT = "sync; in flight, age 1; in flight, age 4"
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000", "#ee7733")
 OVERRIDES = (
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_ratio=2.0",
@@ -60,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="draw the curves to this file (png, svg)")
     parser.add_argument("--steps", type=int, default=40, help="GRPO steps of a run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each way")
+    names = "; ".join(way.name for way in CHOICE)
+    parser.add_argument("--ways", default=DEFAULT, help=f"some of: {names} (separated by semicolons; default: {DEFAULT})")
     add_deadline(parser)
 
 
@@ -68,12 +72,13 @@ def run(options: argparse.Namespace) -> None:
     from dagrl.config_file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
+    ways = chosen(options.ways, CHOICE)
     curves: list[Curve] = []
     deadline = Deadline(options.deadline)
     with tempfile.TemporaryDirectory() as directory:
         given = [*OVERRIDES, f"grpo.max_num_steps={options.steps}", f"output_dir={directory}", *options.overrides]
         config = load_config(options.config, given)
-        for curve in measure(config, options.seeds, Path(directory) / "first_weights", deadline):
+        for curve in measure(config, ways, options.seeds, Path(directory) / "first_weights", deadline):
             curves.append(curve)
             write_rows(options.json, curves, deadline.left_out)
         write_rows(options.json, curves, deadline.left_out)
@@ -83,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
         plot(curves, options.plot)
 
 
-def measure(config: Config, seeds: int, first_weights: Path, deadline: Deadline) -> Iterator[Curve]:
+def measure(config: Config, ways: Sequence[Way], seeds: int, first_weights: Path, deadline: Deadline) -> Iterator[Curve]:
     """Yields every way's curve of the first seed, then of the next, as far as the deadline allows."""
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.sft import train_sft
@@ -96,7 +101,7 @@ def measure(config: Config, seeds: int, first_weights: Path, deadline: Deadline)
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(first_weights), {})
         for seed in range(seeds):
-            for way in deadline.each(WAYS, lambda way, seed=seed: f"{way.name} (seed {seed})"):
+            for way in deadline.each(ways, lambda way, seed=seed: f"{way.name} (seed {seed})"):
                 yield run_way(config, session, reward, way, seed, first_weights)
 
 
@@ -166,7 +171,7 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (by_step, by_time) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for way, color in zip(dict.fromkeys(curve.way for curve in curves), ("#4477aa", "#ee6677", "#228833"), strict=False):
+    for way, color in zip(dict.fromkeys(curve.way for curve in curves), COLORS, strict=False):
         mine = [curve for curve in curves if curve.way == way]
         columns = list(zip(*(curve.reward for curve in mine), strict=True))
         steps = range(1, len(columns) + 1)

@@ -53,13 +53,13 @@ Measured = Mapping[Way, Sequence[Sequence[Metrics]]]
 
 PLAIN = Way("plain Ray", plain=True, enabled=False)
 FIFO = Way("sync, fifo", enabled=False, order="fifo")
-ON_REQUEST = (PLAIN, FIFO)  # measured only when `--ways` names them
+WAITING = tuple(Way(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8))  # for updates: ages bring little
+ON_REQUEST = (PLAIN, FIFO, *WAITING)  # measured only when `--ways` names them
 
 WAYS = (
     Way("sync", enabled=False),
     Way("async, age 1", in_flight=False, age=1),
     *(Way(f"in flight, age {age}", age=age) for age in (1, 2, 4, 8)),
-    *(Way(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8)),  # last: where updates wait, ages bring little
 )
 
 
@@ -95,7 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
     add_deadline(parser)
     names = "; ".join(way.name for way in (*ON_REQUEST, *WAYS))
-    parser.add_argument("--ways", help=f"some of: {names} (separated by semicolons; else all but the first two)")
+    parser.add_argument(
+        "--ways", help=f"some of: {names} (separated by semicolons; else all but the first {len(ON_REQUEST)})"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -121,11 +123,11 @@ def run(options: argparse.Namespace) -> None:
         plot(results, options.plot)
 
 
-def chosen(text: str) -> list[Way]:
+def chosen(text: str, among: Sequence[Way] = (*ON_REQUEST, *WAYS)) -> list[Way]:
     """The ways of `--ways`, in its order. Raises ConfigError for a name that is none of theirs."""
     from dagrl.errors import ConfigError
 
-    named = {way.name: way for way in (*ON_REQUEST, *WAYS)}
+    named = {way.name: way for way in among}
     names = [name.strip() for name in text.split(";")]
     if unknown := [name for name in names if name not in named]:
         raise ConfigError(f"--ways: found {', '.join(unknown)}; choose from {'; '.join(named)}")

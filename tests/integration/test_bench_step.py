@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import step
+from bench import curves, step
 from bench.compare import CHOICE
 from dagrl.errors import ConfigError
 from dagrl.metrics import VALIDATION
@@ -62,3 +62,16 @@ def test_the_comparison_has_a_control_for_the_order_of_requests() -> None:
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"found asynk; choose from plain Ray; .*sync"):
         step.chosen("sync; asynk")
+
+
+def test_curves_can_be_drawn_of_both_loops_at_every_age() -> None:
+    loops = {(way.enabled, way.in_flight, way.age) for way in curves.CHOICE if way.enabled}
+    assert loops == {(True, in_flight, age) for in_flight in (True, False) for age in (1, 2, 4, 8)}
+    assert len(curves.COLORS) >= len(curves.CHOICE)
+    assert [way.name for way in step.chosen(curves.DEFAULT, curves.CHOICE)] == [
+        "sync",
+        "in flight, age 1",
+        "in flight, age 4",
+    ]
+    with pytest.raises(ConfigError, match="found plain Ray; choose from sync; async, age 1"):
+        step.chosen("plain Ray", curves.CHOICE)
