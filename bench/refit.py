@@ -2,11 +2,13 @@
 
     dagrl bench refit --json F --plot F              all cases that fit the GPUs of this host, two sides of equal size
     dagrl bench refit --cases "4B TP2->TP2" --rounds 50
+    dagrl bench refit --cases "4B TP1->TP1 colocated"   two processes on one GPU, over CUDA IPC
     dagrl bench refit --trial                        a tiny model in processes on the CPU, to try the benchmark itself
 
 A row of the JSON file is one way of one case: seconds (median, 90th percentile) of the slowest rank from a common start
 until the last byte is in place, bytes that a generation rank holds, the share of the raw bandwidth of NCCL's point-to-point
-messages measured just before between the same pairs, staging memory, and how many parameters were not what they must be.
+messages measured just before between the same pairs (not where both sides share a GPU), staging memory, how long a rank
+of generation stands still, and how many parameters were not what they must be.
 """
 
 from __future__ import annotations
@@ -53,8 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for; RunError when a way failed or gave wrong parameters."""
     gpus, memory, kinds = _gpus()
-    if not options.trial and gpus < 2:
-        raise ConfigError(f"a refit needs a GPU on each side, and {gpus} are here; --trial runs a tiny model without any")
+    if not options.trial and not gpus:
+        raise ConfigError(
+            "a refit between GPUs is measured on one or more, and none is here; --trial runs a tiny model on CPUs"
+        )
     cases, left_out = (trials(options.cases), {}) if options.trial else largest_that_fit(gpus, memory, options.cases)
     if not cases and not left_out:
         names = dict.fromkeys(case.name for case in (TRIALS if options.trial else CASES))
@@ -71,8 +75,8 @@ def run(options: argparse.Namespace) -> None:
             report(rows, command_line(), left_out).write(options.json)
 
     deadline = time.monotonic() + options.deadline
-    for count in sorted({case.gpus for case in cases}, reverse=True):
-        some = [case for case in cases if case.gpus == count]
+    for sizes in sorted({(case.gpus, case.ranks) for case in cases}, reverse=True):
+        some = [case for case in cases if (case.gpus, case.ranks) == sizes]
         if time.monotonic() < deadline:
             _measure(some, options, keep, deadline)
         else:
@@ -115,14 +119,14 @@ def _gpus() -> tuple[int, int, str]:
 
 
 def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, deadline: float) -> None:
-    """Some cases with as many ranks, in processes of their own."""
+    """Some cases with as many ranks on as many GPUs, in processes of their own."""
     from bench.refit_rank import PORTS_A_CASE, Settings, run_rank
 
-    size = cases[0].gpus
+    size = cases[0].ranks
     control, *ports = _free_ports(1 + PORTS_A_CASE * len(cases))
     settings = Settings(
         cases,
-        "gloo" if options.trial else "nccl",
+        not options.trial,
         not (options.described or options.trial),
         options.rounds,
         control,

@@ -30,7 +30,10 @@ TRIAL: dict[str, Json] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one pair of layouts; `train` and `generation` each take as many GPUs as their layout has ranks."""
+    """One model in one pair of layouts.
+
+    `train` and `generation` each take as many GPUs as their layout has ranks; colocated, they share them.
+    """
 
     model: str
     train: ParallelLayout
@@ -38,12 +41,14 @@ class Case:
     fp8: bool = False
     expert_parallel: bool = False
     to_megatron: bool = False
+    colocated: bool = False
 
     @property
     def name(self) -> str:
         """As NeMo-RL's and other tables have it: `4B TP2PP2->TP4`."""
         to = "EP" if self.expert_parallel else "TP"
-        return f"{self.model} {_sizes(self.train)}->{to}{self.tp}{' Megatron' if self.to_megatron else ''}"
+        where = " Megatron" if self.to_megatron else " colocated" if self.colocated else ""
+        return f"{self.model} {_sizes(self.train)}->{to}{self.tp}{where}"
 
     @property
     def dtype(self) -> str:
@@ -60,9 +65,14 @@ class Case:
         return TRIAL if self.model == "trial" else SHAPES[NAMES[self.model]].config
 
     @property
-    def gpus(self) -> int:
+    def ranks(self) -> int:
         """Of both sides together."""
         return self.train.world_size + self.tp
+
+    @property
+    def gpus(self) -> int:
+        """Of both sides together."""
+        return self.train.world_size if self.colocated else self.ranks
 
     @property
     def generation(self) -> ParallelLayout:
@@ -97,6 +107,8 @@ def _sizes(layout: ParallelLayout) -> str:
 
 def _cases() -> Iterator[Case]:
     """Sides of 1, 2 and 4 GPUs; what serves two cases is built once for both where they follow each other."""
+    yield Case("4B", ParallelLayout(), 1, colocated=True)
+    yield Case("4B", ParallelLayout(), 1, fp8=True, colocated=True)
     for half in (1, 2, 4):
         same, experts = ParallelLayout(tp=half), ParallelLayout(dp=half, ep=half)
         yield Case("4B", same, half)
@@ -119,6 +131,7 @@ TRIALS = (
     Case("trial", ParallelLayout(pp=2), 2),
     Case("trial", ParallelLayout(tp=2), 2, fp8=True),
     Case("trial", ParallelLayout(tp=2, pp=2), 4, to_megatron=True),
+    Case("trial", ParallelLayout(), 1, colocated=True),
 )
 
 
@@ -148,7 +161,7 @@ def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -
 
 
 def _bytes_of_a_rank(case: Case) -> float:
-    """Weights in bfloat16 and room for staging and for a copy of the largest parameter."""
+    """Of one GPU: weights in bfloat16, of both sides where they share it, and room for staging and the largest parameter."""
     from bench.models import parameter_shapes
 
     elements = 0
@@ -158,4 +171,5 @@ def _bytes_of_a_rank(case: Case) -> float:
             size *= extent
         elements += size
     replicas = case.train.dp // case.train.ep if case.model == "4B" else 1
-    return 2 * elements * replicas / min(case.train.world_size, case.tp) + 4e9
+    sides = 2 if case.colocated else 1
+    return 2 * elements * sides * replicas / min(case.train.world_size, case.tp) + 4e9

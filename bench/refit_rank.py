@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -26,9 +26,12 @@ from bench.refit_sides import Side, described_side, leave_vllm, megatron_side, v
 from bench.refit_truth import clear, fill, wrong
 from bench.refit_tune import best_way
 from dagrl.channels import Channel, ChannelSpec, open_channel
+from dagrl.channels.ipc import SLOTS
 from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.commit import one_part_of_a_refit
+from dagrl.refit.connect import ChannelKind
 from dagrl.refit.moves import message_bytes
+from dagrl.refit.plan import IPC_BUCKET_BYTES
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.verify import Verify
 
@@ -44,7 +47,7 @@ class Settings:
     """What all ranks are told; `ports` are `PORTS_A_CASE` for each case."""
 
     cases: Sequence[Case]
-    kind: Literal["gloo", "nccl"]
+    on_gpus: bool
     real: bool
     rounds: int
     control_port: int
@@ -57,14 +60,13 @@ class Settings:
 
 
 class Rank:
-    """One rank of some cases, all with as many ranks."""
+    """One rank of some cases, all with as many ranks on as many GPUs."""
 
     def __init__(self, settings: Settings, rank: int, say: Said) -> None:
         self.settings, self.rank = settings, rank
-        self.size = settings.cases[0].gpus
-        on_gpu = settings.kind == "nccl"
-        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-        if on_gpu:
+        self.size = settings.cases[0].ranks
+        self.device = torch.device("cuda", rank % settings.cases[0].gpus) if settings.on_gpus else torch.device("cpu")
+        if settings.on_gpus:
             torch.cuda.set_device(self.device)
         self.control = Control(settings.control_port, rank, self.size, 4 * settings.timeout_s)
         self._group_addresses: list[str] = []
@@ -163,8 +165,8 @@ class Rank:
 
     @contextmanager
     def _channel(self, case: Case) -> Iterator[Channel]:
-        spec = ChannelSpec(self.settings.kind, self._channel_address, self.rank, case.gpus, self.settings.timeout_s)
-        channel = open_channel(spec)
+        kind: ChannelKind = "ipc" if case.colocated else "nccl" if self.settings.on_gpus else "gloo"
+        channel = open_channel(ChannelSpec(kind, self._channel_address, self.rank, case.ranks, self.settings.timeout_s))
         try:
             yield channel
         finally:
@@ -174,20 +176,15 @@ class Rank:
         """Ways of one case: recorded and not, verified, and by broadcasts."""
         self.control.barrier()  # a side may have been built in a moment, the other not
         with self._channel(case) as channel:
-            half = case.train.world_size
-            pairs = {rank: half + rank % case.tp for rank in range(half)}
-            sizes = RAW_BYTES if self.device.type == "cuda" else (1 << 20,)
-            raw = raw_bytes_per_second(channel, self.control, pairs, self.device, sizes)
             facts = {
-                "raw_gb_per_s": max(raw.values()) / 1e9,
-                "raw_by_message_bytes": {str(size): rate / 1e9 for size, rate in raw.items()},
+                **({} if case.colocated else self._raw(case, channel)),  # two processes on one GPU have no link
                 "holders": sorted({one for one in self.control.gather(side.holder)}),
             }
             if self.settings.tune and thorough and not self._tuned:
                 self._tuned = True
                 best_way(lambda way: self._refit(case, side, channel, way.name, "off", True, facts))
             methods: list[tuple[str, Verify, bool]] = [("dagrl", "off", True)]
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and not case.colocated:  # only NCCL's messages can be recorded
                 methods.append(("dagrl stream", "off", False))
             if thorough:
                 methods += [("dagrl verify=checksum", "checksum", True), ("dagrl verify=bitwise", "bitwise", True)]
@@ -196,7 +193,7 @@ class Rank:
                     continue
                 with self._together(case, method):
                     self._refit(case, side, channel, method, verify, record, facts)
-        if not (thorough and self.settings.rivals) or case.fp8:
+        if not (thorough and self.settings.rivals) or case.fp8 or case.colocated:
             return
         has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
         ways = [("broadcast a parameter", 0, False), ("packed broadcast", PACKED_BYTES, False)]
@@ -210,6 +207,17 @@ class Rank:
             with self._together(case, method):
                 self._broadcast(case, side, method, size, load, facts)
 
+    def _raw(self, case: Case, channel: Channel) -> dict[str, Any]:
+        """What the channel's messages reach between the pairs that carry most."""
+        half = case.train.world_size
+        pairs = {rank: half + rank % case.tp for rank in range(half)}
+        sizes = RAW_BYTES if self.device.type == "cuda" else (1 << 20,)
+        raw = raw_bytes_per_second(channel, self.control, pairs, self.device, sizes)
+        return {
+            "raw_gb_per_s": max(raw.values()) / 1e9,
+            "raw_by_message_bytes": {str(size): rate / 1e9 for size, rate in raw.items()},
+        }
+
     def _refit(
         self, case: Case, side: Side, channel: Channel, method: str, verify: Verify, record: bool, facts: Mapping[str, Any]
     ) -> float:
@@ -219,7 +227,7 @@ class Rank:
             case.destinations(),
             dtype="bfloat16",
             aliases=case.aliases,
-            bucket_bytes=self.settings.bucket_bytes,
+            bucket_bytes=self.settings.bucket_bytes or (IPC_BUCKET_BYTES if case.colocated else None),
         )
         mine, planned = plan.for_rank(self.rank), time.perf_counter()
         end: RefitSender | RefitReceiver
@@ -229,12 +237,13 @@ class Rank:
             end = RefitReceiver(mine, side.tensors, channel, verify, record)
         prepared = time.perf_counter()
         spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
+        mailboxes = SLOTS * max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
 
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
 
         more = {
-            "staging_bytes": max(self.control.gather(end.rounds.staging_bytes + spares)),
+            "staging_bytes": max(self.control.gather(end.rounds.staging_bytes + spares + mailboxes)),
             "bucket_bytes": max(bucket.nbytes for bucket in (*mine.sends, *mine.receives)),
             "rounds": plan.summary().rounds,
             "plan_s": planned - start,
@@ -246,7 +255,10 @@ class Rank:
         return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
 
     def _pause(self, channel: Channel, carry: Callable[[], object]) -> float:
-        """Seconds that a generation rank stands still, commit included and without hooks: median of the slowest."""
+        """Seconds that a generation rank stands still, with the commit: median of the slowest.
+
+        Modules that no engine has processed have no hooks; `RefitReport.pause_s` has theirs, and the engine's own work.
+        """
         receives = self.rank >= self.settings.cases[0].train.world_size
         taken = []
         for _ in range(5):

@@ -28,7 +28,20 @@ def print_table(rows: Sequence[Row], left_out: Mapping[str, str]) -> None:
     from rich.table import Table
 
     table = Table(title="refit: median and 90th percentile of the slowest rank, GB/s into a rank, share of the raw link")
-    columns = ("case", "dtype", "method", "GB", "ms", "p90", "GB/s", "raw", "share", "staging MB", "pack/wire/unpack ms")
+    columns = (
+        "case",
+        "dtype",
+        "method",
+        "GB",
+        "ms",
+        "p90",
+        "GB/s",
+        "raw",
+        "share",
+        "staging MB",
+        "pack/wire/unpack ms",
+        "pause ms",
+    )
     for name in (*columns, "wrong"):
         table.add_column(name, justify="left" if name in ("case", "dtype", "method") else "right")
     for row in rows:
@@ -57,6 +70,7 @@ def _cells(row: Row) -> list[str]:
         f"{row['share_of_raw']:.3f}" if "share_of_raw" in row else "",
         f"{row['staging_bytes'] / 1e6:.0f}" if "staging_bytes" in row else "",
         stages,
+        f"{row['pause_s'] * 1e3:.2f}" if "pause_s" in row else "",
         str(row["wrong_parameters"]),
     ]
 

@@ -39,7 +39,7 @@ class Resharding:
             "nccl" if device.type == "cuda" else "gloo",
             init_method=f"tcp://{addresses[2]}",
             rank=rank,
-            world_size=case.gpus,
+            world_size=case.ranks,
             timeout=timedelta(seconds=timeout_s),
         )
         self._groups = _groups(case, rank)
