@@ -120,12 +120,16 @@ def merge_generated(parts: Sequence[Generated]) -> Generated:
     first = parts[0]
     for rank, part in enumerate(parts[1:], start=1):
         if part.digest != first.digest:
-            raise RunError(
-                f"tensor-parallel ranks of one generation shard disagree: {_difference(first, part)} (part {rank} of "
-                f"{len(parts)} against part 0). They must draw the same tokens; restart the generation workers, and keep "
-                "vLLM's custom all-reduce off"
-            )
+            raise disagreement(f"{_difference(first, part)} (part {rank} of {len(parts)} against part 0)")
     return first
+
+
+def disagreement(what: str) -> RunError:
+    """The error of ranks that did not do the same; `what` says where they part."""
+    return RunError(
+        f"tensor-parallel ranks of one generation shard disagree: {what}. They must draw the same tokens; restart the "
+        "generation workers, and keep vLLM's custom all-reduce off"
+    )
 
 
 def _digest(generated: Generated) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def test_abort_frees_a_rank_whose_peer_does_not_come(vllm_ranks: Ranks, checkpoi
         assert waited < 30  # half of the deadline of a collective
         with pytest.raises(RunError, match="restart"):
             engine.on_ranks([(call, ("generate", requests([3], PROMPTS[:1]))), (vllm_calls.nothing, ())])
+
+
+def test_a_request_that_ends_on_one_rank_alone_is_named(vllm_ranks: Ranks, checkpoint: Path) -> None:
+    """By the rank where it ended, while the other one is in the next step; nobody waits for the deadline of a collective."""
+    with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
+        batches = [requests([1, 2], PROMPTS[:2], new=8, steps=8) for _ in range(2)]
+        batches[1].fields["max_new_tokens"][0] = 2  # as if its second token were the end of sequence there
+        started = time.monotonic()
+        errors = engine.on_each(vllm_calls.generate_apart, [(batch, 1.0) for batch in batches])
+        assert time.monotonic() - started < 30
+    assert "requests [1] ended on rank 1 with engine step 2, and within timeouts.collective_s = 1 s" in errors[1]
 
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 12}

@@ -85,6 +85,17 @@ def generate_then_abort(worker: Any, batch: Any, after_s: float) -> float:
     return time.monotonic() - started
 
 
+def generate_apart(worker: Any, batch: Any, patience_s: float) -> str:
+    """What ends a quantum that ranks do not agree on; `patience_s` is in place of the deadline of collectives."""
+    worker._engine._peers._timeout_s = patience_s
+    try:
+        worker.generate(batch)
+    except (RuntimeError, RunError) as error:
+        worker.abort()  # as the runtime does
+        return str(error)
+    raise AssertionError("the quantum ended well")
+
+
 def world_store(worker: Any) -> str:
     """What the process group of the engine finds its ranks by, after one more group was made of it."""
     import torch.distributed as dist

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import GenerationConfig
 from dagrl.errors import DataError, RunError
 from dagrl.generation import FinishedRequest, Generated, Progress, checksum, pack_generated
-from workers.vllm import features
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
+
+    from workers.vllm.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,12 @@ class _Running:
 class QuantumEngine:
     """Bookkeeping of requests around a vLLM engine; knows nothing of weights but their version."""
 
-    def __init__(self, engine: LLMEngine, config: GenerationConfig, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self, engine: LLMEngine, config: GenerationConfig, eos_token_ids: Iterable[int], peers: Peers | None = None
+    ) -> None:
+        """`peers` are the tensor-parallel ranks of this engine, where there are several."""
         self._engine = engine
+        self._peers = peers
         self._config = config
         self._vocabulary = int(engine.model_config.get_vocab_size())
         self._stop_token_ids = sorted({*config.stop_token_ids, *eos_token_ids})
@@ -106,8 +111,11 @@ class QuantumEngine:
             outputs = self._engine.step()
             if self._given_up:
                 raise RunError("the quantum was aborted inside an engine step; restart the generation workers")
-            finished.extend(self._finish(output) for output in outputs if output.finished)
+            ended = [self._finish(output) for output in outputs if output.finished]
+            finished += ended
             steps += 1
+            if self._peers is not None and (ended or steps == engine_steps):
+                self._peers.compare(steps, [request.request_id for request in ended])
             if self._running and not self._engine.has_unfinished_requests():
                 raise RunError(f"vLLM knows no more of requests {sorted(self._running)[:5]}; restart the generation workers")
         self._stepping = False
@@ -149,9 +157,9 @@ class QuantumEngine:
             raise RunError(f"{self.unfinished} requests are running; let them finish or abort them before the engine sleeps")
         self._engine.sleep(level)
 
-    def wake_up(self, tags: tuple[str, ...]) -> bool:
-        """Take back what `tags` name, at the same addresses; whether nothing is missing now."""
-        return features.wake_up(self._engine, tags)
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Take back what `tags` name, at the same addresses."""
+        self._engine.wake_up(list(tags))
 
     def snapshot(self) -> list[FinishedRequest]:
         """What the requests that are not finished have made so far; they go on. The finish reason is `unfinished`."""

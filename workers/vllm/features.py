@@ -4,7 +4,7 @@ Everything else in this package uses what vLLM 0.26 to 0.33 have alike, by the s
 all of them have the engine arguments that we set, and the methods of engine, executor and worker that we call. 0.26 has run
 on GPUs and 0.32 on CPUs; the others were only read. They differ in:
 
-- `wake_up` tells whether all memory is back in 0.32, and returns nothing in 0.29: `wake_up` here asks `is_sleeping`;
+- `wake_up` tells whether all memory is back in 0.32, and returns nothing in 0.29: nobody here asks;
 - expert tensors lie in `experts.routed_experts` since 0.25 (`workers.vllm.weights.local_name`);
 - weight versions of vLLM's own (`set_weight_version`) are in 0.29, not in 0.26: ours are counted beside the engine instead;
 - an executor's `shutdown` leaves vLLM's own process groups since 0.33; ours end with the process;
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from dagrl.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine
     from vllm.config import VllmConfig
 
 SLEEP_TAGS = ("weights", "kv_cache")
@@ -47,9 +46,3 @@ def can_sleep() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_sleep_mode_available() and current_platform.is_cumem_allocator_available())
-
-
-def wake_up(engine: LLMEngine, tags: tuple[str, ...]) -> bool:
-    """Give memory back; whether the engine has all of it again."""
-    engine.wake_up(list(tags))
-    return not engine.is_sleeping()

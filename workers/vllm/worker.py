@@ -26,6 +26,7 @@ from workers.vllm.environment import require_generation, show_host_gpus, vllm_en
 from workers.vllm.experts import held_experts
 from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
 from workers.vllm.loader import take_loaded_parameters
+from workers.vllm.peers import Peers
 from workers.vllm.quantization import compute_dtype, in_fp8
 from workers.vllm.update import Destinations, find_destinations
 from workers.vllm.weights import derived_tensors, vllm_weight_slices
@@ -94,7 +95,7 @@ class VllmWorker:
         placement = held_experts(model, self._llm.vllm_config)
         self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank, placement)
         self._destinations = self._find_destinations(model)
-        self._engine = QuantumEngine(self._llm, self.generation, _eos_token_ids(self._hf_config))
+        self._engine = QuantumEngine(self._llm, self.generation, _eos_token_ids(self._hf_config), self._peers())
 
     def shutdown(self) -> None:
         """End the engine, leave its process group and the refit channel."""
@@ -246,6 +247,14 @@ class VllmWorker:
             for row, request in enumerate(_requests(batch))
         ]
         return engine.rehearse(requests, steps)
+
+    def _peers(self) -> Peers | None:
+        from vllm.distributed import get_tp_group
+
+        if self.context.layout.tp == 1:
+            return None
+        most = self._llm.vllm_config.scheduler_config.max_num_seqs
+        return Peers(get_tp_group().cpu_group, most, self.context.collective_timeout_s)
 
     def _find_destinations(self, model: torch.nn.Module) -> Destinations:
         rules = derived_tensors(self._hf_config)

@@ -1,0 +1,59 @@
+"""Tensor-parallel ranks find out which request parts them: over Gloo, two threads standing for two engines."""
+
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from dagrl.errors import RunError
+from workers.vllm.peers import Peers
+
+Ended = list[tuple[int, list[int]]]
+"""What one rank compares: engine steps, and the requests that ended with them."""
+
+
+def outcome(rank: int, store: HashStore, ended: Ended, timeout_s: float) -> str:
+    peers = Peers(ProcessGroupGloo(store, rank, 2, timedelta(seconds=30)), 4, timeout_s)
+    try:
+        for step, requests in ended:
+            peers.compare(step, requests)
+    except RunError as error:
+        return str(error)
+    time.sleep(0.5 if timeout_s < 1 else 0)  # in the collectives of a batch of its own
+    return ""
+
+
+def outcomes(one: Ended, other: Ended, timeout_s: float = 30.0) -> list[str]:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(outcome, rank, store, ended, timeout_s) for rank, ended in enumerate((one, other))]
+        return [future.result() for future in running]
+
+
+def test_ranks_that_end_the_same_requests_go_on() -> None:
+    same: Ended = [(1, [7]), (4, [3, -1, 9]), (8, [])]
+    assert outcomes(same, [(step, requests[::-1]) for step, requests in same]) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ([3, 7], [3], r"request 7 ended on rank \[0\] of 2 alone, with engine step 2"),
+        ([3], [5], r"request 3 ended on rank \[0\]"),
+        ([], [8], r"request 8 ended on rank \[1\]"),
+    ],
+)
+def test_the_request_that_parts_them_is_named_on_all_ranks(one: list[int], other: list[int], message: str) -> None:
+    for found in outcomes([(1, [1]), (2, one)], [(1, [1]), (2, other)]):
+        assert re.search(message, found)
+
+
+def test_a_rank_that_runs_on_alone_is_not_waited_for_beyond_the_deadline() -> None:
+    waited, ran_on = outcomes([(2, [7])], [], timeout_s=0.2)
+    assert "requests [7] ended on rank 0 with engine step 2, and within timeouts.collective_s = 0.2 s" in waited
+    assert not ran_on
