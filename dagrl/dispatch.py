@@ -2,8 +2,9 @@
 
 Requests wait on the driver and are bound late: a shard is sent new ones when it has free slots. Those that are likely to be
 long go first, and to the shard whose unfinished requests are expected to have the fewest tokens in all, those already made
-among them, so that shards finish together: list scheduling by longest processing time (Graham 1969, "Bounds on Multiprocessing
-Timing Anomalies", 4/3 of the optimum at worst). How long a request will be is guessed from past completions of its prompt.
+among them, so that shards finish together: list scheduling by longest processing time (Graham 1969, "Bounds on
+Multiprocessing Timing Anomalies", 4/3 of the optimum at worst). How long a request will be is guessed from the past
+completions of its prompt.
 """
 
 from __future__ import annotations

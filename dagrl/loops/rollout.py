@@ -17,7 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -226,11 +226,13 @@ class Rollouts:
         requests = {id(episode): request for request, (_, episode) in self._requests.items()}
         episodes = []
         for episode in group.episodes:
-            copy = Episode(
-                episode.prompt, episode.seed, episode.max_new_tokens, list(episode.tokens), list(episode.logprobs),
-                list(episode.versions), list(episode.sampled), episode.finish_reason, episode.turns, episode.turn_start,
-                episode.awaiting, episode.failure,
-            )  # fmt: skip
+            copy = replace(
+                episode,
+                tokens=list(episode.tokens),
+                logprobs=list(episode.logprobs),
+                versions=list(episode.versions),
+                sampled=list(episode.sampled),
+            )
             if (made := partial.get(requests.get(id(episode), -1))) is not None:
                 copy.append(made)
             episodes.append(copy)
