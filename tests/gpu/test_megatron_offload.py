@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from workers.megatron import MegatronWorker
 from workers.megatron.staging import Staging
 
 pytest.importorskip("megatron.core")
+from workers.megatron import checkpoint
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PARTS = ("weights", "gradients", "optimizer")
@@ -105,10 +108,17 @@ def test_copies_for_a_checkpoint_are_in_pinned_memory() -> None:
         assert copy.is_pinned() and torch.equal(copy, value.cpu())
 
 
-def test_a_checkpoint_brings_back_the_same_state_on_the_gpu(worker: MegatronWorker, tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_background_holds_the_state_of_its_start(
+    worker: MegatronWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is written before a step has changed weights and optimizer."""
+    write, trained = checkpoint._write_buckets, threading.Event()
+    monkeypatch.setattr(checkpoint, "_write_buckets", lambda *given: (trained.wait(60), write(*given)))
     before = [tensor.cpu() for tensor in held(worker)]
     worker.save_checkpoint(str(tmp_path / "c"), {"step": 1}, True)
     worker.train_step(BATCH, "sft")
+    assert not worker.checkpoint_written()
+    trained.set()
     worker.finish_checkpoint()
     assert worker.load_checkpoint(str(tmp_path / "c")) == {"step": 1}
     for found, value in zip(held(worker), before, strict=True):

@@ -119,6 +119,20 @@ class TestedWorker(MegatronWorker):
 
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
+    def hold_writing(self, marker: str) -> None:
+        """The next checkpoint is written when `marker` exists."""
+        from workers.megatron import checkpoint
+
+        write = checkpoint._write_buckets
+
+        def write_later(request: Any, buckets: list[Any]) -> None:
+            checkpoint._write_buckets = write
+            while not Path(marker).exists():
+                time.sleep(0.01)
+            write(request, buckets)
+
+        checkpoint._write_buckets = write_later
+
     def slow_disk(self, seconds: float) -> None:
         """From now on files of checkpoints take so much longer to be written, and to be read."""
         from torch.distributed.checkpoint import FileSystemReader

@@ -83,15 +83,19 @@ def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize("policy", [{}, SHARDED], ids=["replicated", "sharded"])
 def test_what_is_written_in_the_background_is_the_state_of_its_start(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+    policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    batch, directory = reference.make_batch(), tmp_path / "checkpoint"
-    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **SHARDED)) as group:
+    batch, directory, trained = reference.make_batch(), tmp_path / "checkpoint", tmp_path / "trained"
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **policy)) as group:
         train(group, batch)
         before = group.call("state")
+        group.call("hold_writing", str(trained))
         group.call("save_checkpoint", str(directory), {}, True)
         train(group, batch)
+        assert not any(group.call("checkpoint_written"))
+        trained.touch()
         _wait_for(lambda: all(group.call("checkpoint_written")))
         assert not directory.exists()  # it has its name only when all workers say that it is whole
         group.call("save_checkpoint", str(tmp_path / "next"), {}, True)  # completes the one before
