@@ -67,7 +67,13 @@ class IpcChannel:
         self._outgrown: list[_Outgrown] = []
         self._incoming: dict[int, tuple[int, Segment]] = {}  # by sender: which of its mailboxes, and the mapping
         self._waiting: dict[int, list[IpcPending]] = {}
-        self._join()
+        self._table_segment: HostSegment | None = None
+        self._lives: dict[int, _Process] = {}
+        try:
+            self._join()
+        except BaseException:
+            self.close()  # nothing stays open of an end that nobody has
+            raise
 
     def _join(self) -> None:
         """Map the table, which rank 0 makes, and learn the others' processes."""
@@ -83,7 +89,9 @@ class IpcChannel:
         self._flag = rows - 1
         self._publish(f"pid/{spec.rank}", str(os.getpid()))
         pids = [int(self._load(f"pid/{rank}")) for rank in range(spec.size)]
-        self._lives = {rank: self._process(rank, pid) for rank, pid in enumerate(pids) if rank != spec.rank}
+        for rank, pid in enumerate(pids):
+            if rank != spec.rank:
+                self._lives[rank] = self._process(rank, pid)
         self._agreement.reach(self._check_usable)  # all have mapped the table
 
     def _process(self, rank: int, pid: int) -> _Process:
@@ -178,7 +186,8 @@ class IpcChannel:
         for process in self._lives.values():
             process.close()
         self._outgrown = []
-        self._table_segment.close()
+        if self._table_segment is not None:
+            self._table_segment.close()
         self._agreement.close()
         self._store = None
 

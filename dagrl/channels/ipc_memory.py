@@ -66,8 +66,12 @@ class HostSegment:
     def _map(self, descriptor: int, nbytes: int) -> None:
         import torch
 
+        try:
+            self._memory = mmap.mmap(descriptor, nbytes)  # freed with the last view of it
+        except OSError:
+            os.close(descriptor)
+            raise
         self._descriptor: int | None = descriptor
-        self._memory = mmap.mmap(descriptor, nbytes)  # freed with the last view of it
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def close(self) -> None:

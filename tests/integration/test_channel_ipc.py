@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from dagrl.channels import ChannelSpec, open_channel
+from dagrl.errors import ChannelError
 from tests import channel_cases as cases
 from tests.channel_cases import Kind, run_case
 from tests.channel_suite import ChannelSuite
@@ -19,3 +25,19 @@ class TestIpc(ChannelSuite):
             assert isinstance(result, tuple), result
             torn, before, after = result
             assert torn == [] and before == after, result
+
+
+@pytest.mark.parametrize("fails", ["os.pidfd_open", "mmap.mmap"])
+def test_an_end_that_cannot_be_opened_leaves_nothing_open(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that is gone before its process can be watched, and memory that cannot be mapped."""
+
+    def fail(*_: object) -> None:
+        raise OSError("not here")
+
+    monkeypatch.setattr(fails, fail)
+    monkeypatch.setattr("dagrl.channels.ipc.open_store", lambda spec: HashStore())
+    monkeypatch.setattr("dagrl.channels.ipc.IpcChannel._load", lambda channel, key: str(os.getppid()))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises((ChannelError, OSError), match="not here"):
+        open_channel(ChannelSpec("ipc", "127.0.0.1:1", 0, 2))
+    assert os.listdir("/proc/self/fd") == before
