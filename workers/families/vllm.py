@@ -4,9 +4,9 @@ Rules as in vLLM 0.26 to 0.33: `QKVParallelLinear` holds `[Q; K; V]` of the rank
 ranks where there are fewer of them than ranks; `MergedColumnParallelLinear` holds `[gate; up]` of the rank's rows;
 `RowParallelLinear` a range of columns (layers/linear.py); `VocabParallelEmbedding` pads the vocabulary to 64, then divides
 it (layers/vocab_parallel_embedding.py); fused experts are `w13_weight [E, 2I, H]`, gate first, and `w2_weight [E, H, I]`
-(layers/fused_moe). Without expert parallelism every expert is cut over tp x dp of the engine; with it that product is the
-number of expert-parallel ranks, which hold whole experts: consecutive ones (`determine_expert_map`, linear placement), or
-those that a live engine names.
+(layers/fused_moe). Without expert parallelism every expert is cut over tp; with it each of the tp ranks holds whole experts:
+consecutive ones (`determine_expert_map`, linear placement), or those that a live engine names. Data-parallel replicas are
+engines of their own, which share no experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workers.families.model import Model
 
 @dataclass(frozen=True)
 class VllmRank:
-    """One rank of an engine of `tp` tensor-parallel ranks times `dp` that share the experts, and the slices it holds.
+    """One rank of an engine of `tp` tensor-parallel ranks, and the slices it holds.
 
     With `fp8` every linear layer is in blocks of 128x128 with float32 scales, save routers, embedding and head. `placement`
     are the experts held with `expert_parallel`, in the order of the local tensors; None: linear placement.
@@ -30,8 +30,6 @@ class VllmRank:
 
     tp: int = 1
     tp_rank: int = 0
-    dp: int = 1
-    dp_rank: int = 0
     expert_parallel: bool = False
     fp8: bool = False
     placement: tuple[int, ...] | None = None
@@ -46,19 +44,14 @@ class VllmRank:
             return [(0, count)]
         if self.placement is not None:
             return list(_runs(self.placement))
-        ranks, rank = self.tp * self.dp, self._flat_rank
-        base, more = divmod(count, ranks)
-        first = rank * base + min(rank, more)
-        stop = first + base + (rank < more)
+        base, more = divmod(count, self.tp)
+        first = self.tp_rank * base + min(self.tp_rank, more)
+        stop = first + base + (self.tp_rank < more)
         return [(first, stop)] if first < stop else []
 
     def expert_part(self, width: int, what: str) -> tuple[int, int]:
         """This rank's range of each expert's intermediate columns."""
-        return (0, width) if self.expert_parallel else _divide(width, self.tp * self.dp, self._flat_rank, what)
-
-    @property
-    def _flat_rank(self) -> int:
-        return self.dp_rank * self.tp + self.tp_rank
+        return (0, width) if self.expert_parallel else self.part(width, what)
 
     def stacked(
         self,
