@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
             rows.append(row)
         sys.stderr.write(f"{_line(row)}\n")
         if options.json:
-            report(rows, command_line(), left_out).write(options.json)
+            report(rows, command_line(), left_out).write(options.json, rows="cases")
 
     deadline = time.monotonic() + options.deadline
     for sizes in sorted({(case.gpus, case.ranks) for case in cases}, reverse=True):
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
             for case in some:
                 keep({"name": case.name, "dtype": case.dtype, "left_out": TIME_IS_UP})
     if options.json:
-        report(rows, command_line(), left_out).write(options.json)
+        report(rows, command_line(), left_out).write(options.json, rows="cases")
     print_table(rows, left_out)
     if options.plot and any("median_s" in row for row in rows):
         plot(options.plot, rows, kinds)

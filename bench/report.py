@@ -49,17 +49,19 @@ class Report:
     left_out: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """Write the JSON file."""
+    def write(self, path: Path, rows: str = "rows") -> None:
+        """Write the JSON file; `rows` is what the rows are called there."""
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {name: value for name, value in vars(self).items() if name != "rows"}
         lines = ",\n".join("  " + json.dumps(dict(row)) for row in self.rows)
-        path.write_text(json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n")
+        path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "{rows}": [\n' + lines + "\n ]\n}\n")
 
     @staticmethod
     def read(path: Path) -> Report:
         """The report that `write` wrote; those of before there were commits in them have none."""
-        return Report(**{"commit": ""} | json.loads(path.read_text()))
+        content = json.loads(path.read_text())
+        rows = content.pop("rows") if "rows" in content else content.pop("cases")
+        return Report(**{"commit": "", "rows": rows} | content)
 
 
 def write_rows(path: Path | None, rows: Sequence[DataclassInstance], left_out: Mapping[str, str]) -> None:

@@ -205,7 +205,7 @@ def _measured(path: Path) -> tuple[str, str]:
     for name, reason in report.get("left_out", {}).items():
         by_reason.setdefault(reason, []).append(name)
     note = "; ".join(f"left out, {reason}: {', '.join(names)}" for reason, names in by_reason.items())
-    return ("passed" if report.get("rows") or not by_reason else "left out"), note
+    return ("passed" if report.get("rows") or report.get("cases") or not by_reason else "left out"), note
 
 
 def _lines(piece: Piece, out: Path) -> list[str]:

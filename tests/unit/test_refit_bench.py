@@ -65,7 +65,7 @@ def test_groups_of_a_layout_are_its_ranks_along_an_axis() -> None:
 
 def test_a_report_says_what_was_left_out_and_what_failed(tmp_path: Path) -> None:
     rows = [GOOD, {"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"}]
-    report(rows, "command", {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}).write(tmp_path / "refit.json")
+    report(rows, "command", {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}).write(tmp_path / "refit.json", rows="cases")
     found = Report.read(tmp_path / "refit.json")
     assert found.rows == [GOOD]
     assert found.left_out == {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}
