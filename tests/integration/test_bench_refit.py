@@ -18,7 +18,7 @@ def test_every_trial_in_every_way(tmp_path: Path) -> None:
     """To Megatron modules of another layout, Megatron-Core's own resharding carries the same tensors in the same run."""
     results = tmp_path / "refit.json"
     assert main(["bench", "refit", "--trial", "--rounds", "1", "--deadline", "300", "--json", str(results)]) == 0
-    rows = json.loads(results.read_text())["rows"]
+    rows = json.loads(results.read_text())["cases"]
     found = {case.name: {row["method"] for row in rows if row["name"] == case.name} for case in TRIALS}
     for case in TRIALS:
         assert "dagrl" in found[case.name]
