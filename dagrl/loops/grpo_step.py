@@ -74,10 +74,12 @@ def update(session: Session, experience: Experience, ended: float) -> Metrics:
 def refit(session: Session, experience: Experience, version: int) -> Metrics:
     """Give generation the train workers' weights as `version`; how long its workers stood still for it.
 
-    What generates next is asked for before the end is known, so that engines go on at once.
+    What generates next is asked for before the end is known, so that engines go on at once; not where they share their GPUs
+    with training, as they have no memory for it before the end.
     """
     replay = session.submit("refit", version)
-    experience.rollouts.look_ahead()
+    if session.shared is None:
+        experience.rollouts.look_ahead()
     pauses = _pauses(session.collect("refit", replay, busy_s=_mean_pause)[0])
     return {UPDATE_PAUSE: max(pauses)} if pauses else {}
 

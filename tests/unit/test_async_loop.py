@@ -9,7 +9,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardShapingConfig
 from dagrl.loops.experience import ScoredGroup
+from dagrl.loops.grpo_step import refit
 from dagrl.loops.rollout import IN_FLIGHT, Episode
 from dagrl.loops.trajectory_file import read_trajectories
 from tests.unit.simulated_run import Run, logprob_of
@@ -273,3 +275,17 @@ def test_an_environments_words_are_no_part_of_an_overlong_completion() -> None:
     assert any(length < whole for length, _, whole in found)
     for length, penalty, _ in found:
         assert penalty == pytest.approx(-min(max(length - 2, 0) / 10, 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("shared", [None, object()], ids=["apart", "colocated"])
+def test_quanta_are_queued_behind_a_refit_unless_they_would_take_its_memory(shared: object) -> None:
+    asked: list[str] = []
+
+    def collect(*_: object, **__: object) -> tuple[list[object], None]:
+        asked.append("read")
+        return [], None
+
+    session = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
+    experience = SimpleNamespace(rollouts=SimpleNamespace(look_ahead=lambda: asked.append("quantum")))
+    refit(cast("Any", session), cast("Any", experience), 1)
+    assert asked == (["refit", "quantum", "read"] if shared is None else ["refit", "read"])
