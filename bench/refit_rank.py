@@ -30,13 +30,18 @@ from dagrl.channels.ipc import SLOTS
 from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.connect import ChannelKind
+from dagrl.refit.fastest import TRIALS
 from dagrl.refit.moves import message_bytes
 from dagrl.refit.plan import IPC_BUCKET_BYTES
+from dagrl.refit.run import Record
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.verify import Verify
 
 PORTS_A_CASE = 4
 """For the process groups of the train side, of a generation side that is Megatron's, and of both; and for the channel."""
+
+FIRST_REFITS = 1 + 2 * TRIALS
+"""Of one end, until it has opened connections and found the faster way."""
 
 Row = dict[str, Any]
 Said = Callable[[Row], None]
@@ -183,11 +188,11 @@ class Rank:
             if self.settings.tune and thorough and not self._tuned:
                 self._tuned = True
                 best_way(lambda way: self._refit(case, side, channel, way.name, "off", True, facts))
-            methods: list[tuple[str, Verify, bool]] = [("dagrl", "off", True)]
-            if self.device.type == "cuda" and not case.colocated:  # only NCCL's messages can be recorded
-                methods.append(("dagrl stream", "off", False))
+            methods: list[tuple[str, Verify, Record]] = [("dagrl", "off", "auto")]
+            if thorough and self.device.type == "cuda" and not case.colocated:  # only NCCL's messages can be recorded
+                methods += [("dagrl CUDA graph", "off", True), ("dagrl launches", "off", False)]
             if thorough:
-                methods += [("dagrl verify=checksum", "checksum", True), ("dagrl verify=bitwise", "bitwise", True)]
+                methods += [("dagrl verify=checksum", "checksum", "auto"), ("dagrl verify=bitwise", "bitwise", "auto")]
             for method, verify, record in methods:
                 if self._is_late(case, method):
                     continue
@@ -219,7 +224,7 @@ class Rank:
         }
 
     def _refit(
-        self, case: Case, side: Side, channel: Channel, method: str, verify: Verify, record: bool, facts: Mapping[str, Any]
+        self, case: Case, side: Side, channel: Channel, method: str, verify: Verify, record: Record, facts: Mapping[str, Any]
     ) -> float:
         start = time.perf_counter()
         plan = plan_refit(
@@ -251,6 +256,9 @@ class Rank:
         }
         if verify == "off":
             more |= self._stages(end, channel)
+        for _ in range(FIRST_REFITS):
+            self.control.barrier()
+            carry()
         more["pause_s"] = self._pause(channel, carry)
         return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
 

@@ -52,7 +52,7 @@ class RefitConfig(Section):
     bucket_bytes: PositiveInt | None = None  # of one message; None: 64 to 256 MB, by the size of the model
     kv_scale_margin: float = Field(default=1.0, ge=1)  # scales of an FP8 KV cache, relative to what calibration asks for
     replicate_in_host: bool = True  # a byte goes to a host once, and from there to the others that want it
-    cuda_graph: bool = True  # GPUs: from the second refit on, replay it as one captured CUDA graph
+    cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: replay it as one captured CUDA graph; auto: try, keep the faster
     gpus_per_host: PositiveInt = 8  # dagrl inspect: how ranks lie on hosts
     in_host_gb_per_s: PositiveFloat = 450.0  # a link's speed a direction, in a host and between hosts: orders messages
     between_hosts_gb_per_s: PositiveFloat = 50.0

@@ -2,7 +2,7 @@
 
 Every pair of ranks first exchanges a header, so that weights of another plan, version or way of verifying are refused. What
 one rank sends and receives in one round is posted together, in the order of rounds, so that ranks which do both never wait
-for each other. From the second refit on, a channel that can record replays all rounds as one unit: a CUDA graph.
+for each other. A channel that can record replays all rounds as one unit, a CUDA graph, where that proves the faster way.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dagrl.channels.base import Channel, wait_all
 from dagrl.errors import RefitPlanError, RunError
+from dagrl.refit.fastest import Fastest
 from dagrl.refit.headers import Headers
 from dagrl.refit.moves import Move, RankPlan
 from dagrl.refit.pack import BucketMemory
@@ -22,6 +23,9 @@ from dagrl.refit.verify import Verify, check_mode, checksums, compare_checksums,
 
 if TYPE_CHECKING:
     import torch
+
+Record = bool | Literal["auto"]
+"""Whether rounds are recorded; `auto`: the first refits try both ways, and the others take the faster."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class _End:
         tensors: Mapping[str, torch.Tensor],
         channel: Channel,
         verify: Verify = "off",
-        record: bool = True,
+        record: Record = "auto",
     ) -> None:
         if (channel.spec.rank, channel.spec.size) != (plan.rank, plan.size):
             raise RefitPlanError(
@@ -74,7 +78,7 @@ class _End:
         """What is sent and received, bound to memory."""
         self._prepare()
         self._carried_once = False
-        self._replay: Callable[[], None] | None = None
+        self._ways: Fastest[Callable[[], None]] | None = None  # to carry all rounds, once that was done one by one
         self._sums: dict[int, list[torch.Tensor]] = {}
         self._targets = _in_order(bucket.source for bucket in plan.receives)
         self._receivers = _in_order(bucket.destination for bucket in plan.sends)
@@ -90,7 +94,6 @@ class _End:
         self._headers.post(version)
         self._headers.check(version)
         self._carry()
-        self._channel.synchronize()
         if self._verify == "checksum":
             self._compare_sums(version)
         elif self._verify == "bitwise":
@@ -107,16 +110,37 @@ class _End:
     def _follow_memory(self) -> None:
         """Bind again what was given new memory; otherwise views, tables and graphs would go to dead memory."""
         if self.rounds.moved:
-            self._replay, self._carried_once = None, False
+            self._ways, self._carried_once = None, False
             self.rounds.bind()
             self._prepare()
 
     def _carry(self) -> None:
-        """All rounds: one by one the first time, which also opens connections; then recorded, and from then on replayed."""
-        if self._record and self._carried_once and self._replay is None:
-            self._replay = self._channel.record(self._run_rounds)
-        (self._replay or self._run_rounds)()
-        self._carried_once = True
+        """All rounds, to their end: the first time one by one, which also opens connections, then in the faster way."""
+        if not self._carried_once:
+            self._run_rounds()
+            self._channel.synchronize()
+            self._carried_once = True
+            return
+        if self._ways is None:
+            self._ways = Fastest(self._make_ways())
+        with self._ways.turn() as carry:
+            carry()
+            self._channel.synchronize()
+
+    def _make_ways(self) -> list[Callable[[], None]]:
+        """Recorded as one unit, or one by one; both where the two are to be compared."""
+        if self._record is False:
+            return [self._run_rounds]
+        replay = self._channel.record(self._run_rounds)
+        if replay == self._run_rounds:  # this channel cannot record
+            return [self._run_rounds]
+        sums = self._sums  # which the recorded rounds write
+
+        def recorded() -> None:
+            replay()
+            self._sums = sums
+
+        return [recorded] if self._record is True else [recorded, self._run_rounds]
 
     def _run_rounds(self) -> None:
         self._sums = {}
@@ -174,9 +198,9 @@ class RefitSender(_End):
     """The source side of a refit on one rank.
 
     `tensors` are the live local tensors by the names in the plan. One that has other memory at a later refit is followed
-    there, which costs the time of preparing again. `verify` must be the same on all ranks; with `record` all but the first
-    refit are replayed as one CUDA graph, where the channel can. Raises RefitPlanError when channel, tensors or dtypes do not
-    fit the plan. After an error other than RunError messages may be under way: see `dagrl.refit.commit`.
+    there, which costs the time of preparing again. `verify` must be the same on all ranks; by `record` all but the first
+    refit are replayed as one CUDA graph, where the channel can. Raises RefitPlanError when channel, tensors or dtypes do
+    not fit the plan. After an error other than RunError messages may be under way: see `dagrl.refit.commit`.
     """
 
     def send(self, version: int) -> RefitReport:

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dagrl.refit.fastest import TRIALS
+from dagrl.refit.run import Record
+from dagrl.refit.verify import Verify
 from tests import channel_cases as cases
 from tests.channel_cases import Place, run_case
 
@@ -92,14 +95,24 @@ def test_checksums_on_the_gpu_are_those_of_the_cpu() -> None:
 
 def moved(place: Place) -> object:
     """Six versions over two GPUs: recorded from the second on, recorded again after one side's tensors moved."""
+    return _refits(place, 6, record=True, verify="off", moves=(3, 4))
+
+
+def tried(place: Place) -> object:
+    """Two versions more than it takes to find the faster way, with checksums, which both ways must leave."""
+    return _refits(place, 3 + 2 * TRIALS, record="auto", verify="checksum")
+
+
+def _refits(place: Place, versions: int, record: Record, verify: Verify, moves: tuple[int, ...] = ()) -> int:
+    """How often this rank recorded; the sender's tensors move at the first version of `moves`, the receiver's at the other."""
     from dagrl.refit import RefitReceiver, RefitSender
     from tests.unit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
 
     plan, layout = cases._refit_plan(place.size)
     channel = place.open()
     recorded = []
-    record = channel.record
-    channel.record = lambda work: recorded.append(1) or record(work)  # type: ignore[method-assign,func-returns-value]
+    capture = channel.record
+    channel.record = lambda work: recorded.append(1) or capture(work)  # type: ignore[method-assign,func-returns-value]
     weights = hf_weights(cases.CONFIG)
     if place.rank == 0:
         held = megatron_tensors(weights, cases.CONFIG, layout, 0)
@@ -107,12 +120,10 @@ def moved(place: Place) -> object:
         expected = vllm_tensors(weights, cases.CONFIG, 1, 0)
         held = zeros_like(expected)
     live = {name: torch.nn.Parameter(tensor.to(place.device)) for name, tensor in held.items()}
-    end = (RefitSender if place.rank == 0 else RefitReceiver)(plan.for_rank(place.rank), live, channel)
-    for version in range(6):
-        if version == 3:  # what the sender holds moves; at version 4 what the receiver holds
-            _move(live, place.rank == 0)
-        if version == 4:
-            _move(live, place.rank == 1)
+    end = (RefitSender if place.rank == 0 else RefitReceiver)(plan.for_rank(place.rank), live, channel, verify, record)
+    for version in range(versions):
+        if version in moves:
+            _move(live, place.rank == moves.index(version))
         if isinstance(end, RefitSender):
             end.send(version)
             for parameter in live.values():
@@ -135,6 +146,12 @@ def _move(live: dict[str, torch.nn.Parameter], mine: bool) -> None:
 def test_a_recorded_refit_follows_memory_that_moves() -> None:
     pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
     assert run_case(moved, "nccl", 2) == [2, 2]
+
+
+@two_gpus
+def test_refits_that_try_both_ways_are_right_and_proved_in_each() -> None:
+    pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
+    assert run_case(tried, "nccl", 2) == [1, 1]
 
 
 def abandoned(place: Place) -> object:
