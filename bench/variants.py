@@ -107,7 +107,7 @@ class Actors:
             [_start_actor(host_resources[place * len(host_resources) // count :][:1]) for place in range(count)]
             for _ in range(3)
         ]
-        pids = [ray.get([actor.pid.remote() for actor in actors]) for actors in sets]
+        pids = [ray.get([actor.pid.remote() for actor in actors], timeout=DEADLINE_S) for actors in sets]
         return Actors(tuple(sets[0]), tuple(pids[0]), tuple(sets[1]), tuple(sets[2]))
 
     def first(self, count: int) -> Actors:
@@ -119,7 +119,7 @@ class Actors:
 
     def set_result(self, size: int) -> None:
         """Make every worker answer with `size` bytes; not while a graph is compiled on them."""
-        ray.get([actor.set_result.remote(size) for actor in (*self.flat, *self.compiled, *self.plain)])
+        ray.get([actor.set_result.remote(size) for actor in (*self.flat, *self.compiled, *self.plain)], timeout=DEADLINE_S)
 
 
 def _start_actor(host: Sequence[str]) -> Any:
@@ -191,7 +191,7 @@ def _flat_graph(shape: str, actors: Actors, payload_bytes: int, result_bytes: in
     context.buffer_size_bytes = payload_bytes + ENVELOPE
     context.get_timeout = context.submit_timeout = DEADLINE_S
     worker_bytes = (payload_bytes if shape == "chain" else result_bytes) + ENVELOPE
-    ray.get([actor.__ray_call__.remote(_set_buffer_bytes, worker_bytes) for actor in actors.flat])
+    ray.get([actor.__ray_call__.remote(_set_buffer_bytes, worker_bytes) for actor in actors.flat], timeout=DEADLINE_S)
     with InputNode() as start:
         if shape == "chain":
             node: Any = start

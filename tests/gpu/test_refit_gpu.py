@@ -104,7 +104,7 @@ def tried(place: Place) -> object:
 
 
 def _refits(place: Place, versions: int, record: Record, verify: Verify, moves: tuple[int, ...] = ()) -> int:
-    """How often this rank recorded; the sender's tensors move at the first version of `moves`, the receiver's at the other."""
+    """How often this rank recorded. At the first version of `moves` the sender's tensors move, at the second the other's."""
     from dagrl.refit import RefitReceiver, RefitSender
     from tests.unit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
 
