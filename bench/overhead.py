@@ -179,7 +179,13 @@ def _cases(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
 
 @contextmanager
 def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
-    """A Ray cluster of this machine's own, of one or more raylets; gives a custom resource for each, if more than one."""
+    """A Ray cluster of this machine's own, of one or more raylets; gives a custom resource for each, if more than one.
+
+    Workers have the priority that they have in runs with GPUs.
+    """
+    from dagrl.cluster import PRIORITY
+
+    os.environ.update(PRIORITY)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if hosts == 1:
         from dagrl.cluster import ray_cluster

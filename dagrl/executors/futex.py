@@ -1,13 +1,14 @@
 """Waiting for a word of shared memory to change, without polling: Linux's futex, through ctypes.
 
 Ray's own shared-memory channels poll (`sched_yield` in a loop), so that every graph alive on a worker takes a whole core
-while nothing happens. Who waits here looks for a while, if messages come often, and then sleeps. See futex(2); the words are
-shared between processes, so the flag for private ones is not set.
+while nothing happens. Who waits here looks for a while, if messages come often and there is a core for it, and then sleeps.
+See futex(2); the words are shared between processes, so the flag for private ones is not set.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import threading
@@ -24,6 +25,11 @@ SOON_S = 20e-3 if _LARGE else 400e-6
 200 us, so back-to-back replays stay awake, and a worker whose next replay is far away sleeps at once. Soon must exceed the
 time of a chain of sleepers (of 64 on a large machine), or the chain never wakes. On a small machine the one who looks takes
 the core of the one who is to send."""
+
+LOST_CORE_S = 1e-3 if _LARGE else math.inf
+"""One who looks and finds so much time gone since the last look has lost the core to another, who needs it more."""
+GIVE_WAY_S = (20e-3, 2.0)
+"""How long to sleep at once then instead of looking: at first, and at most, when the core is lost again and again."""
 
 let_others_run = ctypes.CDLL(None).sched_yield
 """Give the core to another process, or thread of this one, that wants it."""
@@ -63,6 +69,41 @@ class Futexes:
         self._call(self._number, ctypes.c_void_p(self._start + 4 * index), _WAKE, _EVERYONE, None, None, 0)
 
 
+class Patience:
+    """How long one who waits looks before sleeping: long if the last message came soon, and nobody else wants the core.
+
+    With more who look than cores, each would wait a scheduler's slice of milliseconds for the others, and all for the last
+    of them; so whoever loses the core gives way for a while, with all edges of its process.
+    """
+
+    _give_way_until = 0.0
+    _give_way_s = GIVE_WAY_S[0]
+
+    def __init__(self) -> None:
+        self.seconds = SHORT_SPIN_S
+
+    def looked(self, before: float) -> float:
+        """The time now, after a look; infinitely late if the core was lost since `before`."""
+        now = time.perf_counter()
+        if now - before < LOST_CORE_S:
+            return now
+        least, most = GIVE_WAY_S
+        again = before - Patience._give_way_until < Patience._give_way_s
+        Patience._give_way_s = min(2 * Patience._give_way_s, most) if again else least
+        Patience._give_way_until = now + Patience._give_way_s
+        return math.inf
+
+    def came(self, started: float) -> None:
+        """A message came that was waited for since `started`."""
+        now = time.perf_counter()
+        soon = now - started < SOON_S and now >= Patience._give_way_until
+        self.seconds = LONG_SPIN_S if soon else SHORT_SPIN_S
+
+    def lose(self) -> None:
+        """No message came in time: whoever waits on in short turns does not look for long in each of them."""
+        self.seconds = SHORT_SPIN_S
+
+
 class Watch:
     """Waits for words of one memory, whose word `closed` says whether it is still in use."""
 
@@ -70,7 +111,7 @@ class Watch:
         self._words = words
         self._futexes = futexes
         self._closed = closed
-        self._spin_s = SHORT_SPIN_S
+        self._patience = Patience()
 
     def check_open(self) -> None:
         """Raise EdgeClosedError if the memory is in use no more."""
@@ -82,19 +123,20 @@ class Watch:
         words, closed = self._words, self._closed
         if words[index] != known and not words[closed]:
             return
-        started = time.perf_counter()
-        until = started + self._spin_s
-        while words[index] == known and not words[closed] and time.perf_counter() < until:
+        started = now = time.perf_counter()
+        until = started + self._patience.seconds
+        while words[index] == known and not words[closed] and now < until:
             let_others_run()
+            now = self._patience.looked(now)
         while words[index] == known or words[closed]:
             self._sleep(index, known, started, timeout_s)
-        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < SOON_S else SHORT_SPIN_S
+        self._patience.came(started)
 
     def _sleep(self, index: int, known: int, started: float, timeout_s: float | None) -> None:
         self.check_open()
         left = _LOOK_S if timeout_s is None else started + timeout_s - time.perf_counter()
         if left <= 0:
-            self._spin_s = SHORT_SPIN_S  # whoever waits on in short turns does not look for long in each of them
+            self._patience.lose()
             raise EdgeTimeoutError("no message in time")
         self._futexes.wait(index, known, min(left, _LOOK_S))
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.executors.futex import LONG_SPIN_S, SHORT_SPIN_S, SOON_S, let_others_run
+from dagrl.executors.futex import Patience, let_others_run
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError, aligned, count_copied, cut
 
 Memory = npt.NDArray[np.uint8]
@@ -120,7 +120,7 @@ class LinkReader:
         self._body: Memory | None = None
         self._filled = 0  # of the first of these three that is not complete
         self._pool: list[Memory] = []
-        self._spin_s = SHORT_SPIN_S
+        self._patience = Patience()
 
     def read(self, timeout_s: float | None) -> object:
         """The next message, unpickled; its large arrays lie in memory that is used again once they are gone.
@@ -178,20 +178,20 @@ class LinkReader:
 
     def _wait(self, until: float | None) -> None:
         """Return when there is something to receive: look for a while if the last came soon, then sleep."""
-        started = time.perf_counter()
+        started = now = time.perf_counter()
         while not self._poll.poll(0):
-            now = time.perf_counter()
-            if now - started < self._spin_s:
+            if now - started < self._patience.seconds:
                 let_others_run()
+                now = self._patience.looked(now)
             else:
-                self._sleep(_LOOK_S if until is None else until - now)
-        self._spin_s = LONG_SPIN_S if time.perf_counter() - started < SOON_S else SHORT_SPIN_S
+                self._sleep(_LOOK_S if until is None else until - time.perf_counter())
+        self._patience.came(started)
 
     def _sleep(self, left: float) -> None:
         if self._closed:
             raise EdgeClosedError("this edge was closed")
         if left <= 0:
-            self._spin_s = SHORT_SPIN_S  # whoever waits on in short turns does not look for long in each of them
+            self._patience.lose()
             raise EdgeTimeoutError("no message from another host in time")
         self._poll.poll(1000 * min(left, _LOOK_S))
 
