@@ -191,7 +191,7 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
         from dagrl.cluster import ray_cluster
         from dagrl.config import ClusterConfig
 
-        with ray_cluster(ClusterConfig(num_cpus=os.cpu_count()), {"OMP_NUM_THREADS": "1"}):
+        with ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), object_store_memory=_store()), {"OMP_NUM_THREADS": "1"}):
             yield ()
         return
     import ray
@@ -207,6 +207,11 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def _store() -> int:
+    """Bytes of Ray's object store: room for what plain calls put there in many steps, a copy of the input for each call."""
+    return min(16 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
 
 
 def _nearest(numbers: Sequence[int], wanted: int) -> int:

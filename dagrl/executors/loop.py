@@ -19,6 +19,9 @@ def run_tasks(worker: HasState, tasks: Sequence[ExecutableTask], *rays: object) 
     """Run the nodes of one worker in order, again and again, until an edge is closed. `rays`: what else Ray's loop takes."""
     for task in tasks:
         task.prepare()
+        if not task.task_inputs[1].input_variant.looks:
+            for channel in task.input_channels:
+                channel.never_look()
     steps = [_step(worker, task) for task in tasks]
     try:
         while True:
