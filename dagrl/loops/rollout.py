@@ -242,7 +242,7 @@ class Rollouts:
         request, self._next_request = self._next_request, self._next_request + 1
         self._requests[request] = (group, episode)
         expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
-        self._waiting[request] = Waiting(request, group.cohort, min(expected, episode.turn_left))
+        self._waiting[request] = Waiting(request, group.cohort, expected)
 
     def _submit(self) -> None:
         """Start a quantum with the requests that fit."""

@@ -171,13 +171,15 @@ class UnigramGenerator(UnigramWorker):
                 request, seed, limit = (int(batch[name][row]) for name in names)
                 self.running[request] = {"seed": seed, "limit": limit, "made": []}
         finished: list[FinishedRequest] = []
-        steps = 0
+        table = self._log_table()
+        steps, step_s = 0, float(self.config.data.task_args.get("engine_step_s", 0.0))  # type: ignore[arg-type]
+        started = time.perf_counter()
         while steps < int(batch.scalars["engine_steps"]) and self.running:
             steps += 1
             self._die_if_told()
-            time.sleep(float(self.config.data.task_args.get("engine_step_s", 0.0)))  # type: ignore[arg-type]
+            time.sleep(max(0.0, started + steps * step_s - time.perf_counter()))  # with what the step itself took
             for request in list(self.running)[: generation.vllm_cfg.max_num_seqs]:
-                if reason := self._step(self.running[request]):
+                if reason := self._step(self.running[request], table):
                     finished.append(self._as_finished(request, reason))
                     del self.running[request]
         return pack_generated(finished, map(Progress, self.running), steps)
@@ -190,10 +192,12 @@ class UnigramGenerator(UnigramWorker):
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _step(self, request: dict[str, Any]) -> str:
+    def _log_table(self) -> Any:
         import torch
 
-        table = torch.log_softmax(self.logits, 0).numpy().astype(np.float64)
+        return torch.log_softmax(self.logits, 0).numpy().astype(np.float64)
+
+    def _step(self, request: dict[str, Any], table: Any) -> str:
         drawn = np.random.default_rng((request["seed"], len(request["made"]))).random()
         token = min(int(np.searchsorted(np.cumsum(np.exp(table)), drawn)), SIZE - 1)
         request["made"].append((token, float(table[token]), self.version))
