@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -13,16 +14,20 @@ from bench.variants import Step
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: `rounds` turns of at most `samples` steps or `seconds`, after `warmup` steps or a third of it."""
+    """How long to measure: `rounds` turns of at most `samples` steps or `seconds`, after `warmup` steps or a third of it.
+
+    Before the first, at most `settle_s` seconds for the actors' processes to come to rest.
+    """
 
     rounds: int = 3
     samples: int = 250
     seconds: float = 0.12
     warmup: int = 20
+    settle_s: float = 10.0
 
 
 FULL = Effort()
-QUICK = Effort(rounds=2, samples=40, seconds=0.3, warmup=5)
+QUICK = Effort(rounds=2, samples=40, seconds=0.3, warmup=5, settle_s=1.0)
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,25 @@ def _turn(run: Callable[[object], object], argument: object, effort: Effort) -> 
         run(argument)
         taken.append(time.perf_counter() - before)
     return taken
+
+
+QUIET = 0.1
+"""Share of the processor time of all cores that may be used where nothing is to disturb a measurement."""
+
+
+def wait_for_quiet(longest_s: float, window_s: float = 0.5) -> bool:
+    """Return when the cores were idle for `window_s`, or after `longest_s`; whether they were."""
+    until = time.monotonic() + longest_s
+    while time.monotonic() < until:
+        before = _processor_ticks()
+        time.sleep(window_s)
+        idle, total = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
+        if total and 1 - idle / total < QUIET:
+            return True
+    return False
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Of all cores since the start of the machine: idle ones, and all."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return ticks[3] + ticks[4], sum(ticks[:8])

@@ -20,7 +20,7 @@ from typing import Any
 from bench.copied import computed, counted
 from bench.deadline import Deadline, add_deadline
 from bench.first_step import first_steps
-from bench.measure import FULL, QUICK, Effort, side_by_side
+from bench.measure import FULL, QUICK, Effort, side_by_side, wait_for_quiet
 from bench.report import Report, Row, as_row, check_plot, command_line, plot, print_first_steps, print_table
 from bench.variants import ARITY, SHAPES, VARIANTS, Actors, Step, argument, steps
 from bench.worker import SMALL, payload
@@ -109,6 +109,7 @@ def measure(plan: Plan, deadline: Deadline, so_far: Callable[[list[Row]], object
     rows: list[Row] = []
     with bench_cluster(plan.hosts) as host_resources:
         actors = Actors.start(max(plan.workers), host_resources)
+        wait_for_quiet(plan.effort.settle_s)
         for workers in plan.workers:
             for shape, arity in deadline.each(_shapes(plan), f"{{0[0]}} of {workers} workers".format):
                 rows += _measure_shape(plan, shape, workers, actors.first(workers), arity)
