@@ -152,8 +152,8 @@ class GenerationConfig(Section):
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # besides the ends of sequence of the tokenizer and of the model's config.json
-    quantum_engine_steps: PositiveInt = 16  # engine steps in one replay of `generate`; with quantum_seconds the first size
-    quantum_seconds: PositiveFloat | None = None  # what an update waits for quanta at most: sizes follow
+    quantum_engine_steps: PositiveInt | None = None  # engine steps in one replay of `generate`; None: what its overhead asks
+    quantum_seconds: PositiveFloat = 0.5  # what an update waits for quanta at most, where their engine steps are not given
     request_order: Literal["longest_first", "fifo"] = "longest_first"  # by the past lengths of their prompts
     forced_lengths: ForcedLengths | None = None
     colocated: ColocatedConfig = ColocatedConfig()

@@ -80,17 +80,21 @@ def dispatch(waiting: Sequence[Waiting], shards: Sequence[ShardLoad], *, longest
     return sent
 
 
+FIRST_QUANTUM = 16
+"""Engine steps of a quantum while it is not known what they take."""
+
+
 @dataclass
 class QuantumSize:
-    """Engine steps of the next quantum: enough that starting one costs under 1 %, and no more than `seconds` take.
+    """Engine steps of a quantum: `fixed`, or enough that starting one costs under 1 %, and no more than `seconds` take.
 
     `seconds` are those of all quanta that are submitted at once (`in_flight`), as who wants the engines waits for them all.
-    Without `seconds` the size is fixed. Times are smoothed over about ten quanta. The size is the same for all ranks, as it
-    travels with the requests: a clock on each rank would let tensor-parallel ranks part.
+    Times are smoothed over about ten quanta. The size is the same for all ranks, as it travels with the requests: a clock on
+    each rank would let tensor-parallel ranks part.
     """
 
-    engine_steps: int
-    seconds: float | None = None
+    fixed: int | None
+    seconds: float
     in_flight: int = 1
     overhead_share: float = 0.01
     step_s: float | None = None
@@ -105,8 +109,10 @@ class QuantumSize:
 
     def next(self) -> int:
         """Engine steps of the next quantum."""
-        if self.seconds is None or not self.step_s or self.overhead_s is None:
-            return self.engine_steps
+        if self.fixed is not None:
+            return self.fixed
+        if not self.step_s or self.overhead_s is None:
+            return FIRST_QUANTUM
         cheap = round(self.overhead_s / (self.overhead_share * self.step_s) + 0.49)  # up, but for a rounding error
         allowed = round(self.seconds / self.in_flight / self.step_s - 0.49)
         return max(min(max(cheap, 1), allowed), 1)

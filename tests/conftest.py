@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from dagrl.config import ClusterConfig
 INDEPENDENT = ("async_grpo", "bench_step", "environments", "refit_layouts", "vllm_families")
 APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
 """Where the tests of one of two processes are: those that share no pool of workers with the others'."""
+
+# Ray runs its workers at niceness 15, where they would wait for whatever the tests of the other process do.
+os.environ["RAY_worker_niceness"] = "0"
 
 # Machines that run tests are shared; how long one example took, or took to be made up, says nothing of the code.
 # pytest-timeout bounds a whole test.

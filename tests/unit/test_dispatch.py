@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
+from dagrl.dispatch import FIRST_QUANTUM, LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
 
 
 def simulate(lengths: list[int], expected: list[float], shards: int, slots: int, *, longest_first: bool) -> list[int]:
@@ -99,7 +99,6 @@ def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
 @pytest.mark.parametrize(
     ("seconds", "in_flight", "step_s", "overhead_s", "expected"),
     [
-        (None, 2, 0.01, 0.001, 16),  # no bound: the configured size
         (1.0, 1, 0.01, 0.0002, 2),  # 0.2 ms is 1 % of two steps of 10 ms
         (1.0, 2, 0.01, 0.002, 20),
         (0.1, 1, 0.01, 0.002, 10),  # the bound on time wins
@@ -107,11 +106,12 @@ def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
         (0.001, 1, 0.01, 0.002, 1),  # but one step there must be
     ],
 )
-def test_quantum_size(seconds: float | None, in_flight: int, step_s: float, overhead_s: float, expected: int) -> None:
-    size = QuantumSize(16, seconds, in_flight)
-    assert size.next() == 16
-    for _ in range(100):
-        size.record(8, 8 * step_s, overhead_s)
-    assert size.next() == expected
-    if seconds is not None and expected > 1:
+def test_quantum_size(seconds: float, in_flight: int, step_s: float, overhead_s: float, expected: int) -> None:
+    size, fixed = QuantumSize(None, seconds, in_flight), QuantumSize(7, seconds, in_flight)
+    assert size.next() == FIRST_QUANTUM
+    for one in (size, fixed):
+        for _ in range(100):
+            one.record(8, 8 * step_s, overhead_s)
+    assert size.next() == expected and fixed.next() == 7
+    if expected > 1:
         assert in_flight * expected * step_s <= seconds + 1e-9

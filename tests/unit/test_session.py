@@ -152,7 +152,7 @@ def test_what_was_done_before_the_step_that_reads_it_is_counted_once(monkeypatch
 
 def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead_of_quanta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quanta of 10 steps of 10 ms, 1 ms apart: neither their overhead nor their size grows with what lies between."""
-    session, size = timed_session(monkeypatch, 10.0), QuantumSize(10, seconds=10.0, in_flight=2)
+    session, size = timed_session(monkeypatch, 10.0), QuantumSize(None, seconds=10.0, in_flight=2)
     monkeypatch.setattr("dagrl.loops.session.time.perf_counter", lambda: now)
     now, submitted = 0.0, [0.0, 0.0]
     for number in range(60):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
+from dagrl.dispatch import FIRST_QUANTUM
 from dagrl.errors import ConfigError, RunError
 from dagrl.generation import FinishedRequest, Generated, merge_generated
 from dagrl.layout import ParallelLayout
@@ -108,11 +109,11 @@ class VllmWorker:
         """One quantum: add the batch's requests, run engine steps, return what finished.
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
-        [n]. Scalars: `engine_steps`, by default `policy.generation.quantum_engine_steps`.
+        [n]. Scalars: `engine_steps`, which a warm-up may lack.
         """
         engine = self._ready_engine()
         self._enter_device()
-        steps = int(batch.scalars.get("engine_steps", self.generation.quantum_engine_steps))
+        steps = int(batch.scalars.get("engine_steps", FIRST_QUANTUM))
         if in_warmup():
             return self._warm_up(engine, batch, steps)
         return engine.run(_requests(batch), steps)
