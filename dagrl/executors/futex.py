@@ -76,8 +76,7 @@ class Patience:
     """How long one who waits looks before sleeping: long if the last message came soon, and nobody else wants the core.
 
     With more who look than cores, each would wait a scheduler's slice of milliseconds for the others, and all for the last
-    of them (64 workers on 64 cores: 3.0 ms a replay, and 0.65 ms where nobody looks). So whoever loses the core gives way
-    for a while, with all edges of its process.
+    of them. So whoever loses the core gives way for a while, with all edges of its process.
     """
 
     _give_way_until = 0.0

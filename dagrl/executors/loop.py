@@ -19,9 +19,6 @@ def run_tasks(worker: HasState, tasks: Sequence[ExecutableTask], *rays: object) 
     """Run the nodes of one worker in order, again and again, until an edge is closed. `rays`: what else Ray's loop takes."""
     for task in tasks:
         task.prepare()
-        if not task.task_inputs[1].input_variant.looks:
-            for channel in task.input_channels:
-                channel.never_look()
     steps = [_step(worker, task) for task in tasks]
     try:
         while True:
@@ -46,4 +43,7 @@ def _step(worker: HasState, task: ExecutableTask) -> Callable[[], None]:
         output.write(run(worker, call, reads[0]()))
 
     call = given[0].input_variant
+    if not call.looks:
+        for channel in task.input_channels:
+            channel.never_look()
     return turn_of_one if len(reads) == 1 and len(given) == 2 else turn
