@@ -1,7 +1,8 @@
 """QuantumEngine: one vLLM engine rank that takes requests and runs a bounded number of steps.
 
-Between two calls the engine is at rest. A request keeps its KV cache from quantum to quantum; the policy version of each of
-its tokens is known because versions change only between quanta.
+Within a quantum vLLM prepares a step while the one before it computes (asynchronous scheduling, where it can). Between two
+quanta the engine is at rest, so that no step runs on weights that a refit is writing: a request keeps its KV cache from
+quantum to quantum, and the policy version of each of its tokens is known because versions change only between quanta.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import GenerationConfig
 from dagrl.errors import DataError, RunError
 from dagrl.generation import FinishedRequest, Generated, Progress, checksum, pack_generated
+from workers.vllm import features
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
@@ -108,18 +110,22 @@ class QuantumEngine:
         finished: list[FinishedRequest] = []
         steps = 0
         while self._running and steps < engine_steps:
-            outputs = self._engine.step()
-            if self._given_up:
-                raise RunError("the quantum was aborted inside an engine step; restart the generation workers")
-            ended = [self._finish(output) for output in outputs if output.finished]
-            finished += ended
             steps += 1
-            if self._peers is not None and (ended or steps == engine_steps):
-                self._peers.compare(steps, [request.request_id for request in ended])
+            finished += self._take(self._engine.step(), steps, last=steps == engine_steps)
             if self._running and not self._engine.has_unfinished_requests():
                 raise RunError(f"vLLM knows no more of requests {sorted(self._running)[:5]}; restart the generation workers")
+        finished += self._take(features.come_to_rest(self._engine), steps)
         self._stepping = False
         return finished, steps
+
+    def _take(self, outputs: Sequence[RequestOutput], steps: int, *, last: bool = False) -> list[FinishedRequest]:
+        """The requests that ended, by what vLLM gave out after `steps` steps of the quantum; all ranks agree on them."""
+        if self._given_up:
+            raise RunError("the quantum was aborted inside an engine step; restart the generation workers")
+        ended = [self._finish(output) for output in outputs if output.finished]
+        if self._peers is not None and (ended or last):
+            self._peers.compare(steps, [request.request_id for request in ended])
+        return ended
 
     def give_up(self) -> None:
         """From another thread: let the quantum that is under way end in an error, whatever its steps return."""

@@ -10,7 +10,7 @@ on GPUs and 0.32 on CPUs; the others were only read. They differ in:
 - an executor's `shutdown` leaves vLLM's own process groups since 0.33; ours end with the process;
 - the second model runner serves some architectures in 0.26, and in 0.32 all of them where there is Triton; requests, outputs
   and weights are the same under both;
-- the CPU build has every field of `EngineArgs`, but neither sleep mode nor CUDA graphs.
+- the CPU build has every field of `EngineArgs`, but neither sleep mode, CUDA graphs nor asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from dagrl.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from vllm import LLMEngine
     from vllm.config import VllmConfig
+    from vllm.outputs import RequestOutput
 
 SLEEP_TAGS = ("weights", "kv_cache")
 """What a sleeping engine has given up, and may be given back one at a time."""
@@ -46,3 +48,18 @@ def can_sleep() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_sleep_mode_available() and current_platform.is_cumem_allocator_available())
+
+
+def come_to_rest(engine: LLMEngine) -> list[RequestOutput]:
+    """Wait for the steps that are in flight, and start none: what they gave out. Without asynchronous scheduling none is.
+
+    Paused, the scheduler hands out empty batches, and each step takes the oldest batch from the queue.
+    """
+    core = engine.engine_core.engine_core
+    outputs: list[RequestOutput] = []
+    if core.batch_queue:
+        core.pause_scheduler("keep", clear_cache=False)
+        while core.batch_queue:
+            outputs += engine.step()
+        core.resume_scheduler()
+    return outputs

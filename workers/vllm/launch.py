@@ -186,8 +186,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # Seen on H200: with it, ranks returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
-        # A step in flight between two quanta would run on weights that a refit is writing.
-        "async_scheduling": False,
+        "async_scheduling": vllm.async_scheduling,
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
