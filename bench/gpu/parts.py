@@ -103,14 +103,19 @@ def _training() -> list[Piece]:
     ]
 
 
+WAYS = "plain Ray; sync; in flight, age 2; in flight, age 4"
+"""Of `bench compare`. In flight steps come in bursts of as many as the age and one more."""
+
+
 def _steps(gpus: int) -> list[Piece]:
     """Whole GRPO steps, half of the GPUs for each role; a 4B model where there are four."""
     half = max(gpus // 2, 1)
     layout = (f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}")
     large = (f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={max(half // 2, 1)}", layout[1])
+    smaller = ("grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128", "data.task_args.count=16")
     return [
-        _step("compare", "qwen3-0.6b", layout, gpus=2),
-        _step("compare", "qwen3-4b", large, gpus=4),
+        _step("compare", "qwen3-0.6b", ("--ways", WAYS, "--steps", "6", *layout), gpus=2),
+        _step("compare", "qwen3-4b", ("--ways", WAYS, "--steps", "4", *smaller, *large), gpus=4),
         _step("step", "qwen3-0.6b", ("--keep-weights", "--rounds", "1", *layout), gpus=2),
     ]
 
