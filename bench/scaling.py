@@ -1,6 +1,6 @@
 """What a step would cost on more workers than were measured: a cost model, fitted to a benchmark's rows.
 
-    python -m bench.scaling bench/results/overhead-64-cores-quiet.json bench/results/overhead-64-cores-earlier.json \\
+    python -m bench.scaling bench/results/4x-nvidia-h200/2026-11-22/overhead.json \\
         --hosts bench/results/overhead-two-hosts-64-cores.json --plot docs/images/scaling.png
 
 The model has one constant for each thing that happens one after the other in a step (`docs/scaling.md`):
@@ -8,13 +8,15 @@ The model has one constant for each thing that happens one after the other in a 
     plain calls       a + call * N              the driver sends N calls and reads N results
     flat graph        a + read * N              the driver reads one channel for each worker
     phases of dagrl   a + part * N              on one host: the driver unpickles one message for each worker
+                      a + join * depth          ... or results are joined on the workers, in a tree
                       + way * levels            on several: what a level of links there and back adds
     a chain           a + hop * N               each way of running it
-    an array          + array + mib * MiB       as the input, beside a small one; plain calls copy it for each worker
+    an array          + array + mib * MiB       as the input, beside a small one; plain calls pay it for each worker
 
 All are fitted by least squares of the relative errors of the medians without one number of workers, on which they are
-checked. `levels` is the depth of the tree of hosts, `way` the mean of what steps over two raylets of one machine cost more
-than the line says. An array's cost is what its step took beyond that with a small input in the same report.
+checked, and without those for which a host has no cores. `levels` is the depth of the tree of hosts, `way` the mean of what
+steps over two raylets of one machine cost more than the line says. An array's cost is what its step took beyond that with a
+small input.
 """
 
 from __future__ import annotations
@@ -29,28 +31,33 @@ import numpy.typing as npt
 
 from bench.report import Report, check_plot
 from bench.worker import SMALL
+from dagrl.config import ExecutorConfig
 from dagrl.executors.hosts import FAN_OUT
 
-PER_HOST = 64
-"""Workers of one host in the table: as many as were measured."""
+PER_HOST = 32
+"""Workers of one host in the table, and the most that are fitted: 64 and a driver are more than 64 cores can run."""
 
 BEYOND = (128, 256, 1024, 4096, 16384)
 
 LARGE_MIB = 16.0
 """The input of the second table."""
 
+REDUCED = "dagrl_compiled, reduced"
+
 MIB = 1 << 20
+ARITY = ExecutorConfig().arity
 
 
 @dataclass(frozen=True)
 class Line:
-    """`a + b N`: a fit, and how far it is off on the size that it was not fitted on."""
+    """`a + b N`, or `a + b depth` where a tree joins the results: a fit, and how far it is off on the size left out."""
 
-    variant: str
+    name: str
     constant_us: float
     each_us: float
     left_out: int
     measured_us: float
+    joined: bool = False
 
     @property
     def error(self) -> float:
@@ -59,12 +66,12 @@ class Line:
 
     def predict(self, workers: int) -> float:
         """Microseconds a step."""
-        return self.constant_us + self.each_us * workers
+        return self.constant_us + self.each_us * _times(workers, self.joined)
 
 
 @dataclass(frozen=True)
 class Array:
-    """What an input of `mib` MiB adds: `array + mib_us * mib`, of each of the copies that a variant makes."""
+    """What an input of `mib` MiB, at least 1, adds: `array + mib_us * mib`; `for_each_worker`: once for each of them."""
 
     array_us: float
     mib_us: float
@@ -74,7 +81,7 @@ class Array:
 
     def predict(self, workers: int, mib: float) -> float:
         """Microseconds beyond a step with a small input."""
-        return self.array_us + self.mib_us * mib * (workers if self.for_each_worker else 1)
+        return (self.array_us + self.mib_us * mib) * (workers if self.for_each_worker else 1)
 
 
 @dataclass(frozen=True)
@@ -100,55 +107,65 @@ def levels(hosts: int) -> int:
     return depth
 
 
-def fit_line(reports: Sequence[Report], variant: str, left_out: int, shape: str = "scatter-gather") -> Line:
-    """The line of a variant on one host, from all numbers of workers but `left_out`."""
-    medians = _medians(reports, variant, shape)
-    used = [workers for workers in sorted(medians) if workers != left_out]
+def _times(workers: int, joined: bool) -> int:
+    """What a line counts: workers, or the levels of a tree that joins the results of `ARITY` at a time."""
+    if not joined:
+        return workers
+    depth = 0
+    while workers > 1:
+        workers = -(-workers // ARITY)
+        depth += 1
+    return depth
+
+
+def fit_line(report: Report, variant: str, left_out: int, shape: str = "scatter-gather") -> Line:
+    """The line of a variant on one host, from all numbers of workers up to `PER_HOST` but `left_out`."""
+    medians, joined = _medians(report, variant, shape), shape == "reduce"
+    used = [workers for workers in sorted(medians) if workers != left_out and workers <= PER_HOST]
     values = [medians[n] for n in used]
-    constant, each = _least_squares([(1.0, float(n)) for n in used], values, values)
-    return Line(variant, constant, each, left_out, medians[left_out])
+    constant, each = _least_squares([(1.0, float(_times(n, joined))) for n in used], values, values)
+    return Line(REDUCED if joined else variant, constant, each, left_out, medians[left_out], joined)
 
 
-def fit_array(reports: Sequence[Report], variant: str, left_out: int) -> Array:
-    """What arrays as inputs add to the steps of a variant on one host, from all numbers of workers but `left_out`."""
+def fit_array(report: Report, variant: str, left_out: int) -> Array:
+    """What arrays as inputs add to the steps of a variant on one host, from the numbers of workers of its line."""
     for_each = variant == "ray_calls"
     points = [
-        (workers, mib * (workers if for_each else 1), us - small, us)
-        for report in reports
-        for workers, small in _medians([report], variant).items()
+        (workers, (float(times), mib * times), us - small, us)
+        for workers, small in _medians(report, variant).items()
+        for times in [workers if for_each else 1]
         for mib, us in _with_arrays(report, variant, workers)
+        if workers <= PER_HOST
     ]
-    used = [point for point in points if point[0] != left_out]
-    features, added, whole = zip(*[((1.0, copied), more, us) for _, copied, more, us in used], strict=True)
+    features, added, whole = zip(*[point[1:] for point in points if point[0] != left_out], strict=True)
     array, each = _least_squares(features, added, whole)
-    _, copied, more, us = max(point for point in points if point[0] == left_out)
-    return Array(array, each, for_each, left_out, (array + each * copied - more) / us)
+    _, (times, copied), more, us = max(point for point in points if point[0] == left_out)
+    return Array(array, each, for_each, left_out, (array * times + each * copied - more) / us)
 
 
 def fit_tree(line: Line, hosts: Report) -> Tree:
     """What two hosts add to the line."""
-    added = [us - line.predict(workers) for workers, us in _medians([hosts], line.variant).items()]
+    added = [us - line.predict(workers) for workers, us in _medians(hosts, line.name).items()]
     return Tree(line, float(np.mean(added)), len(added))
 
 
-def _medians(reports: Sequence[Report], variant: str, shape: str = "scatter-gather") -> dict[int, float]:
-    """Medians of steps with small inputs and results, by number of workers, each from the first report that has it."""
-    found: dict[int, float] = {}
-    for report in reports:
-        rows = [row for row in report.rows if row["variant"] == variant and row.get("shape") == shape]
-        for row in rows:
-            if row["payload_bytes"] == row["result_bytes"] == SMALL:
-                found.setdefault(int(row["workers"]), float(row["p50_us"]))
-    return found
+def _medians(report: Report, variant: str, shape: str = "scatter-gather") -> dict[int, float]:
+    """Medians of steps with small inputs and results, by number of workers."""
+    return {
+        int(row["workers"]): float(row["p50_us"])
+        for row in report.rows
+        if (row["variant"], row.get("shape")) == (variant, shape) and row["payload_bytes"] == row["result_bytes"] == SMALL
+    }
 
 
 def _with_arrays(report: Report, variant: str, workers: int) -> list[tuple[float, float]]:
-    """MiB of the input, and the median, of steps with an array as input and small results."""
+    """MiB of the input, and the median, of steps with an array of at least 1 MiB (less may travel in calls) as input."""
     return [
         (float(row["payload_bytes"]) / MIB, float(row["p50_us"]))
         for row in report.rows
         if (row["variant"], row.get("shape"), row["workers"]) == (variant, "scatter-gather", workers)
-        and int(row["payload_bytes"]) > SMALL == row["result_bytes"]
+        and int(row["payload_bytes"]) >= MIB
+        and row["result_bytes"] == SMALL
     ]
 
 
@@ -178,7 +195,7 @@ def table(models: Sequence[tuple[str, Model, Array]], mib: float = 0.0) -> str:
     return "\n".join(lines)
 
 
-def plot(reports: Sequence[Report], models: Sequence[tuple[str, Model, Array]], path: Path) -> None:
+def plot(report: Report, models: Sequence[tuple[str, Model, Array]], path: Path) -> None:
     """Measured medians as points, the models as lines up to 16,384 workers."""
     import matplotlib
 
@@ -188,9 +205,9 @@ def plot(reports: Sequence[Report], models: Sequence[tuple[str, Model, Array]], 
     figure, panel = pyplot.subplots(figsize=(7, 4.5))
     sizes = [2**power for power in range(15)]
     for name, model, _ in models:
-        points = sorted(_medians(reports, name).items())
+        measured = _medians(report, "dagrl_compiled", "reduce") if name == REDUCED else _medians(report, name)
         (line,) = panel.plot(sizes, [model.predict(size) / 1e3 for size in sizes], label=f"{name}, model")
-        panel.scatter([n for n, _ in points], [us / 1e3 for _, us in points], color=line.get_color(), zorder=3)
+        panel.scatter(list(measured), [us / 1e3 for us in measured.values()], color=line.get_color(), zorder=3)
     panel.axvline(PER_HOST, color="gray", linewidth=0.6, linestyle=":")
     panel.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms a step")
     panel.set_title("Cost of a step that does nothing (points: measured)")
@@ -209,32 +226,37 @@ def _time(microseconds: float) -> str:
 def main() -> int:
     """Fit, check, print; draw if asked to."""
     parser = argparse.ArgumentParser(prog="bench.scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("reports", type=Path, nargs="+", help="JSON of `dagrl bench overhead` on one host, the best first")
+    parser.add_argument("report", type=Path, help="JSON of `dagrl bench overhead` on one host")
     parser.add_argument("--hosts", type=Path, required=True, help="JSON of `dagrl bench overhead --hosts 2`")
     parser.add_argument("--left-out", type=int, default=32, help="workers on one host that the fits are checked on")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if options.plot:
         check_plot(options.plot)
-    reports = [Report.read(path) for path in options.reports]
+    report, hosts = Report.read(options.report), Report.read(options.hosts)
+    print(f"at {options.left_out} workers, left out of the fits:")
     models: list[tuple[str, Model, Array]] = []
     for name in ("ray_calls", "ray_flat_graph", "dagrl_compiled"):
-        line, chain = (fit_line(reports, name, options.left_out, shape) for shape in ("scatter-gather", "chain"))
-        array = fit_array(reports, name, options.left_out)
-        print(f"{name}, at {options.left_out} workers, left out of the fits:")
-        print(f"  {line.constant_us:.0f} + {line.each_us:.1f} N us, {line.error:+.0%}")
-        print(f"  chain: {chain.constant_us:.0f} + {chain.each_us:.1f} N us, {chain.error:+.0%}")
-        each = " N" if array.for_each_worker else ""
-        print(f"  an array: {array.array_us:.0f} + {array.mib_us:.0f} MiB{each} us, {array.error:+.0%}")
+        line, array = fit_line(report, name, options.left_out), fit_array(report, name, options.left_out)
+        _tell(line, fit_line(report, name, options.left_out, "chain"), array)
         models.append((name, line, array))
-    tree, array = fit_tree(line, Report.read(options.hosts)), models.pop()[2]
-    print(f"{name} over hosts: {tree.way_us:.0f} us a level of links, from {tree.rows} rows, not checked")
-    models.append((name, tree, array))
+    tree, reduced = fit_tree(line, hosts), fit_line(report, "dagrl_compiled", options.left_out, "reduce")
+    print(f"{reduced.name}: {reduced.constant_us:.0f} + {reduced.each_us:.1f} depth us, {reduced.error:+.0%}")
+    print(f"{name} over hosts: {tree.way_us:.0f} us a level of links, from {tree.rows} rows, not checked\n")
+    models[-1:] = [(name, tree, array), (REDUCED, Tree(reduced, tree.way_us, tree.rows), array)]
     print(f"{table(models)}\n\nwith an input of {LARGE_MIB:.0f} MiB, links as fast as shared memory:\n")
-    print(table(models[1:], LARGE_MIB))  # plain calls with large inputs follow no such line
+    print(table(models, LARGE_MIB))
     if options.plot:
-        plot(reports, models, options.plot)
+        plot(report, models, options.plot)
     return 0
+
+
+def _tell(line: Line, chain: Line, array: Array) -> None:
+    """The costs of a variant, and how far they are off."""
+    each = " N" if array.for_each_worker else ""
+    print(f"{line.name}: {line.constant_us:.0f} + {line.each_us:.1f} N us, {line.error:+.0%}")
+    print(f"  chain: {chain.constant_us:.0f} + {chain.each_us:.1f} N us, {chain.error:+.0%}")
+    print(f"  an array: ({array.array_us:.0f} + {array.mib_us:.0f} MiB){each} us, {array.error:+.0%}")
 
 
 if __name__ == "__main__":

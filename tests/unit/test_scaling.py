@@ -35,40 +35,44 @@ def test_the_depth_of_a_tree_in_which_each_host_sends_to_eight_more(hosts: int, 
 
 
 @pytest.mark.parametrize("shape", ["scatter-gather", "chain"])
-def test_a_line_is_found_without_the_size_that_it_is_checked_on(shape: str) -> None:
-    rows = [row(40 + 2.5 * n, n, shape=shape) for n in (1, 8, 64)] + [row(240.0, 32, shape=shape)]
+def test_a_line_is_found_without_the_size_that_it_is_checked_on_and_without_those_beyond_a_host(shape: str) -> None:
+    rows = [row(40 + 2.5 * n, n, shape=shape) for n in (1, 8, 16)] + [row(240.0, 32, shape=shape)]
     others = [
+        row(9000.0, 2 * PER_HOST, shape=shape),
         row(1.0, 8, variant="ray_calls", shape=shape),
         row(1.0, 8, payload=MIB, shape=shape),
         row(1.0, 8, shape="other"),
     ]
-    line = fit_line([report(others), report(rows)], "dagrl_compiled", 32, shape)
+    line = fit_line(report(rows + others), "dagrl_compiled", 32, shape)
     assert (line.constant_us, line.each_us) == pytest.approx((40, 2.5))
     assert line.predict(1000) == pytest.approx(2540)
     assert line.error == pytest.approx(120 / 240 - 1)
 
 
+def test_results_that_are_joined_in_a_tree_cost_its_levels() -> None:
+    rows = [row(us, n, shape="reduce") for us, n in ((60.0, 1), (115.0, 8), (170.0, 9), (200.0, 32))]
+    line = fit_line(report(rows), "dagrl_compiled", 32, "reduce")
+    assert (line.constant_us, line.each_us, line.error) == pytest.approx((60, 55, 170 / 200 - 1))
+    assert [line.predict(n) for n in (64, 65, 4096)] == pytest.approx([170, 225, 280])
+
+
 def test_no_cost_is_negative() -> None:
-    line = fit_line([report([row(100.0, 1), row(50.0, 8), row(1.0, 32)])], "dagrl_compiled", 32)
+    line = fit_line(report([row(100.0, 1), row(50.0, 8), row(1.0, 32)]), "dagrl_compiled", 32)
     assert line.each_us == 0.0 and 50.0 < line.constant_us < 100.0
-    through_zero = fit_line([report([row(10.0, 1), row(1000.0, 8), row(1.0, 32)])], "dagrl_compiled", 32)
+    through_zero = fit_line(report([row(10.0, 1), row(1000.0, 8), row(1.0, 32)]), "dagrl_compiled", 32)
     assert through_zero.constant_us == 0.0
 
 
 @pytest.mark.parametrize(("variant", "for_each"), [("dagrl_compiled", False), ("ray_calls", True)])
-def test_what_an_array_adds_is_found_beside_the_small_step_of_its_own_report(variant: str, for_each: bool) -> None:
-    def rows(slower: float, sizes: tuple[float, ...]) -> list[Row]:
-        found = []
-        for n in (1, 8, 32):
-            small = slower + 3.0 * n
-            added = {mib: 20 + 35 * mib * (n if for_each else 1) for mib in sizes}
-            found += [row(small, n, variant=variant)]
-            found += [row(small + us, n, int(mib * MIB), variant) for mib, us in added.items()]
-        return found
-
-    array = fit_array([report(rows(50, (1.0,))), report(rows(500, (1 / 16, 16.0)))], variant, 32)
+def test_what_an_array_adds_is_found_beside_the_small_step(variant: str, for_each: bool) -> None:
+    rows = []
+    for n in (1, 8, 32):
+        copies = n if for_each else 1
+        rows += [row(50 + 3.0 * n, n, variant=variant), row(51 + 3.0 * n, n, MIB // 16, variant)]
+        rows += [row(50 + 3.0 * n + (20 + 35 * mib) * copies, n, mib * MIB, variant) for mib in (1, 16)]
+    array = fit_array(report(rows), variant, 32)
     assert (array.array_us, array.mib_us, array.error) == pytest.approx((20, 35, 0), abs=1e-6)
-    assert array.predict(100, 4.0) == pytest.approx(20 + 35 * 4 * (100 if for_each else 1))
+    assert array.predict(100, 4.0) == pytest.approx((20 + 35 * 4) * (100 if for_each else 1))
 
 
 def test_hosts_add_a_way_for_each_level_of_their_tree() -> None:
@@ -82,7 +86,7 @@ def test_hosts_add_a_way_for_each_level_of_their_tree() -> None:
             (
                 "dagrl_compiled",
                 tree,
-                fit_array([report([row(10, n, p) for n in (1, 32) for p in (SMALL, MIB)])], "dagrl_compiled", 32),
+                fit_array(report([row(10, n, p) for n in (1, 32) for p in (SMALL, MIB)]), "dagrl_compiled", 32),
             )
         ]
     )
