@@ -291,6 +291,11 @@ def _check_colocated(config: Config) -> None:
             "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true: asynchronous training generates "
             "and trains at the same time, while colocated workers take turns on their GPUs; set one of them to false"
         )
+    if is_colocated(config) and config.grpo.overlap_logprobs:
+        raise ConfigError(
+            "policy.generation.colocated.enabled and grpo.overlap_logprobs are both true: log-probabilities would be "
+            "computed while sequences are generated, but colocated workers take turns on their GPUs; set one to false"
+        )
     kept = config.policy.reference_weights == "device" and config.loss_fn.reference_policy_kl_penalty > 0
     if is_colocated(config) and kept:
         raise ConfigError(

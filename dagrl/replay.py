@@ -7,13 +7,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.errors import DataError
+from dagrl.errors import DataError, DeadlineError
 from dagrl.executors.base import Executable
 from dagrl.executors.packet import Packet
 from dagrl.failures import SoFar
@@ -164,6 +165,13 @@ class Replay:
         if self._error is not None:
             raise self._error
         return self._outcome
+
+    def ready(self) -> bool:
+        """Whether `result` would return or raise at once; does not wait."""
+        if not self.done:
+            with suppress(DeadlineError):
+                self._scheduler.finish(self, time.monotonic())
+        return self.done
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()

@@ -134,6 +134,10 @@ class TrajectoryBuffer(Generic[Payload]):
         """Groups under way: number -> version it was started with."""
         return dict(self._generating)
 
+    def finished(self) -> list[Taken[Payload]]:
+        """Groups that are finished and not taken, by number."""
+        return sorted(self._finished.values(), key=lambda group: group.number)
+
     def untrained(self) -> list[Taken[Payload]]:
         """Groups that are finished and not trained on, by number; those taken for a step that is not done are among them."""
         return sorted((*self._finished.values(), *self._taken), key=lambda group: group.number)

@@ -149,6 +149,10 @@ class Experience:
         self._check_failures()
         return [group.payload for group in taken]
 
+    def finished(self) -> list[ScoredGroup]:
+        """Groups that wait to be taken: scored, and not dropped."""
+        return [group.payload for group in self.buffer.finished()]
+
     def advance(self, version: int) -> None:
         """The batch taken last was trained on, and generation has `version`."""
         too_old = self.buffer.advance(version)

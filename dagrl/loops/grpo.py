@@ -12,6 +12,7 @@ from dagrl.config import Config
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy, update
+from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import run_session
@@ -30,22 +31,23 @@ def run_grpo(config: Config) -> None:
 def train_grpo(session: Session, reward: RewardRunner) -> None:
     """All GRPO steps that are left; they count on from the SFT steps."""
     last = session.config.sft.max_num_steps + session.config.grpo.max_num_steps
-    with Experience(session, reward, max_age_steps=0) as experience:
+    with Experience(session, reward, max_age_steps=0) as experience, EarlyLogprobs(session) as early:
         start_policy(session, experience)
         while session.step < last:
             step, metrics = session.step + 1, Metrics()
             with exposed(metrics):
-                groups = generate_batch(session, experience)
+                groups = generate_batch(session, experience, early)
             metrics |= experience.metrics(groups)
-            metrics |= learn(session, groups, step)
+            metrics |= learn(session, groups, step, early.take())
             metrics |= update(session, experience, time.perf_counter())
             finish_step(session, experience, metrics)
 
 
-def generate_batch(session: Session, experience: Experience) -> list[ScoredGroup]:
-    """Prompts are drawn, completed and scored until there is a whole batch."""
+def generate_batch(session: Session, experience: Experience, early: EarlyLogprobs) -> list[ScoredGroup]:
+    """Prompts are drawn, completed and scored until there is a whole batch; what is finished has its log-probabilities."""
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()
+        early.advance(experience.finished())
         session.stop.check()
     return groups

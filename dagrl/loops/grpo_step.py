@@ -15,6 +15,7 @@ from dagrl.checkpoint import TrainState
 from dagrl.config import Config
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
 from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.logprobs import Columns, Known, logprob_buckets, logprobs_of, token_rows
 from dagrl.loops.rollout import Sample, request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
@@ -49,14 +50,19 @@ def start_policy(session: Session, experience: Experience) -> None:
         experience.restore(session.state.counters, session.resumed.directory)
 
 
-def learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> Metrics:
-    """One training step on a batch of groups, up to the new weights in the train workers."""
+def learn(session: Session, groups: Sequence[ScoredGroup], step: int, known: Known | None = None) -> Metrics:
+    """One training step on a batch of groups, up to the new weights in the train workers.
+
+    `known`: log-probabilities of some of the groups, computed with the present weights.
+    """
     samples = [sample for group in groups for sample in group.samples]
     counted = np.concatenate([group.counted for group in groups])
     if session.config.grpo.overlong_filtering:
         counted &= [sample.completion.finish_reason != "length" for sample in samples]
     advantage = advantages(session.config, groups, step)
-    batch, metrics = with_logprobs(session, train_batch(samples, advantage, counted))
+    early = [(known or {}).get(group.group.number, [None] * len(group.samples)) for group in groups]
+    rows = [columns for found in early for columns in found]
+    batch, metrics = with_logprobs(session, train_batch(samples, advantage, counted), rows)
     session.stop.check()  # the last point at which the weights are those of the last finished step
     metrics |= optimize(session, batch)
     return metrics | calibrate(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
@@ -147,42 +153,33 @@ def train_batch(
 
     Samples that are not `counted` [samples] have no token in the loss.
     """
-    shape = (len(samples), max(len(sample) for sample in samples))
-    tokens = np.zeros(shape, np.int64)
+    rows = token_rows(samples)
+    shape = rows["tokens"].shape
     mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for row, sample in enumerate(samples):
         start, end = len(sample.prompt), len(sample)
-        tokens[row, :start] = sample.prompt.tokens
-        tokens[row, start:end] = sample.completion.tokens
         generation_logprobs[row, start:end] = sample.completion.logprobs
         if counted is None or counted[row]:
             mask[row, start:end] = sample.completion.sampled
-    return Batch(
-        {
-            "tokens": tokens,
-            "lengths": np.array([len(sample) for sample in samples], np.int64),
-            "loss_mask": mask,
-            "advantages": mask * advantage[:, None],
-            "generation_logprobs": mask * generation_logprobs,
-        }
+    return rows.with_fields(
+        loss_mask=mask,
+        advantages=mask * advantage[:, None],
+        generation_logprobs=mask * generation_logprobs,
     )
 
 
-def with_logprobs(session: Session, batch: Batch) -> tuple[Batch, dict[str, float]]:
-    """The batch with the policy's and the reference's log-probabilities, and the policy's mean entropy."""
+def with_logprobs(
+    session: Session, batch: Batch, known: Sequence[Columns | None] | None = None
+) -> tuple[Batch, dict[str, float]]:
+    """The batch with the policy's and the reference's log-probabilities, and the policy's mean entropy.
+
+    `known`: those of each row that are there already, else None.
+    """
     rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
-    offload = session.config.policy.offload_optimizer_for_logprob
-    if offload:
-        session.replay("logprob_inference_prep", session.step)
-    policy: Batch = session.replay("logprobs", rows)
+    columns = logprobs_of(session, rows, known or [None] * batch.rows)
     mask = batch["loss_mask"]
-    fields = {"prev_logprobs": policy["logprobs"] * mask, "reference_logprobs": np.zeros_like(policy["logprobs"])}
-    if session.config.loss_fn.reference_policy_kl_penalty:
-        reference: Batch = session.replay("reference_logprobs", rows)
-        fields["reference_logprobs"] = reference["logprobs"] * mask
-    if offload:
-        session.replay("training_prep", session.step)
-    entropy = {ENTROPY: float((policy["entropy"] * mask).sum() / mask.sum())} if mask.any() else {}
+    fields = {"prev_logprobs": columns["logprobs"] * mask, "reference_logprobs": columns["reference_logprobs"] * mask}
+    entropy = {ENTROPY: float((columns["entropy"] * mask).sum() / mask.sum())} if mask.any() else {}
     return batch.with_fields(**fields), entropy
 
 
@@ -206,22 +203,22 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     """The phases of GRPO (and of its SFT phase), at the shapes they will meet."""
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     steps = train_buckets(config, config.policy.train_global_batch_size)
-    scored = train_buckets(config, samples)
+    rows = logprob_buckets(config)
     generation = generation_config(config)
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
     widest = bucket_widths(config.policy)[-1]
     answers = requests * (generation.max_new_tokens * 3 * 8 + 256) + (1 << 16)  # ids, log-probabilities, versions
     plans = [
         PhasePlan("train_step", steps),
-        PhasePlan("logprobs", scored, result_bytes=_rows_bytes(scored)),
-        PhasePlan("reference_logprobs", scored, result_bytes=_rows_bytes(scored)),
+        PhasePlan("logprobs", rows, result_bytes=_rows_bytes(rows)),
+        PhasePlan("reference_logprobs", rows, result_bytes=_rows_bytes(rows)),
         PhasePlan("generate", _request_buckets(requests, widest), result_bytes=answers),
         PhasePlan("refit", value=0),
     ]
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
     if has_fp8_cache(config):
-        plans.append(PhasePlan(PHASE, scored))
+        plans.append(PhasePlan(PHASE, train_buckets(config, samples)))
     if not config.loss_fn.reference_policy_kl_penalty:
         plans = [plan for plan in plans if plan.name != "reference_logprobs"]
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans

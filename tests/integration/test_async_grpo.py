@@ -19,6 +19,7 @@ from dagrl.errors import RunError
 from dagrl.loops import grpo_step
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
+from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.restart import run_with_restarts
 from dagrl.loops.rollout import Sample
 from dagrl.loops.stop import StopRequestedError
@@ -100,9 +101,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     batches: Trained = []
     learn = grpo_step.learn
 
-    def watched(session: Any, groups: list[ScoredGroup], step: int) -> dict[str, float]:
+    def watched(session: Any, groups: list[ScoredGroup], step: int, *known: Any) -> dict[str, float]:
         batches.append(groups)
-        return learn(session, groups, step)
+        return learn(session, groups, step, *known)
 
     for module in ("grpo", "async_grpo"):
         monkeypatch.setattr(f"dagrl.loops.{module}.learn", watched)
@@ -139,24 +140,47 @@ def check_versions(config: Config, batches: Trained, first: int = 0, max_age: in
 def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And both ask for the reward of every group once."""
+    """And both ask for the reward of every group once. Log-probabilities computed beside generation change nothing."""
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
+    chunks = watched_chunks(monkeypatch)
+    early = {"grpo": {"overlap_logprobs": True}, "executor": "compiled"}
+    cases = {"sync": {}, "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}}, "overlap": early}
     runs = {}
-    for name, settings in (("sync", {}), ("async", {**ASYNC, "max_trajectory_age_steps": 0})):
-        config = configuration(tmp_path, name, grpo={"async_grpo": settings})
+    for name, sections in cases.items():
+        assert not chunks
+        config = configuration(tmp_path, name, **sections)
         run_grpo(config)
         runs[name] = steps_of(config)
+    early_groups = [number for chunk in chunks for number in chunk]
+    assert len(chunks) >= STEPS and len(early_groups) == len(set(early_groups)), "in every step, and no group twice"
     losses = ("loss", "policy/kl", "policy/entropy", "policy/clip_ratio")
     names = ("step", *losses, "reward/mean", "completion_tokens", "validation/reward")
-    for sync, asynchronous in zip(runs["sync"], runs["async"], strict=True):
+    for sync, asynchronous, overlap in zip(*runs.values(), strict=True):
         assert [sync.get(name) for name in names] == [asynchronous.get(name) for name in names]
         assert asynchronous["staleness/policy_age_max"] == 0
+        assert [sync.get(name) for name in names] == pytest.approx([overlap.get(name) for name in names], abs=1e-5)
+        data = ("reward/mean", "completion_tokens", "trained_tokens", "truncated_share")
+        assert [sync[name] for name in data] == [overlap[name] for name in data]
+        assert 0 < overlap["timing_s/logprobs"] and 0 < overlap["timing_s/reference_logprobs"]
     assert len(runs["sync"]) == STEPS
     assert runs["sync"][-1]["reward/mean"] != runs["sync"][0]["reward/mean"]
-    assert numbers_of(trained) == 2 * list(range(STEPS * PROMPTS))
+    assert numbers_of(trained) == 3 * list(range(STEPS * PROMPTS))
     asked = [json.loads(line)[0] for line in (tmp_path / "asked").read_text().splitlines()]
     groups = [prompts[0] for prompts in asked if len(prompts) == GENERATIONS]
-    assert len(groups) == 2 * len(set(groups)) == 2 * STEPS * PROMPTS
+    assert len(groups) == 3 * len(set(groups)) == 3 * STEPS * PROMPTS
+
+
+def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The numbers of the groups in each chunk of log-probabilities that is computed beside generation."""
+    chunks: list[list[int]] = []
+    start = EarlyLogprobs._start
+
+    def watched(self: EarlyLogprobs, groups: list[ScoredGroup]) -> None:
+        chunks.append([group.group.number for group in groups])
+        start(self, groups)
+
+    monkeypatch.setattr(EarlyLogprobs, "_start", watched)
+    return chunks
 
 
 @pytest.mark.parametrize("in_flight", [True, False], ids=["in flight", "finish first"])

@@ -196,6 +196,11 @@ TABLE = [
         ("policy.generation.colocated.enabled=true", "grpo.async_grpo.enabled=true"),
     ),
     Row(
+        "colocated, with log-probabilities beside generation",
+        ("grpo.overlap_logprobs", "take turns"),
+        ("policy.generation.colocated.enabled=true", "grpo.overlap_logprobs=true"),
+    ),
+    Row(
         "colocated with reference weights on the GPU",
         ("policy.reference_weights is 'device'", "set policy.reference_weights to host"),
         ("policy.generation.colocated.enabled=true", "policy.reference_weights=device"),

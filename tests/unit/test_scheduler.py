@@ -251,6 +251,18 @@ def test_a_result_can_be_asked_for_with_a_deadline_and_asked_again(scheduler: Sc
     assert replay.result() == (1, 2)
 
 
+def test_whether_a_result_is_there_is_told_without_waiting_or_raising(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay, failing = scheduler.replay(step, batch(2)), scheduler.replay(other, 1)
+    assert not replay.ready() and not failing.ready()
+    for graph in made[:2]:
+        graph.results = [1]
+    made[2].results, made[3].results = [ValueError("broken")], [1]
+    assert replay.ready() and replay.result() == (1, 1)
+    assert failing.ready()
+    with pytest.raises(PhaseError, match="broken"):
+        failing.result()
+
+
 def test_a_deadline_holds_while_another_thread_waits(scheduler: Scheduler, made: list[Graph]) -> None:
     replay = scheduler.replay(other, 1)
     thread = threading.Thread(target=replay.result)

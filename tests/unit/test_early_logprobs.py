@@ -1,0 +1,223 @@
+"""Log-probabilities computed beside generation, in the synchronous loop at random timings (`simulated_run`).
+
+Whatever takes how long: every sample is computed once, with the weights of the step that trains on it, and nothing is left
+under way when a step is taken or a stop was asked for. The truth of each value is a formula of token, place and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.config import Config
+from dagrl.errors import PhaseError
+from dagrl.loops import grpo_step
+from dagrl.loops.experience import ScoredGroup
+from dagrl.loops.logprobs import EarlyLogprobs, logprob_buckets
+from dagrl.loops.session import Counted
+from dagrl.replay import ReplayTiming
+from dagrl.shapes import Batch
+from tests.unit.simulated_run import Run
+from tests.unit.test_async_loop import GENERATIONS, PROMPTS, STEPS, configuration, seeds, slow
+
+PHASES = ("logprobs", "reference_logprobs")
+REFERENCE = -1  # its version
+AWAY, BACK = "logprob_inference_prep", "training_prep"
+
+
+def overlapping(config: Config, *, offload: bool = False, penalty: float = 0.01, overlap: bool = True) -> Config:
+    return config.model_copy(
+        update={
+            "grpo": config.grpo.model_copy(update={"overlap_logprobs": overlap}),
+            "policy": config.policy.model_copy(update={"offload_optimizer_for_logprob": offload}),
+            "loss_fn": config.loss_fn.model_copy(update={"reference_policy_kl_penalty": penalty}),
+        }
+    )
+
+
+def truth(tokens: npt.NDArray[np.int64], weights: int) -> npt.NDArray[np.float32]:
+    """What train workers find for tokens [rows, tokens] under the weights of a version."""
+    return (-(weights + 2) - tokens / 16 - np.arange(tokens.shape[1]) / 64).astype(np.float32)
+
+
+def scored(name: str, rows: Batch, weights: int) -> Batch:
+    """The result of one of `PHASES`; entropies are the log-probabilities' negatives."""
+    inside = np.arange(rows.tokens) < rows["lengths"][:, None]
+    values = truth(rows["tokens"], weights if name == "logprobs" else REFERENCE) * inside
+    return Batch({"lengths": rows["lengths"], "logprobs": values, "entropy": -values})
+
+
+@dataclass
+class Computing:
+    """A replay that is over at tick `due`."""
+
+    run: Overlapping
+    name: str
+    rows: Batch
+    weights: int
+    due: int
+
+    def ready(self) -> bool:
+        return self.run.world.now >= self.due
+
+
+class Overlapping(Run):
+    """A synchronous run whose train workers take their time; `events` is what they were asked for, and learned."""
+
+    def __init__(self, config: Config, seed: int, *, stop_at: int | None = None, fails: int = 0) -> None:
+        super().__init__(config, seed, stop_at=stop_at)
+        self.session.replay = self._replay
+        self.weights, self.events, self.under_way = 0, [], []  # type: ignore[var-annotated]
+        self.rows = dict.fromkeys(PHASES, 0)  # computed since the last step
+        self.early = 0  # chunks that were started before the last sequence of their batch was complete
+        self._fails, self._read, self._free = fails, 0, 0
+
+    def finish_chunk(self) -> None:
+        """Let the train workers come to the end of what they were asked for."""
+        self.world.now = self._free
+
+    def _submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
+        if name not in PHASES:
+            return super()._submit(name, value, rows)
+        self._free = max(self._free, self.world.now) + self.world.random.randint(0, 4)
+        self.under_way.append(Computing(self, name, value, self.weights, self._free))
+        self.events.append(name)
+        self.rows[name] += value.rows
+        self.early += self.experience.rollouts.busy
+        return self.under_way[-1]
+
+    def _collect(self, name: str, replay: Any, busy_s: Callable[[Any], float | None] | None = None) -> tuple[Any, Counted]:
+        if name not in PHASES:
+            return super()._collect(name, replay, busy_s)
+        assert replay is self.under_way.pop(0), "in the order of their tickets, each once"
+        taken = self.experience.buffer.counts().taken
+        assert replay.ready() or taken or self._checks == self._stop_at, "generation must not wait for a chunk"
+        self._read += 1
+        if self._read == self._fails:
+            raise PhaseError((), "a train worker failed")
+        self.world.now = max(self.world.now, replay.due)
+        return scored(name, replay.rows, replay.weights), Counted(
+            name, ("train",), ReplayTiming(0.0, 1.0, (1.0,), None), 1.0, 0.0
+        )
+
+    def _replay(self, name: str, value: Any) -> Any:
+        self.events.append(name)
+        if name not in PHASES:
+            return None
+        assert not self.under_way
+        self.rows[name] += value.rows
+        return scored(name, value, self.weights)
+
+    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, known: Any = None) -> dict[str, float]:
+        with patch.object(grpo_step, "optimize", self._optimize):
+            metrics = grpo_step.learn(session, groups, step, known)
+        return super()._learn(session, groups, step) | metrics
+
+    def _optimize(self, session: Any, batch: Batch) -> dict[str, float]:
+        """Every value is that of the present weights; then there are new ones."""
+        assert not self.under_way
+        penalty = self.config.loss_fn.reference_policy_kl_penalty
+        mask, expected = batch["loss_mask"], truth(batch["tokens"], self.weights)
+        np.testing.assert_array_equal(batch["prev_logprobs"], expected * mask)
+        np.testing.assert_array_equal(batch["reference_logprobs"], truth(batch["tokens"], REFERENCE) * mask * (penalty > 0))
+        assert self.rows == {name: batch.rows if name == "logprobs" or penalty else 0 for name in PHASES}, "each row once"
+        self.rows = dict.fromkeys(PHASES, 0)
+        self.events.append("train")
+        self.weights += 1
+        return {"expected_entropy": float(-(expected * mask).sum() / mask.sum())}
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=seeds, turns=st.booleans(), dynamic=st.booleans(), offload=st.booleans(), penalty=st.sampled_from([0.0, 0.01]))
+def test_every_sample_is_computed_once_with_the_weights_of_its_step(
+    seed: int, turns: bool, dynamic: bool, offload: bool, penalty: float
+) -> None:
+    run = Overlapping(overlapping(configuration({}, turns=turns, dynamic=dynamic), offload=offload, penalty=penalty), seed)
+    assert run.train() is None
+    assert len(run.trained) == run.weights == STEPS
+    for metrics in run.metrics:
+        assert metrics["policy/entropy"] == pytest.approx(metrics["expected_entropy"], rel=1e-6)
+    check_offload(run.events, offload)
+
+
+def check_offload(events: Sequence[str], offload: bool, stopped: bool = False) -> None:
+    """The optimizer's state is away from before the first log-probability of a step until after the last one."""
+    parts = [list(part) for last, part in groupby(events, lambda event: event == "train") if not last]
+    for part in parts:
+        assert (part[0] == AWAY, part[-1] == BACK) == (offload, offload)
+        inner = part[1:-1] if offload else part
+        assert inner and set(inner) <= set(PHASES)
+    assert len(parts) == events.count("train") + stopped
+
+
+def test_chunks_begin_before_generation_ends() -> None:
+    """With the option alone; batches, tokens and rewards are those of the run without it."""
+    runs = [Overlapping(overlapping(slow(configuration({}, room=80)), overlap=overlap), 0) for overlap in (False, True)]
+    for run in runs:
+        assert run.train() is None
+    off, on = runs
+    assert on.early >= 2 * STEPS and off.early == 0
+    assert off.events == STEPS * [*PHASES, "train"]
+    made = [[[e.tokens for g in groups for e in g.group.episodes] for groups in run.trained.values()] for run in runs]
+    assert made[0] == made[1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=seeds, stop_at=st.integers(1, 30), offload=st.booleans())
+def test_after_a_stop_nothing_is_under_way_and_the_optimizer_is_back(seed: int, stop_at: int, offload: bool) -> None:
+    run = Overlapping(overlapping(slow(configuration({}, room=80)), offload=offload), seed, stop_at=stop_at)
+    if run.train() is None:  # it had ended by then
+        return
+    assert not run.under_way
+    check_offload(run.events, offload, stopped=run.events[-1] != "train")
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3, 6])
+def test_the_failure_of_a_chunk_is_the_runs(fails: int) -> None:
+    run = Overlapping(overlapping(slow(configuration({}, room=80)), offload=True), 0, fails=fails)
+    with pytest.raises(PhaseError, match="a train worker failed"):
+        run.train()
+    assert run.events[-1] in PHASES, "nothing more is asked of workers that failed"
+
+
+def test_what_is_left_over_is_computed_anew_after_an_update() -> None:
+    """A group that was computed and not taken: its next step has other weights."""
+    run = Overlapping(overlapping(configuration({})), 0)
+    run.train()
+    groups = [group for batch in run.trained.values() for group in batch]
+    run.experience.rollouts = SimpleNamespace(busy=True)
+    early = EarlyLogprobs(run.session)
+    early.advance(groups[:1])
+    early.advance(groups[:1])
+    run.finish_chunk()
+    early.advance(groups[:2])
+    run.finish_chunk()
+    assert set(early.take()) == {group.group.number for group in groups[:2]}
+    assert run.rows["logprobs"] == 2 * GENERATIONS, "neither was submitted twice"
+    run.weights += 1
+    early.advance(groups[1:2])
+    run.finish_chunk()
+    again = early.take()
+    assert set(again) == {groups[1].group.number} and early.take() == {}
+    for sample, columns in zip(groups[1].samples, again[groups[1].group.number], strict=True):
+        tokens = np.concatenate([sample.prompt.tokens, sample.completion.tokens])
+        np.testing.assert_array_equal(columns["logprobs"][: len(sample)], truth(tokens[None], run.weights)[0])
+
+
+@pytest.mark.parametrize(("dp", "sizes"), [(1, {2, 4, 6}), (2, {1, 2, 3})])
+def test_parts_of_a_batch_have_buckets_of_their_own(dp: int, sizes: set[int]) -> None:
+    config = configuration({})
+    megatron = config.policy.megatron_cfg.model_copy(update={"data_parallel_size": dp})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
+    assert {bucket.sequences for bucket in logprob_buckets(overlapping(config))} == sizes
+    assert {bucket.sequences for bucket in logprob_buckets(config)} == {PROMPTS * GENERATIONS // dp}
