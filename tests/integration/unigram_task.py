@@ -16,7 +16,13 @@ ASKED = "DAGRL_TEST_ASKED"
 RELEASED = "DAGRL_TEST_RELEASED"
 
 
-def numbers(count: int = 40, train_s: float = 0.0, engine_step_s: float = 0.0, die_at_version: int | None = None) -> Splits:
+def numbers(
+    count: int = 40,
+    train_s: float = 0.0,
+    engine_step_s: float = 0.0,
+    logprob_row_s: float = 0.0,
+    die_at_version: int | None = None,
+) -> Splits:
     """`count` prompts; the other arguments are read by the workers."""
     examples = tuple(Example(f"{number}=", str(number % 10), source=f"number {number}") for number in range(count))
     return Splits(examples, examples, examples[:8])

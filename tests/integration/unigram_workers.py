@@ -99,6 +99,8 @@ class UnigramTrainer(UnigramWorker):
 
         self.need("weights")
 
+        row_s = float(self.config.data.task_args.get("logprob_row_s", 0.0))  # type: ignore[arg-type]
+        time.sleep(0.0 if in_warmup() else row_s * np.count_nonzero(batch["lengths"]))
         table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).numpy()
         values = table[np.array(batch["tokens"]) % SIZE]
         entropy = np.full_like(values, -(np.exp(table) * table).sum())
