@@ -149,9 +149,10 @@ class Experience:
         self._check_failures()
         return [group.payload for group in taken]
 
-    def finished(self) -> list[ScoredGroup]:
-        """Groups that wait to be taken: scored, and not dropped."""
-        return [group.payload for group in self.buffer.finished()]
+    def groups(self) -> list[RolloutGroup]:
+        """The groups that were started, and neither taken nor dropped."""
+        finished = [group.payload.group for group in self.buffer.finished()]
+        return [*finished, *(item.group for item in self._scoring), *self.rollouts.groups]
 
     def advance(self, version: int) -> None:
         """The batch taken last was trained on, and generation has `version`."""

@@ -44,10 +44,10 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
 
 
 def generate_batch(session: Session, experience: Experience, early: EarlyLogprobs) -> list[ScoredGroup]:
-    """Prompts are drawn, completed and scored until there is a whole batch; what is finished has its log-probabilities."""
+    """Prompts are drawn, completed and scored until there is a whole batch; log-probabilities may be under way by then."""
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()
-        early.advance(experience.finished())
+        early.advance(experience.groups())
         session.stop.check()
     return groups

@@ -53,15 +53,14 @@ def start_policy(session: Session, experience: Experience) -> None:
 def learn(session: Session, groups: Sequence[ScoredGroup], step: int, known: Known | None = None) -> Metrics:
     """One training step on a batch of groups, up to the new weights in the train workers.
 
-    `known`: log-probabilities of some of the groups, computed with the present weights.
+    `known`: log-probabilities of some of the samples, computed with the present weights.
     """
     samples = [sample for group in groups for sample in group.samples]
     counted = np.concatenate([group.counted for group in groups])
     if session.config.grpo.overlong_filtering:
         counted &= [sample.completion.finish_reason != "length" for sample in samples]
     advantage = advantages(session.config, groups, step)
-    early = [(known or {}).get(group.group.number, [None] * len(group.samples)) for group in groups]
-    rows = [columns for found in early for columns in found]
+    rows = [(known or {}).get((group.group.number, place)) for group in groups for place in range(len(group.samples))]
     batch, metrics = with_logprobs(session, train_batch(samples, advantage, counted), rows)
     session.stop.check()  # the last point at which the weights are those of the last finished step
     metrics |= optimize(session, batch)
@@ -153,7 +152,7 @@ def train_batch(
 
     Samples that are not `counted` [samples] have no token in the loss.
     """
-    rows = token_rows(samples)
+    rows = token_rows([sample.completion for sample in samples])
     shape = rows["tokens"].shape
     mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for row, sample in enumerate(samples):

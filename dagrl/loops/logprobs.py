@@ -3,12 +3,12 @@
     columns = logprobs_of(session, rows, known)   # of a whole batch: replays the rows that are not known yet
 
     with EarlyLogprobs(session) as early:         # the synchronous loop, with `grpo.overlap_logprobs`
-        early.advance(groups)                     # after each quantum, with the groups that are finished by then
+        early.advance(groups)                     # after each quantum, with the groups of the batch that is being made
         known = early.take()                      # once the batch is whole, before its step is taken
 
-While the longest sequences grow, the weights stay as they are and the train workers have nothing to do: what is finished is
-computed then, in one chunk at a time. `take` forgets what it gives, so that nothing computed before an update of the
-weights is used after it.
+While the longest sequences grow, the weights stay as they are and the train workers have nothing to do: sequences that are
+finished are computed then, in one chunk at a time. `take` forgets what it gives, so that nothing computed before an update
+of the weights is used after it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Self
 import numpy as np
 
 from dagrl.config import Config
-from dagrl.loops.experience import ScoredGroup
-from dagrl.loops.rollout import Sample
+from dagrl.loops.rollout import Episode, RolloutGroup
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_buckets
 from dagrl.loops.stop import StopRequestedError
@@ -34,15 +33,20 @@ Columns = Mapping[str, Array]
 
 NAMES = ("logprobs", "entropy", "reference_logprobs")
 
-Known = Mapping[int, Sequence[Columns]]
-"""By a group's number, the columns of each of its samples."""
+Key = tuple[int, int]
+"""A sample: its group's number, and its place in the group."""
+
+Known = Mapping[Key, Columns]
+
+CHUNKS = 8
+"""A chunk has at least this part of a batch while more is to come: each has costs of its own, as swapping weights in."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Groups whose log-probabilities are being computed, and the replays that do so, by phase."""
+    """Sequences whose log-probabilities are being computed, and the replays that do so, by phase."""
 
-    groups: Sequence[ScoredGroup]
+    keys: Sequence[Key]
     replays: Mapping[str, Replay]
 
 
@@ -51,7 +55,7 @@ class EarlyLogprobs:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._known: dict[int, Sequence[Columns]] = {}
+        self._known: dict[Key, Columns] = {}
         self._chunk: _Chunk | None = None
 
     def __enter__(self) -> Self:
@@ -62,18 +66,22 @@ class EarlyLogprobs:
         if (error is None or isinstance(error, StopRequestedError)) and self.take() and _offloads(self._session):
             self._session.replay("training_prep", self._session.step)
 
-    def advance(self, groups: Sequence[ScoredGroup]) -> None:
-        """Read the chunk that was started last, if it has ended, and start one with those of `groups` that are new.
+    def advance(self, groups: Sequence[RolloutGroup]) -> None:
+        """Read the chunk that was started last, if it has ended, and start one with the sequences that finished since.
 
         Never waits for a chunk, as generation would wait too. Raises the PhaseError of a chunk that failed.
         """
-        if not self._session.config.grpo.overlap_logprobs:
+        config = self._session.config
+        if not config.grpo.overlap_logprobs:
             return
         if self._chunk is not None and all(replay.ready() for replay in self._chunk.replays.values()):
             self._read(self._chunk)
-        new = [group for group in groups if group.group.number not in self._known]
-        if self._chunk is None and new:
-            self._start(new)
+        if self._chunk is None:
+            every = {(group.number, place): made for group in groups for place, made in enumerate(group.episodes)}
+            finished = {key: episode for key, episode in every.items() if episode.finish_reason}
+            new = {key: episode for key, episode in finished.items() if key not in self._known}
+            if new and (len(new) >= _samples(config) // CHUNKS or len(finished) == len(every)):
+                self._start(new)
 
     def take(self) -> Known:
         """All that has been computed since the last call, waiting for what is under way; it is forgotten here."""
@@ -82,21 +90,19 @@ class EarlyLogprobs:
         known, self._known = self._known, {}
         return known
 
-    def _start(self, groups: Sequence[ScoredGroup]) -> None:
+    def _start(self, episodes: Mapping[Key, Episode]) -> None:
         session = self._session
         if _offloads(session) and not self._known:
             session.replay("logprob_inference_prep", session.step)
-        rows = token_rows([sample for group in groups for sample in group.samples])
-        self._chunk = _Chunk(groups, {name: session.submit(name, rows) for name in _phases(session.config)})
+        rows = token_rows(list(episodes.values()))
+        self._chunk = _Chunk(list(episodes), {name: session.submit(name, rows) for name in _phases(session.config)})
 
     def _read(self, chunk: _Chunk) -> None:
         self._chunk = None
         self._session.attend("train")  # that its results waited for the driver is no overhead of it
         columns = _columns({name: self._session.collect(name, replay)[0] for name, replay in chunk.replays.items()})
-        row = 0
-        for group in chunk.groups:
-            rows = range(row, row := row + len(group.samples))
-            self._known[group.group.number] = [{name: columns[name][at] for name in NAMES} for at in rows]
+        for row, key in enumerate(chunk.keys):
+            self._known[key] = {name: columns[name][row] for name in NAMES}
 
 
 def logprobs_of(session: Session, rows: Batch, known: Sequence[Columns | None]) -> Columns:
@@ -122,25 +128,30 @@ def logprobs_of(session: Session, rows: Batch, known: Sequence[Columns | None]) 
     return columns
 
 
-def token_rows(samples: Sequence[Sample]) -> Batch:
-    """Samples as rows: `tokens` [samples, longest], prompt and completion, and `lengths`."""
-    tokens = np.zeros((len(samples), max(len(sample) for sample in samples)), np.int64)
-    for row, sample in enumerate(samples):
-        start, end = len(sample.prompt), len(sample)
-        tokens[row, :start] = sample.prompt.tokens
-        tokens[row, start:end] = sample.completion.tokens
-    return Batch({"tokens": tokens, "lengths": np.array([len(sample) for sample in samples], np.int64)})
+def token_rows(episodes: Sequence[Episode]) -> Batch:
+    """Sequences as rows: `tokens` [sequences, longest], prompt and what follows it, and `lengths`."""
+    tokens = np.zeros((len(episodes), max(map(len, episodes))), np.int64)
+    for row, episode in enumerate(episodes):
+        start, end = len(episode.prompt), len(episode)
+        tokens[row, :start] = episode.prompt.tokens
+        tokens[row, start:end] = episode.tokens
+    return Batch({"tokens": tokens, "lengths": np.array([len(episode) for episode in episodes], np.int64)})
 
 
 def logprob_buckets(config: Config) -> tuple[Bucket, ...]:
-    """Buckets of a whole batch; where parts of it come early, of one group, two, four and so on too."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    buckets = train_buckets(config, samples)
-    rows = config.grpo.num_generations_per_prompt
-    while config.grpo.overlap_logprobs and rows < samples:
+    """Buckets of a whole batch; where parts of it come early, of its `CHUNKS`th part, twice that and so on too."""
+    samples = _samples(config)
+    rows = max(1, samples // CHUNKS) if config.grpo.overlap_logprobs else samples
+    buckets: tuple[Bucket, ...] = ()
+    while rows < samples:
         buckets += train_buckets(config, rows)
         rows *= 2
-    return tuple(dict.fromkeys(buckets))
+    return tuple(dict.fromkeys((*buckets, *train_buckets(config, samples))))
+
+
+def _samples(config: Config) -> int:
+    """Of a batch."""
+    return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 
 def _phases(config: Config) -> tuple[str, ...]:

@@ -155,6 +155,11 @@ class Rollouts:
         return bool(self._groups)
 
     @property
+    def groups(self) -> list[RolloutGroup]:
+        """The groups under way."""
+        return list(self._groups.values())
+
+    @property
     def numbers(self) -> set[int]:
         """The groups under way."""
         return set(self._groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +21,7 @@ from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
 from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.restart import run_with_restarts
-from dagrl.loops.rollout import Sample
+from dagrl.loops.rollout import Episode, Sample
 from dagrl.loops.stop import StopRequestedError
 from dagrl.record import read_metrics
 from tests.integration.unigram_task import ASKED
@@ -151,8 +151,8 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
         config = configuration(tmp_path, name, **sections)
         run_grpo(config)
         runs[name] = steps_of(config)
-    early_groups = [number for chunk in chunks for number in chunk]
-    assert len(chunks) >= STEPS and len(early_groups) == len(set(early_groups)), "in every step, and no group twice"
+    early_samples = [key for chunk in chunks for key in chunk]
+    assert len(chunks) >= STEPS and len(early_samples) == len(set(early_samples)), "in every step, and none twice"
     losses = ("loss", "policy/kl", "policy/entropy", "policy/clip_ratio")
     names = ("step", *losses, "reward/mean", "completion_tokens", "validation/reward")
     for sync, asynchronous, overlap in zip(*runs.values(), strict=True):
@@ -170,14 +170,14 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     assert len(groups) == 3 * len(set(groups)) == 3 * STEPS * PROMPTS
 
 
-def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The numbers of the groups in each chunk of log-probabilities that is computed beside generation."""
-    chunks: list[list[int]] = []
+def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """The samples in each chunk of log-probabilities that is computed beside generation."""
+    chunks: list[list[tuple[int, int]]] = []
     start = EarlyLogprobs._start
 
-    def watched(self: EarlyLogprobs, groups: list[ScoredGroup]) -> None:
-        chunks.append([group.group.number for group in groups])
-        start(self, groups)
+    def watched(self: EarlyLogprobs, episodes: Mapping[tuple[int, int], Episode]) -> None:
+        chunks.append(list(episodes))
+        start(self, episodes)
 
     monkeypatch.setattr(EarlyLogprobs, "_start", watched)
     return chunks

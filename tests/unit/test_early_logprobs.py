@@ -28,7 +28,7 @@ from dagrl.loops.session import Counted
 from dagrl.replay import ReplayTiming
 from dagrl.shapes import Batch
 from tests.unit.simulated_run import Run
-from tests.unit.test_async_loop import GENERATIONS, PROMPTS, STEPS, configuration, seeds, slow
+from tests.unit.test_async_loop import GENERATIONS, STEPS, configuration, seeds, slow
 
 PHASES = ("logprobs", "reference_logprobs")
 REFERENCE = -1  # its version
@@ -51,9 +51,10 @@ def truth(tokens: npt.NDArray[np.int64], weights: int) -> npt.NDArray[np.float32
 
 
 def scored(name: str, rows: Batch, weights: int) -> Batch:
-    """The result of one of `PHASES`; entropies are the log-probabilities' negatives."""
+    """The result of one of `PHASES`, as wide as its longest row's bucket; entropies are the negatives."""
     inside = np.arange(rows.tokens) < rows["lengths"][:, None]
     values = truth(rows["tokens"], weights if name == "logprobs" else REFERENCE) * inside
+    values = values[:, : rows["lengths"].max()]
     return Batch({"lengths": rows["lengths"], "logprobs": values, "entropy": -values})
 
 
@@ -79,7 +80,8 @@ class Overlapping(Run):
         self.session.replay = self._replay
         self.weights, self.events, self.under_way = 0, [], []  # type: ignore[var-annotated]
         self.rows = dict.fromkeys(PHASES, 0)  # computed since the last step
-        self.early = 0  # chunks that were started before the last sequence of their batch was complete
+        self.dropped = 0  # rows of groups that were dropped before it
+        self.early: list[int] = []  # rows of chunks that were started while sequences of their batch grew
         self._fails, self._read, self._free = fails, 0, 0
 
     def finish_chunk(self) -> None:
@@ -93,7 +95,7 @@ class Overlapping(Run):
         self.under_way.append(Computing(self, name, value, self.weights, self._free))
         self.events.append(name)
         self.rows[name] += value.rows
-        self.early += self.experience.rollouts.busy
+        self.early += [value.rows] * self.experience.rollouts.busy
         return self.under_way[-1]
 
     def _collect(self, name: str, replay: Any, busy_s: Callable[[Any], float | None] | None = None) -> tuple[Any, Counted]:
@@ -130,8 +132,10 @@ class Overlapping(Run):
         mask, expected = batch["loss_mask"], truth(batch["tokens"], self.weights)
         np.testing.assert_array_equal(batch["prev_logprobs"], expected * mask)
         np.testing.assert_array_equal(batch["reference_logprobs"], truth(batch["tokens"], REFERENCE) * mask * (penalty > 0))
-        assert self.rows == {name: batch.rows if name == "logprobs" or penalty else 0 for name in PHASES}, "each row once"
-        self.rows = dict.fromkeys(PHASES, 0)
+        dropped = sum(self.experience.buffer.counts().dropped.values()) * GENERATIONS
+        assert batch.rows <= self.rows["logprobs"] <= batch.rows + dropped - self.dropped, "each row once"
+        assert self.rows["reference_logprobs"] == (self.rows["logprobs"] if penalty else 0)
+        self.rows, self.dropped = dict.fromkeys(PHASES, 0), dropped
         self.events.append("train")
         self.weights += 1
         return {"expected_entropy": float(-(expected * mask).sum() / mask.sum())}
@@ -161,12 +165,13 @@ def check_offload(events: Sequence[str], offload: bool, stopped: bool = False) -
 
 
 def test_chunks_begin_before_generation_ends() -> None:
-    """With the option alone; batches, tokens and rewards are those of the run without it."""
-    runs = [Overlapping(overlapping(slow(configuration({}, room=80)), overlap=overlap), 0) for overlap in (False, True)]
+    """With the option alone; batches and tokens are those of the run without it. Chunks have an eighth of it at least."""
+    config = slow(configuration({}, room=80, generations=8))
+    runs = [Overlapping(overlapping(config, overlap=overlap), 0) for overlap in (False, True)]
     for run in runs:
         assert run.train() is None
     off, on = runs
-    assert on.early >= 2 * STEPS and off.early == 0
+    assert len(on.early) >= 2 * 2 * STEPS and min(on.early) >= 3 and not off.early
     assert off.events == STEPS * [*PHASES, "train"]
     made = [[[e.tokens for g in groups for e in g.group.episodes] for groups in run.trained.values()] for run in runs]
     assert made[0] == made[1]
@@ -194,7 +199,7 @@ def test_what_is_left_over_is_computed_anew_after_an_update() -> None:
     """A group that was computed and not taken: its next step has other weights."""
     run = Overlapping(overlapping(configuration({})), 0)
     run.train()
-    groups = [group for batch in run.trained.values() for group in batch]
+    groups = [scored.group for batch in run.trained.values() for scored in batch]
     run.experience.rollouts = SimpleNamespace(busy=True)
     early = EarlyLogprobs(run.session)
     early.advance(groups[:1])
@@ -202,22 +207,23 @@ def test_what_is_left_over_is_computed_anew_after_an_update() -> None:
     run.finish_chunk()
     early.advance(groups[:2])
     run.finish_chunk()
-    assert set(early.take()) == {group.group.number for group in groups[:2]}
+    assert set(early.take()) == {(group.number, place) for group in groups[:2] for place in range(GENERATIONS)}
     assert run.rows["logprobs"] == 2 * GENERATIONS, "neither was submitted twice"
     run.weights += 1
     early.advance(groups[1:2])
     run.finish_chunk()
     again = early.take()
-    assert set(again) == {groups[1].group.number} and early.take() == {}
-    for sample, columns in zip(groups[1].samples, again[groups[1].group.number], strict=True):
-        tokens = np.concatenate([sample.prompt.tokens, sample.completion.tokens])
-        np.testing.assert_array_equal(columns["logprobs"][: len(sample)], truth(tokens[None], run.weights)[0])
+    assert set(again) == {(groups[1].number, place) for place in range(GENERATIONS)} and early.take() == {}
+    for place, episode in enumerate(groups[1].episodes):
+        tokens = np.concatenate([episode.prompt.tokens, episode.tokens])
+        found = again[groups[1].number, place]["logprobs"][: len(tokens)]
+        np.testing.assert_array_equal(found, truth(tokens[None], run.weights)[0])
 
 
-@pytest.mark.parametrize(("dp", "sizes"), [(1, {2, 4, 6}), (2, {1, 2, 3})])
+@pytest.mark.parametrize(("dp", "sizes"), [(1, {3, 6, 12, 24}), (2, {2, 3, 6, 12})])
 def test_parts_of_a_batch_have_buckets_of_their_own(dp: int, sizes: set[int]) -> None:
-    config = configuration({})
+    config = configuration({}, generations=8)
     megatron = config.policy.megatron_cfg.model_copy(update={"data_parallel_size": dp})
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
     assert {bucket.sequences for bucket in logprob_buckets(overlapping(config))} == sizes
-    assert {bucket.sequences for bucket in logprob_buckets(config)} == {PROMPTS * GENERATIONS // dp}
+    assert {bucket.sequences for bucket in logprob_buckets(config)} == {24 // dp}
