@@ -110,7 +110,7 @@ class VllmConfig(Section):
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt | None = None
     enforce_eager: bool = True
-    async_scheduling: bool | None = None  # prepare a step while the last computes; None: where vLLM can (GPUs)
+    async_scheduling: bool | None = None  # prepare a step while another computes; None: GPUs, TP 1
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
     kv_cache_memory_bytes: PositiveInt | None = 64 << 20  # None: from gpu_memory_utilization

@@ -197,8 +197,11 @@ class Rollouts:
             self._submit()
 
     def settle(self) -> list[RolloutGroup]:
-        """Read the quanta in flight and start none, so that the engines rest; the groups that are complete by then."""
+        """Read the quanta in flight and bring the engines to rest; the groups that are complete by then."""
         while self._quanta:
+            self._read(self._quanta.popleft())
+        if any(shard.requests for shard in self._shards):
+            self._start([], [np.arange(0, dtype=np.intp)] * len(self._shards), engine_steps=0)
             self._read(self._quanta.popleft())
         self._take_answers()
         return self._take_complete()
@@ -256,8 +259,11 @@ class Rollouts:
         for request in chosen:
             del self._waiting[request]
         ends = np.cumsum([len(shard) for shard in sent])
-        rows = np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1])
-        batch = self._batch(chosen).with_scalars(engine_steps=self._size.next())
+        self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), self._size.next())
+
+    def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: int) -> None:
+        """Start a quantum with these requests, of which each shard gets its `rows`."""
+        batch = self._batch(requests).with_scalars(engine_steps=engine_steps)
         self._quanta.append(self._session.submit("generate", batch, rows=rows))
 
     def _read(self, quantum: Replay) -> None:

@@ -1,4 +1,4 @@
-"""Between two quanta no engine step is in flight, also where vLLM schedules asynchronously (which it does on GPUs alone)."""
+"""An engine that vLLM schedules asynchronously (which it does on GPUs alone): a step in flight, and none when it matters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from dagrl.config import GenerationConfig
+from dagrl.generation import Generated
 from workers.vllm.engine import QuantumEngine, Request
 
 
@@ -23,6 +24,7 @@ class AsynchronousEngine:
         self.left: dict[str, int] = {}
         self.made: dict[str, int] = {}
         self.paused = False
+        self.aborted: list[str] = []
         self.output_processor = SimpleNamespace(request_states={})
 
     def add_request(self, name: str, prompt: object, length: int) -> None:
@@ -34,6 +36,16 @@ class AsynchronousEngine:
     def pause_scheduler(self, mode: str, *, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("keep", False), "running requests keep their KV cache"
         self.paused = True
+
+    def reset_prefix_cache(self) -> bool:
+        assert not self.batch_queue
+        return True
+
+    def abort_request(self, names: list[str]) -> None:
+        assert not self.batch_queue
+        self.aborted += names
+        for name in names:
+            del self.left[name]
 
     def resume_scheduler(self) -> None:
         self.paused = False
@@ -70,24 +82,49 @@ def asked(**lengths: int) -> list[Request]:
     return [Request(int(name[1:]), [1], seed=0, max_new_tokens=length, greedy=True) for name, length in lengths.items()]
 
 
-def test_a_quantum_gives_out_what_its_last_step_made(engine: QuantumEngine) -> None:
+def rows(made: Generated) -> list[tuple[int, int]]:
+    """Which requests finished, and with how many tokens."""
+    return [(row.request_id, len(row.tokens)) for row in map(made.request, range(len(made)))]
+
+
+def test_a_step_stays_in_flight_from_quantum_to_quantum(engine: QuantumEngine) -> None:
     vllm = cast("AsynchronousEngine", engine._engine)
     made = engine.run(asked(r1=3, r2=5, r3=9), 5)
-    assert made.engine_steps == 5
-    assert [(row.request_id, len(row.tokens)) for row in map(made.request, range(len(made)))] == [(1, 3), (2, 5)]
-    assert (vllm.made["3"], len(vllm.batch_queue), vllm.paused) == (5, 0, False)
-    made = engine.run([], 100)
-    assert [(row.request_id, len(row.tokens)) for row in map(made.request, range(len(made)))] == [(3, 9)]
+    assert (made.engine_steps, rows(made), len(vllm.batch_queue)) == (5, [(1, 3)], 1), "the fifth step gives out later"
+    assert rows(engine.run([], 1)) == [(2, 5)]
+    assert rows(engine.run([], 100)) == [(3, 9)]
     assert not vllm.batch_queue, "nor is one in flight that was started before the end of all requests was known"
 
 
-def test_tokens_of_a_quantum_have_its_version(engine: QuantumEngine) -> None:
+def test_a_quantum_of_no_steps_brings_the_engine_to_rest(engine: QuantumEngine) -> None:
+    vllm = cast("AsynchronousEngine", engine._engine)
+    engine.run(asked(r2=5, r3=9), 5)
+    made = engine.run([], 0)
+    assert (made.engine_steps, rows(made), vllm.made["3"]) == (0, [(2, 5)], 5)
+    assert (len(vllm.batch_queue), vllm.paused) == (0, False)
+
+
+def test_what_finishes_before_a_change_comes_with_the_next_quantum(engine: QuantumEngine) -> None:
+    engine.run(asked(r1=2, r2=5, r3=9), 5)
+    engine.rest()
+    assert rows(engine.run([], 1)) == [(2, 5)]
+
+
+def test_an_aborted_request_is_not_given_out_though_it_finished(engine: QuantumEngine) -> None:
+    vllm = cast("AsynchronousEngine", engine._engine)
+    engine.run(asked(r2=5, r3=9), 5)
+    assert engine.abort([2, 3]) == 2
+    assert vllm.aborted == ["3"], "vLLM knows no more of what has finished"
+    assert rows(engine.run([], 0)) == []
+
+
+def test_tokens_have_the_version_of_the_weights_that_made_them(engine: QuantumEngine) -> None:
     vllm = cast("AsynchronousEngine", engine._engine)
     engine.run(asked(r1=6), 4)
+    engine.rest()
     vllm.output_processor.request_states = {
         "1": SimpleNamespace(external_req_id="1", detokenizer=SimpleNamespace(num_output_tokens=lambda: vllm.made["1"]))
     }
-    vllm.reset_prefix_cache = lambda: True  # type: ignore[attr-defined]
     engine.change_version(7)
     vllm.output_processor.request_states = {}
     assert engine.run([], 100).versions.tolist() == [[0, 0, 0, 0, 7, 7]]

@@ -1,8 +1,9 @@
 """QuantumEngine: one vLLM engine rank that takes requests and runs a bounded number of steps.
 
-Within a quantum vLLM prepares a step while the one before it computes (asynchronous scheduling, where it can). Between two
-quanta the engine is at rest, so that no step runs on weights that a refit is writing: a request keeps its KV cache from
-quantum to quantum, and the policy version of each of its tokens is known because versions change only between quanta.
+vLLM prepares a step while the one before it computes (asynchronous scheduling, where it can), from quantum to quantum: the
+step that a quantum started last gives out its tokens in the next one, so that the GPU has work meanwhile. Before anything
+else is done to the engine it comes to rest; no step runs on weights that a refit is writing. A request keeps its KV cache,
+and the policy version of each of its tokens is known, because versions change only at rest.
 """
 
 from __future__ import annotations
@@ -79,11 +80,13 @@ class QuantumEngine:
         return int(self._engine.model_config.max_model_len)
 
     def run(self, requests: Sequence[Request], engine_steps: int) -> Generated:
-        """Add requests, run up to `engine_steps` steps, return what finished.
+        """Add requests, run up to `engine_steps` steps, return what finished; with 0 steps the engine comes to rest.
 
         Raises DataError for unusable requests, before any of them is added, and RunError after a quantum that broke off.
         """
         finished, steps = self._quantum(requests, engine_steps)
+        if engine_steps == 0 or not self._running:
+            self.rest()
         finished, self._held = self._held + finished, []
         return pack_generated(finished, self._progress(), steps)
 
@@ -93,8 +96,10 @@ class QuantumEngine:
         Requests that were running go on; what they finish is returned by the next `run`.
         """
         finished, steps = self._quantum(requests, engine_steps)
+        self.rest()
+        finished, self._held = self._held + finished, []
         ours = [request for request in finished if request.request_id < 0]
-        self._held += [request for request in finished if request.request_id >= 0]
+        self._held = [request for request in finished if request.request_id >= 0]
         running = [progress for progress in self._progress() if progress.request_id < 0]
         self.abort(request.request_id for request in requests)
         self.reset_prefix_cache()
@@ -114,9 +119,15 @@ class QuantumEngine:
             finished += self._take(self._engine.step(), steps, last=steps == engine_steps)
             if self._running and not self._engine.has_unfinished_requests():
                 raise RunError(f"vLLM knows no more of requests {sorted(self._running)[:5]}; restart the generation workers")
-        finished += self._take(features.come_to_rest(self._engine), steps)
         self._stepping = False
         return finished, steps
+
+    def rest(self) -> None:
+        """Let the step in flight end, as before every change of the engine; what finishes comes with the next quantum."""
+        if not self._stepping:
+            self._stepping = True
+            self._held += self._take(features.come_to_rest(self._engine), 0)
+            self._stepping = False
 
     def _take(self, outputs: Sequence[RequestOutput], steps: int, *, last: bool = False) -> list[FinishedRequest]:
         """The requests that ended, by what vLLM gave out after `steps` steps of the quantum; all ranks agree on them."""
@@ -133,16 +144,19 @@ class QuantumEngine:
 
     def abort(self, request_ids: Iterable[int] | None = None) -> int:
         """Drop these requests (None: all) with what they have made so far; returns how many were there."""
-        wanted = self._running.keys() if request_ids is None else {str(request_id) for request_id in request_ids}
-        names = [name for name in self._running if name in wanted]
-        if names:
-            self._engine.abort_request(names)
+        self.rest()
+        held = {str(request.request_id): request for request in self._held}
+        there = [*self._running, *held]
+        wanted = there if request_ids is None else {str(request_id) for request_id in request_ids}
+        names = [name for name in there if name in wanted]
+        self._engine.abort_request([name for name in names if name in self._running])
+        self._held = [request for name, request in held.items() if name not in wanted]
         for name in names:
-            del self._running[name]
+            self._running.pop(name, None)
         return len(names)
 
     def change_version(self, version: int, *, recompute: bool = False) -> None:
-        """From now on tokens are made by `version`.
+        """From now on tokens are made by `version`; the engine is at rest.
 
         Running requests go on from the KV cache that they have, or with `recompute` have it made anew by the new weights.
         """
@@ -159,6 +173,7 @@ class QuantumEngine:
 
         Raises RunError while requests run, whose KV cache would be lost.
         """
+        self.rest()
         if self._running:
             raise RunError(f"{self.unfinished} requests are running; let them finish or abort them before the engine sleeps")
         self._engine.sleep(level)
@@ -169,6 +184,7 @@ class QuantumEngine:
 
     def snapshot(self) -> list[FinishedRequest]:
         """What the requests that are not finished have made so far; they go on. The finish reason is `unfinished`."""
+        self.rest()
         states = self._states()
         return [self._partial(running, states.get(name)) for name, running in self._running.items()]
 

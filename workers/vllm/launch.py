@@ -186,7 +186,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # Seen on H200: with it, ranks returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
-        "async_scheduling": vllm.async_scheduling,
+        "async_scheduling": _schedules_asynchronously(vllm.async_scheduling, context.layout.tp),
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
@@ -196,6 +196,11 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     # vLLM's CPU backend cannot take back a number that a seeded request drew too much, as it does between parts of a prompt.
     whole_prompts = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
     return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs}
+
+
+def _schedules_asynchronously(wanted: bool | None, ranks: int) -> bool | None:
+    """None: where vLLM can. With several ranks it has not been proved on GPUs, so there only if it is asked for."""
+    return False if wanted is None and ranks > 1 else wanted
 
 
 def _import_model(architectures: Sequence[str]) -> None:

@@ -109,7 +109,7 @@ class VllmWorker:
         """One quantum: add the batch's requests, run engine steps, return what finished.
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
-        [n]. Scalars: `engine_steps`, which a warm-up may lack.
+        [n]. Scalars: `engine_steps`, which a warm-up may lack; with 0 the engine comes to rest.
         """
         engine = self._ready_engine()
         self._enter_device()
@@ -204,6 +204,7 @@ class VllmWorker:
         if "weights" in self._asleep:
             raise RunError("the engine sleeps without memory for weights; call wake_up(['weights']) before a refit")
         self._enter_device()
+        engine.rest()
         self._torn = f"an update of the weights to version {version} has begun and has not ended well"
         with nullcontext() if channel is None else one_part_of_a_refit(channel, wait=True):
             yield
