@@ -83,10 +83,13 @@ def dispatch(waiting: Sequence[Waiting], shards: Sequence[ShardLoad], *, longest
 FIRST_QUANTUM = 16
 """Engine steps of a quantum while it is not known what they take."""
 
+LEAST_S = 0.06
+"""What a quantum takes at least, if it may: so long an engine has work while the driver is at something else."""
+
 
 @dataclass
 class QuantumSize:
-    """Engine steps of a quantum: `fixed`, or enough that starting one costs under 1 %, and no more than `seconds` take.
+    """Engine steps of a quantum: `fixed`, or enough for `LEAST_S` and for starting one to cost under 1 %, within `seconds`.
 
     `seconds` are those of all quanta that are submitted at once (`in_flight`), as who wants the engines waits for them all.
     Times are smoothed over about ten quanta. The size is the same for all ranks, as it travels with the requests: a clock on
@@ -113,9 +116,10 @@ class QuantumSize:
             return self.fixed
         if not self.step_s or self.overhead_s is None:
             return FIRST_QUANTUM
-        cheap = round(self.overhead_s / (self.overhead_share * self.step_s) + 0.49)  # up, but for a rounding error
+        least_s = max(self.overhead_s / self.overhead_share, LEAST_S)
+        least = round(least_s / self.step_s + 0.49)  # up, but for a rounding error
         allowed = round(self.seconds / self.in_flight / self.step_s - 0.49)
-        return max(min(max(cheap, 1), allowed), 1)
+        return max(min(least, allowed), 1)
 
 
 def _smooth(before: float | None, value: float) -> float:

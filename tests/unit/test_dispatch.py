@@ -99,7 +99,8 @@ def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
 @pytest.mark.parametrize(
     ("seconds", "in_flight", "step_s", "overhead_s", "expected"),
     [
-        (1.0, 1, 0.01, 0.0002, 2),  # 0.2 ms is 1 % of two steps of 10 ms
+        (1.0, 1, 0.01, 0.0009, 9),  # 0.9 ms is 1 % of nine steps of 10 ms
+        (1.0, 1, 0.01, 0.0002, 6),  # and 60 ms are the least
         (1.0, 2, 0.01, 0.002, 20),
         (0.1, 1, 0.01, 0.002, 10),  # the bound on time wins
         (0.1, 2, 0.01, 0.002, 5),  # and is one of all quanta in flight together
