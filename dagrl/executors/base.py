@@ -6,7 +6,7 @@ accelerator channels) and `eager` (plain actor calls; the baseline and the fallb
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from dagrl.executors.hosts import RELAY, relays_input
 from dagrl.executors.node import NodeCall, Take
 from dagrl.executors.packet import Packet
 from dagrl.executors.shards import ShardsGraph
-from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph
 from dagrl.phase import SHARED_MEMORY
 
 Actors = Mapping[str, Sequence[ActorHandle]]
@@ -67,8 +67,8 @@ class Executor(Protocol):
         """The graph on these actors, ready to replay."""
 
 
-def node_calls(graph: PhaseGraph, limits: Limits, coreless: Collection[WorkerRef] = ()) -> list[NodeCall]:
-    """The constant part of every node, in the graph's order; workers in `coreless` do not look for messages."""
+def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
+    """The constant part of every node, in the graph's order."""
     first: dict[object, int] = {}
     last: dict[object, int] = {}
     beside = accelerated(graph)
@@ -90,7 +90,6 @@ def node_calls(graph: PhaseGraph, limits: Limits, coreless: Collection[WorkerRef
             result_limit=limits.result_bytes,
             result_key=limits.result_key,
             accelerated=node.number in beside,
-            looks=node.worker not in coreless,
         )
         for node in graph.nodes
     ]

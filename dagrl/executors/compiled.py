@@ -14,10 +14,9 @@ What the engine imposes, and how it is kept here (docs/runtime.md tells the whol
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,7 +31,7 @@ from dagrl.errors import RunError, WorkerFailure
 from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
 from dagrl.executors.edge import EdgeType, Place, make_mailbox
 from dagrl.executors.gather import Gathering
-from dagrl.executors.hosts import Hosts, relays_input, with_relays, without_core
+from dagrl.executors.hosts import Hosts, relays_input, with_relays
 from dagrl.executors.loop import run_tasks
 from dagrl.executors.node import run_node
 from dagrl.executors.outputs import Outputs, Submitted
@@ -63,32 +62,28 @@ class CompiledGraph:
         self._limits = limits
         self._actors = _distinct(actors)
         accelerator = bool(accelerated(graph))
-        prepared = self._prepare(limits.result_bytes, accelerator)
-        hosts = _hosts(actors, {actor: node for actor, (node, _) in zip(self._actors, prepared, strict=True)})
+        hosts = _hosts(actors, dict(zip(self._actors, self._prepare(limits.result_bytes, accelerator), strict=True)))
         self._gathering = Gathering.of(graph, limits.result_bytes, hosts)
         graph = with_relays(self._gathering.graph, hosts, accelerated(self._gathering.graph))
         near = _only_driver_reads(graph, hosts)
         mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
         places = {number: Place(mailbox.address, place) for place, number in enumerate(near)} if mailbox else {}
         with _driver_context(limits), _one_driver_proxy(), _loops(accelerator):
-            self._dag = _bind(graph, actors, limits, places, without_core(hosts, dict(prepared))).experimental_compile(
+            self._dag = _bind(graph, actors, limits, places).experimental_compile(
                 _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
             )
         (self._input,) = self._dag.dag_input_channels
         self._outputs = Outputs(self._dag.dag_output_channels, mailbox)
         self._submitted = 0
 
-    def _prepare(self, result_bytes: int, accelerator: bool) -> list[tuple[str, int]]:
-        """The workers' Ray nodes and the cores of each, from the threads that will run this graph.
-
-        Each live graph holds one on every worker.
-        """
+    def _prepare(self, result_bytes: int, accelerator: bool) -> list[str]:
+        """The workers' Ray nodes, from the threads that will run this graph: each live graph holds one on every worker."""
         prepared = [
             actor.__ray_call__.options(concurrency_group=LOOPS).remote(_prepare_worker, result_bytes, accelerator)
             for actor in self._actors
         ]
         try:
-            nodes: list[tuple[str, int]] = ray.get(prepared, timeout=self._limits.compile_s)
+            nodes: list[str] = ray.get(prepared, timeout=self._limits.compile_s)
         except GetTimeoutError as late:
             raise TimeoutError(
                 f"a worker had no free thread for its loop within {self._limits.compile_s:.0f} s. An "
@@ -172,15 +167,13 @@ class CompiledExecutor:
         return CompiledGraph(graph, actors, limits)
 
 
-def _bind(
-    graph: PhaseGraph, actors: Actors, limits: Limits, places: Mapping[int, Place], coreless: Collection[WorkerRef]
-) -> Any:
+def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, places: Mapping[int, Place]) -> Any:
     """The Ray DAG: an `__ray_call__` of `run_node` a node."""
     inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
     with InputNode() as start:
         start.type_hint = inputs
         bound: list[Any] = []
-        for node, call in zip(graph.nodes, node_calls(graph, limits, coreless), strict=True):
+        for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
             packets = [start if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
             size = limits.input_bytes if relays_input(graph, node) else limits.result_bytes
@@ -212,8 +205,8 @@ def _only_driver_reads(graph: PhaseGraph, hosts: Hosts) -> list[int]:
     return [number for number in mine if hosts.of[graph.nodes[number].worker] == hosts.driver]
 
 
-def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> tuple[str, int]:
-    """Settings of Ray's loop, which runs nodes with edges between accelerators; gives the worker's Ray node and its cores.
+def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> str:
+    """Settings of Ray's loop, which runs nodes with edges between accelerators; runs in the worker, and gives its Ray node.
 
     A loop that waits for its input looks up only every few seconds (Ray's default is 0.1 s, to notice the errors of other
     inputs early; ours travel as values). What is no tensor goes over a channel of Ray's of `result_bytes`.
@@ -222,7 +215,7 @@ def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> tup
         DAGContext.get_current().read_iteration_timeout = IDLE_S
         DAGContext.get_current().buffer_size_bytes = result_bytes
         ChannelContext.get_current()._torch_available = True
-    return str(ray.get_runtime_context().get_node_id()), len(os.sched_getaffinity(0))
+    return str(ray.get_runtime_context().get_node_id())
 
 
 @contextmanager

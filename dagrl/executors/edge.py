@@ -144,13 +144,6 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         else:
             self._read_from = self._open_link(me) if me in self._parts.far else self._own
 
-    def never_look(self) -> None:
-        """Let this process wait for the edge's messages without keeping a core busy."""
-        if self._read_from is None:
-            self.ensure_registered_as_reader()
-        if self._read_from is not self._own:
-            self._read_from.never_look()
-
     def write(self, value: Any, timeout: float | None = None) -> None:
         """Send a packet (or an error of Ray's) to every reader.
 

@@ -17,10 +17,7 @@ import time
 from dagrl.errors import RunError
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError
 
-MANY_CORES = 16
-"""From how many on whoever waits may keep a core busy with looking."""
-
-_LARGE = len(os.sched_getaffinity(0)) >= MANY_CORES
+_LARGE = len(os.sched_getaffinity(0)) >= 16
 SHORT_SPIN_S = 30e-6
 LONG_SPIN_S = 20e-3 if _LARGE else 200e-6
 SOON_S = 20e-3 if _LARGE else 400e-6
@@ -84,11 +81,6 @@ class Patience:
 
     def __init__(self) -> None:
         self.seconds = SHORT_SPIN_S
-        self._looks = True
-
-    def never_look(self) -> None:
-        """From now on sleep at once: there is no core to look from."""
-        self._looks, self.seconds = False, 0.0
 
     def looked(self, before: float) -> float:
         """The time now, after a look; infinitely late if the core was lost since `before`."""
@@ -103,14 +95,13 @@ class Patience:
 
     def came(self, started: float) -> None:
         """A message came that was waited for since `started`."""
-        if self._looks:
-            now = time.perf_counter()
-            soon = now - started < SOON_S and now >= Patience._give_way_until
-            self.seconds = LONG_SPIN_S if soon else SHORT_SPIN_S
+        now = time.perf_counter()
+        soon = now - started < SOON_S and now >= Patience._give_way_until
+        self.seconds = LONG_SPIN_S if soon else SHORT_SPIN_S
 
     def lose(self) -> None:
         """No message came in time: whoever waits on in short turns does not look for long in each of them."""
-        self.seconds = min(self.seconds, SHORT_SPIN_S)
+        self.seconds = SHORT_SPIN_S
 
 
 class Watch:
@@ -120,7 +111,7 @@ class Watch:
         self._words = words
         self._futexes = futexes
         self._closed = closed
-        self.patience = Patience()
+        self._patience = Patience()
 
     def check_open(self) -> None:
         """Raise EdgeClosedError if the memory is in use no more."""
@@ -133,19 +124,19 @@ class Watch:
         if words[index] != known and not words[closed]:
             return
         started = now = time.perf_counter()
-        until = started + self.patience.seconds
+        until = started + self._patience.seconds
         while words[index] == known and not words[closed] and now < until:
             let_others_run()
-            now = self.patience.looked(now)
+            now = self._patience.looked(now)
         while words[index] == known or words[closed]:
             self._sleep(index, known, started, timeout_s)
-        self.patience.came(started)
+        self._patience.came(started)
 
     def _sleep(self, index: int, known: int, started: float, timeout_s: float | None) -> None:
         self.check_open()
         left = _LOOK_S if timeout_s is None else started + timeout_s - time.perf_counter()
         if left <= 0:
-            self.patience.lose()
+            self._patience.lose()
             raise EdgeTimeoutError("no message in time")
         self._futexes.wait(index, known, min(left, _LOOK_S))
 

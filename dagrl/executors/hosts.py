@@ -12,14 +12,10 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dagrl.executors.futex import MANY_CORES
 from dagrl.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, Source, WorkerRef
 
 FAN_OUT = 8
 """Other hosts that one process sends to."""
-
-LOOKERS = 0.75
-"""Share of a host's cores that may be kept busy with looking for messages; the others are for whoever else runs there."""
 
 RELAY = "relay"
 """Kind of a node that hands on what it reads."""
@@ -36,21 +32,6 @@ class Hosts:
     def several(self) -> bool:
         """Whether any edge leaves the driver's host."""
         return any(host != self.driver for host in self.of.values())
-
-
-def without_core(hosts: Hosts, cores: Mapping[str, int]) -> set[WorkerRef]:
-    """Workers that must not look for messages, as their hosts have not the cores for all; the driver looks, too.
-
-    `cores` are those of each host. Where they are few nobody looks for long.
-    """
-    room = {host: int(LOOKERS * count) - (host == hosts.driver) for host, count in cores.items() if count >= MANY_CORES}
-    found: set[WorkerRef] = set()
-    for worker in sorted(hosts.of, key=lambda worker: worker.position):
-        if (host := hosts.of[worker]) in room:
-            room[host] -= 1
-            if room[host] < 0:
-                found.add(worker)
-    return found
 
 
 def with_relays(graph: PhaseGraph, hosts: Hosts, direct: Collection[int] = ()) -> PhaseGraph:

@@ -136,10 +136,6 @@ class LinkReader:
             raise EdgeClosedError(f"the writer on another host is gone: {error}") from error
         return _load(body)
 
-    def never_look(self) -> None:
-        """Wait without keeping a core busy, from now on."""
-        self._patience.never_look()
-
     def close(self) -> None:
         """End the link for both sides."""
         self._closed = True

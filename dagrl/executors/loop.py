@@ -43,7 +43,4 @@ def _step(worker: HasState, task: ExecutableTask) -> Callable[[], None]:
         output.write(run(worker, call, reads[0]()))
 
     call = given[0].input_variant
-    if not call.looks:
-        for channel in task.input_channels:
-            channel.never_look()
     return turn_of_one if len(reads) == 1 and len(given) == 2 else turn

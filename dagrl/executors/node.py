@@ -66,7 +66,6 @@ class NodeCall:
     result_limit: int  # bytes
     result_key: str  # what to raise where they are too few
     accelerated: bool = False  # tensors of the result go from GPU to GPU
-    looks: bool = True  # the worker may keep a core busy while it waits for what the node takes
 
 
 class NodeRun(NamedTuple):

@@ -120,10 +120,6 @@ class Ring:
         """How many messages this process has read or skipped."""
         return self._read
 
-    def never_look(self) -> None:
-        """Wait without keeping a core busy, from now on."""
-        self._watch.patience.never_look()
-
     def write(self, parts: Sequence[bytes | memoryview], timeout_s: float | None) -> None:
         """Publish a message: a pickle, then its buffers (all flat bytes). Waits until all readers are done with the slot."""
         head = aligned(8 * (len(parts) + 1))

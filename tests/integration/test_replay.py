@@ -277,21 +277,3 @@ def test_graphs_that_wait_take_no_processor_time(scheduler: Scheduler) -> None:
 def processor_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_workers_that_have_no_core_to_look_from_replay_as_the_others(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a host that seems to have cores for nobody."""
-    monkeypatch.setattr("dagrl.executors.hosts.MANY_CORES", 1)
-    monkeypatch.setattr("dagrl.executors.hosts.LOOKERS", 0.0)
-    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(tp=2), None)
-    try:
-        with Scheduler([group], SchedulerOptions(executor="compiled", fallback="error", **OPTIONS)) as scheduler:
-            scheduler.add(chain, warmup_value=0)
-            scheduler.add(ranks, warmup_value="warm")
-            scheduler.compile()
-            scheduler.warmup()
-            for value in range(20):
-                assert scheduler.replay(chain, value).result() == ([value + 1, value + 1],)
-            assert scheduler.replay(ranks, "x").result() == ([0, 1],)
-    finally:
-        group.shutdown(5.0)

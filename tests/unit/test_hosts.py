@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dagrl.executors.base import Limits, node_calls
 from dagrl.executors.gather import Gathering
-from dagrl.executors.hosts import FAN_OUT, RELAY, Hosts, with_relays, without_core
+from dagrl.executors.hosts import FAN_OUT, RELAY, Hosts, with_relays
 from dagrl.executors.packet import Header, Part
 from dagrl.graph import Constant, NodeRef, PhaseGraph, WorkerRef
 from dagrl.layout import ParallelLayout
@@ -135,22 +135,3 @@ def test_many_hosts_are_reached_through_a_tree(hosts: int) -> None:
     graph = with_relays(traced(ranks, 2 * hosts), placement)
     assert sum(node.kind == RELAY for node in graph.nodes) == hosts
     assert sum(node.reads_input for node in graph.nodes) == FAN_OUT
-
-
-@pytest.mark.parametrize(
-    ("cores", "workers", "coreless"),
-    [
-        ({"host0": 64}, {position: 0 for position in range(64)}, range(47, 64)),  # the driver looks, too
-        ({"host0": 64}, {position: 0 for position in range(47)}, ()),
-        ({"host0": 8}, {position: 0 for position in range(64)}, ()),  # nobody looks for long anyway
-        ({"host0": 16, "host1": 16}, {position: position % 2 for position in range(26)}, (22, 24, 25)),
-    ],
-)
-def test_no_more_workers_look_for_messages_than_their_host_has_cores_for(
-    cores: Mapping[str, int], workers: Mapping[int, int], coreless: Collection[int]
-) -> None:
-    hosts = placed(workers)
-    found = without_core(hosts, cores)
-    assert sorted(worker.position for worker in found) == list(coreless)
-    calls = node_calls(traced(ranks, len(workers)), LIMITS, found)
-    assert {call.position for call in calls if not call.looks} == set(coreless)

@@ -126,7 +126,7 @@ def test_waiting_takes_no_processor_time(mailbox: Mailbox) -> None:
 def test_waiting_in_turns_looks_for_long_in_none_but_the_first(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver waits for a long replay in turns of 0.1 s; after a short one it looks for 20 ms before it sleeps."""
     monkeypatch.setattr(futex, "LONG_SPIN_S", 0.2)
-    mailbox._watch.patience.seconds = futex.LONG_SPIN_S  # as after a message that came soon
+    mailbox._watch._patience.seconds = futex.LONG_SPIN_S  # as after a message that came soon
     with pytest.raises(EdgeTimeoutError):
         mailbox.collect(1, 0.25)
     before = time.thread_time()

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dagrl.executors import futex
 from dagrl.executors.mailbox import Mailbox
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.executors.packet import Header, Packet
@@ -180,18 +179,6 @@ def test_waiting_takes_no_processor_time(ring: Ring) -> None:
     with pytest.raises(EdgeTimeoutError):
         ring.read(0, 1.0)
     assert time.thread_time() - before < 0.05
-
-
-def test_who_must_not_look_sleeps_at_once_however_soon_messages_come(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futex, "LONG_SPIN_S", 1.0)
-    reader = Ring.open(ring.address)
-    reader.never_look()
-    writer = threading.Thread(target=lambda: [(time.sleep(0.1), ring.write(parts(number), 10.0)) for number in range(3)])
-    writer.start()
-    before = time.thread_time()
-    assert [reader.read(0, PATIENCE_S) for _ in range(3)] == [0, 1, 2]
-    assert time.thread_time() - before < 0.05
-    writer.join()
 
 
 def test_a_skipped_message_makes_room(ring: Ring) -> None:
