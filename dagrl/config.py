@@ -78,9 +78,9 @@ class GrpoConfig(Section):
     dynamic_sampling_max_gen_batches: PositiveInt = 10  # batches dropped for one step before the run gives up
     overlong_filtering: bool = False  # completions cut off by their length teach nothing
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    # In the synchronous loop, with train GPUs of its own: log-probabilities of finished sequences are computed while others
-    # are generated, under the same weights. Rows are batched by when they finish, so numbers may differ in their last bits
-    # from run to run. The asynchronous loop computes them beside generation anyway, and ignores this.
+    # With train GPUs of its own: while training waits for the rest of a batch, log-probabilities of its finished sequences
+    # are computed, under the weights of the step. Rows are batched by when they finish, so numbers may differ in their last
+    # bits from run to run.
     overlap_logprobs: bool = False
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
     val_period: NonNegativeInt = 10  # 0: only at the start and the end

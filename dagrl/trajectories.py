@@ -134,6 +134,13 @@ class TrajectoryBuffer(Generic[Payload]):
         """Groups under way: number -> version it was started with."""
         return dict(self._generating)
 
+    def next_batch(self) -> set[int]:
+        """Groups certain to be in the next batch, unless they are dropped: those of the oldest that are finished, or due."""
+        born = self._born()
+        oldest = sorted(born, key=lambda number: (born[number], number))[: self.groups_per_step]
+        due = self.version - self.max_age_steps
+        return {number for number in oldest if number in self._finished or born[number] <= due}
+
     def finished(self) -> list[Taken[Payload]]:
         """Groups that are finished and not taken, by number."""
         return sorted(self._finished.values(), key=lambda group: group.number)

@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, start_policy, update
+from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.session import Session
 from dagrl.rewards import RewardRunner
 
@@ -30,6 +31,7 @@ def train_async(session: Session, reward: RewardRunner) -> None:
     metrics = Metrics()
     with (
         Experience(session, reward, max_age_steps=settings.max_trajectory_age_steps) as experience,
+        EarlyLogprobs(session) as early,
         training_thread() as thread,
     ):
         start_policy(session, experience)
@@ -39,10 +41,12 @@ def train_async(session: Session, reward: RewardRunner) -> None:
                 session.stop.check()
                 if (groups := experience.take()) is not None:
                     metrics |= experience.metrics(groups)
-                    learning = thread.submit(timed_learn, session, groups, session.step + 1)
+                    learning = thread.submit(timed_learn, session, groups, session.step + 1, early)
             if learning is None or not learning.done():
                 with exposed(metrics) if learning is None else nullcontext():
                     experience.work(learning)
+                if learning is None:
+                    early.advance(experience.next_batch())
                 continue
             learned, ended = learning.result()
             learning, metrics = None, metrics | learned
@@ -54,9 +58,9 @@ def train_async(session: Session, reward: RewardRunner) -> None:
             metrics = Metrics()
 
 
-def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> tuple[Metrics, float]:
-    """`learn`, and when it ended (`time.perf_counter`)."""
-    return learn(session, groups, step), time.perf_counter()
+def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: EarlyLogprobs) -> tuple[Metrics, float]:
+    """`learn` with what is known early, and when it ended (`time.perf_counter`)."""
+    return learn(session, groups, step, early.take()), time.perf_counter()
 
 
 @contextmanager

@@ -149,10 +149,12 @@ class Experience:
         self._check_failures()
         return [group.payload for group in taken]
 
-    def groups(self) -> list[RolloutGroup]:
-        """The groups that were started, and neither taken nor dropped."""
+    def next_batch(self) -> list[RolloutGroup]:
+        """The groups that the next batch is certain to have, finished or not, unless they are dropped."""
         finished = [group.payload.group for group in self.buffer.finished()]
-        return [*finished, *(item.group for item in self._scoring), *self.rollouts.groups]
+        every = [*finished, *(item.group for item in self._scoring), *self.rollouts.groups]
+        wanted = self.buffer.next_batch()
+        return [group for group in every if group.number in wanted]
 
     def advance(self, version: int) -> None:
         """The batch taken last was trained on, and generation has `version`."""

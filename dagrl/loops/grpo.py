@@ -48,6 +48,6 @@ def generate_batch(session: Session, experience: Experience, early: EarlyLogprob
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()
-        early.advance(experience.groups())
+        early.advance(experience.next_batch())
         session.stop.check()
     return groups

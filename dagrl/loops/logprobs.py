@@ -2,13 +2,13 @@
 
     columns = logprobs_of(session, rows, known)   # of a whole batch: replays the rows that are not known yet
 
-    with EarlyLogprobs(session) as early:         # the synchronous loop, with `grpo.overlap_logprobs`
-        early.advance(groups)                     # after each quantum, with the groups of the batch that is being made
+    with EarlyLogprobs(session) as early:         # with `grpo.overlap_logprobs`
+        early.advance(groups)                     # after each quantum that training waits for, with the next batch's groups
         known = early.take()                      # once the batch is whole, before its step is taken
 
-While the longest sequences grow, the weights stay as they are and the train workers have nothing to do: sequences that are
-finished are computed then, in one chunk at a time. `take` forgets what it gives, so that nothing computed before an update
-of the weights is used after it.
+While training waits for the longest sequences, its weights stay as they are and its workers have nothing to do: sequences
+that are finished are computed then, in one chunk at a time. `take` forgets what it gives, so that nothing computed before
+an update of the weights is used after it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Chunk:
 
 
 class EarlyLogprobs:
-    """See the module's first lines; does nothing without `grpo.overlap_logprobs`. For one thread; a context manager."""
+    """See the module's first lines; idle without `grpo.overlap_logprobs`. For one thread at a time; a context manager."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -69,7 +69,8 @@ class EarlyLogprobs:
     def advance(self, groups: Sequence[RolloutGroup]) -> None:
         """Read the chunk that was started last, if it has ended, and start one with the sequences that finished since.
 
-        Never waits for a chunk, as generation would wait too. Raises the PhaseError of a chunk that failed.
+        `groups` are those that the next batch is certain to have. Never waits for a chunk, as generation would wait too.
+        Raises the PhaseError of a chunk that failed.
         """
         config = self._session.config
         if not config.grpo.overlap_logprobs:
@@ -77,10 +78,11 @@ class EarlyLogprobs:
         if self._chunk is not None and all(replay.ready() for replay in self._chunk.replays.values()):
             self._read(self._chunk)
         if self._chunk is None:
-            every = {(group.number, place): made for group in groups for place, made in enumerate(group.episodes)}
-            finished = {key: episode for key, episode in every.items() if episode.finish_reason}
+            made = {(group.number, place): episode for group in groups for place, episode in enumerate(group.episodes)}
+            finished = {key: episode for key, episode in made.items() if episode.finish_reason}
             new = {key: episode for key, episode in finished.items() if key not in self._known}
-            if new and (len(new) >= _samples(config) // CHUNKS or len(finished) == len(every)):
+            samples = _samples(config)
+            if new and (len(new) >= samples // CHUNKS or len(finished) == samples):
                 self._start(new)
 
     def take(self) -> Known:

@@ -1,4 +1,4 @@
-"""Log-probabilities computed beside generation, in the synchronous loop at random timings (`simulated_run`).
+"""Log-probabilities computed while training waits for generation, in both loops at random timings (`simulated_run`).
 
 Whatever takes how long: every sample is computed once, with the weights of the step that trains on it, and nothing is left
 under way when a step is taken or a stop was asked for. The truth of each value is a formula of token, place and weights.
@@ -28,7 +28,7 @@ from dagrl.loops.session import Counted
 from dagrl.replay import ReplayTiming
 from dagrl.shapes import Batch
 from tests.unit.simulated_run import Run
-from tests.unit.test_async_loop import GENERATIONS, STEPS, configuration, seeds, slow
+from tests.unit.test_async_loop import GENERATIONS, STEPS, asynchronous, configuration, seeds, slow
 
 PHASES = ("logprobs", "reference_logprobs")
 REFERENCE = -1  # its version
@@ -73,7 +73,7 @@ class Computing:
 
 
 class Overlapping(Run):
-    """A synchronous run whose train workers take their time; `events` is what they were asked for, and learned."""
+    """A run whose train workers take their time; `events` is what they were asked for, and learned."""
 
     def __init__(self, config: Config, seed: int, *, stop_at: int | None = None, fails: int = 0) -> None:
         super().__init__(config, seed, stop_at=stop_at)
@@ -141,12 +141,23 @@ class Overlapping(Run):
         return {"expected_entropy": float(-(expected * mask).sum() / mask.sum())}
 
 
-@settings(deadline=None, max_examples=15)
-@given(seed=seeds, turns=st.booleans(), dynamic=st.booleans(), offload=st.booleans(), penalty=st.sampled_from([0.0, 0.01]))
+loops = st.one_of(st.just({}), st.builds(asynchronous, st.integers(0, 3), st.booleans()))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=seeds,
+    loop=loops,
+    turns=st.booleans(),
+    dynamic=st.booleans(),
+    offload=st.booleans(),
+    penalty=st.sampled_from([0.0, 0.01]),
+)
 def test_every_sample_is_computed_once_with_the_weights_of_its_step(
-    seed: int, turns: bool, dynamic: bool, offload: bool, penalty: float
+    seed: int, loop: dict[str, Any], turns: bool, dynamic: bool, offload: bool, penalty: float
 ) -> None:
-    run = Overlapping(overlapping(configuration({}, turns=turns, dynamic=dynamic), offload=offload, penalty=penalty), seed)
+    config = configuration(loop, turns=turns, dynamic=dynamic)
+    run = Overlapping(overlapping(config, offload=offload, penalty=penalty), seed)
     assert run.train() is None
     assert len(run.trained) == run.weights == STEPS
     for metrics in run.metrics:
@@ -177,10 +188,19 @@ def test_chunks_begin_before_generation_ends() -> None:
     assert made[0] == made[1]
 
 
-@settings(deadline=None, max_examples=25)
-@given(seed=seeds, stop_at=st.integers(1, 30), offload=st.booleans())
-def test_after_a_stop_nothing_is_under_way_and_the_optimizer_is_back(seed: int, stop_at: int, offload: bool) -> None:
-    run = Overlapping(overlapping(slow(configuration({}, room=80)), offload=offload), seed, stop_at=stop_at)
+def test_in_flight_chunks_begin_while_training_waits_for_its_batch() -> None:
+    run = Overlapping(overlapping(slow(configuration(asynchronous(1, in_flight=True), room=80, generations=8))), 0)
+    assert run.train() is None
+    assert sum(rows >= 3 for rows in run.early) >= 2 * STEPS
+    assert sum(run.early) > 0.5 * 2 * 24 * STEPS, "most rows of both phases"
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, loop=loops, stop_at=st.integers(1, 30), offload=st.booleans())
+def test_after_a_stop_nothing_is_under_way_and_the_optimizer_is_back(
+    seed: int, loop: dict[str, Any], stop_at: int, offload: bool
+) -> None:
+    run = Overlapping(overlapping(slow(configuration(loop, room=80)), offload=offload), seed, stop_at=stop_at)
     if run.train() is None:  # it had ended by then
         return
     assert not run.under_way
