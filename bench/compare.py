@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG, help="another setting, for other machines and models")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
-    parser.add_argument("--steps", type=int, help="steps of each way and round that count")
+    parser.add_argument("--steps", type=int, help="steps of each way and round that count, rounded up to whole bursts")
     parser.add_argument("--rounds", type=int, default=2, help="times that all ways are measured in turn")
     parser.add_argument(
         "--ways", default="; ".join(way.name for way in CHOICE), help="separated by semicolons; default: %(default)s"

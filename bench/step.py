@@ -6,7 +6,8 @@
 One session serves all ways: the workers, their graphs and the first weights are the same. Lengths are forced
 (`policy.generation.forced_lengths`), so that equal seeds make equal work whatever the weights are. Only steady steps
 count: at a maximal age A, the A + 1 steps in which the lead is built up and the last A + 1, in which it is used up and
-held-out prompts are generated (`finish_step` validates after the last step of a run), do not.
+held-out prompts are generated (`finish_step` validates after the last step of a run), do not. Steps come in bursts of A + 1,
+a long one and short ones, so whole bursts count: as many as `--steps` asks for, or more.
 The ways are measured in turn, several rounds of them, and the numbers are medians over rounds: other work on the machine
 then disturbs all ways alike.
 """
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG, help="another setting, for other machines and models")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
-    parser.add_argument("--steps", type=int, help="steps of each way that count")
+    parser.add_argument("--steps", type=int, help="steps of each way that count, rounded up to whole bursts")
     parser.add_argument("--keep-weights", action="store_true", help="a way begins where the one before ended: no checkpoint")
     parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
     add_deadline(parser)
@@ -181,14 +182,21 @@ def run_way(
     from dagrl.loops.grpo import train_grpo
     from dagrl.record import read_metrics
 
-    begin_again(session, config, way, first_weights, config.grpo.max_num_steps + 2 * (way.age + 1))
+    counted, burst = counted_steps(config, way), way.age + 1
+    begin_again(session, config, way, first_weights, burst + counted + burst)
     before = len(read_metrics(session.paths.metrics))
     session.lap(tokens=0)
     loop = train_plain if way.plain else train_async if way.enabled else train_grpo
     loop(session, reward)
     session.savers.clear()
-    first = before + way.age + 1
-    return read_metrics(session.paths.metrics)[first : first + config.grpo.max_num_steps]
+    first = before + burst
+    return read_metrics(session.paths.metrics)[first : first + counted]
+
+
+def counted_steps(config: Config, way: Way) -> int:
+    """Steps of a way that count: `grpo.max_num_steps`, rounded up to whole bursts."""
+    burst = way.age + 1
+    return -(-config.grpo.max_num_steps // burst) * burst
 
 
 def begin_again(session: Session, config: Config, way: Way, first_weights: Path | None, steps: int) -> None:

@@ -104,7 +104,7 @@ def _training() -> list[Piece]:
 
 
 WAYS = "plain Ray; sync; in flight, age 2; in flight, age 4"
-"""Of `bench compare`. In flight steps come in bursts of as many as the age and one more."""
+"""Of `bench compare`."""
 
 
 def _steps(gpus: int) -> list[Piece]:

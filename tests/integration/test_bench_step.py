@@ -1,4 +1,4 @@
-"""`dagrl bench step` with simulated devices, small: two ways, one step, and rows that can be true."""
+"""`dagrl bench step` with simulated devices, small: two ways, one burst of steps, and rows that can be true."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_rows_of_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     sync, in_flight = json.loads(rows_file.read_text())["rows"]
     assert (sync["way"], in_flight["way"]) == ("sync", "in flight, age 1")
     assert (sync["policy_age_max"], sync["speedup"]) == (0, 1)
-    assert len(counted) == 2
+    assert len(counted) == 1 + 2
     assert not [name for steps in counted for name in steps if name.startswith(VALIDATION)], "no way is charged one"
     assert 0 <= in_flight["policy_age_mean"] <= in_flight["policy_age_max"] <= 1
-    for row in (sync, in_flight):
-        assert (row["rounds"], row["steps"]) == (1, 1)
-        tokens = row["tokens_per_s"] * row["step_s"]
-        assert tokens == pytest.approx(round(tokens)) and 16 * 3 <= tokens <= 16 * 48, "whole tokens of 16 sequences"
+    for row, steps in ((sync, 1), (in_flight, 2)):  # at age 1 a burst has two
+        assert (row["rounds"], row["steps"]) == (1, steps)
+        tokens, sequences = row["tokens_per_s"] * row["step_s"] * steps, 16 * steps
+        assert tokens == pytest.approx(round(tokens)) and sequences * 3 <= tokens <= sequences * 48, "whole tokens"
         assert row["tokens_per_s_per_worker"] == pytest.approx(row["tokens_per_s"] / WORKERS)
         assert all(0 <= row[name] <= 1 for name in ("idle_train", "idle_generation", "quantum_overhead"))
         assert 0 <= row["exposed_generation_s"] < row["step_s"] and 0 < row["update_s"] < row["step_s"]
