@@ -124,7 +124,9 @@ class VllmWorker:
 
     def abort_requests(self, request_ids: Iterable[int] | None = None) -> int:
         """Drop requests (None: all); returns how many were there."""
-        return self._require_engine().abort(request_ids)
+        engine = self._require_engine()
+        self._enter_device()
+        return engine.abort(request_ids)
 
     def sleep(self, level: int) -> int:
         """Give up the GPU's memory until `wake_up`; bytes freed, 0 where vLLM cannot (without a GPU) and nothing is done.
@@ -158,7 +160,9 @@ class VllmWorker:
 
     def unfinished_requests(self) -> list[FinishedRequest]:
         """What the requests that have not finished have made so far, for a checkpoint; they go on."""
-        return self._require_engine().snapshot()
+        engine = self._require_engine()
+        self._enter_device()
+        return engine.snapshot()
 
     def weight_slices(self) -> list[WeightSlice]:
         """What this rank holds of the Hugging Face parameters, and where; after setup()."""
