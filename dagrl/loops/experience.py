@@ -102,7 +102,7 @@ class Experience:
     def __enter__(self) -> Self:
         self._session.savers.append(self.save)
         if self._session.shared is not None:
-            self._session.shared.before_sleep.append(self.rest)
+            self._session.shared.before_sleep.append(self.withdraw)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -167,6 +167,10 @@ class Experience:
     def rest(self) -> None:
         """Read the quanta in flight and start none."""
         self._sort(self.rollouts.settle())
+
+    def withdraw(self) -> None:
+        """`rest`, and leave no request in the engines, which are about to sleep: a stop may come while some run."""
+        self._sort(self.rollouts.withdraw())
 
     def finish_running(self) -> None:
         """Generate until nothing runs, and start nothing new."""

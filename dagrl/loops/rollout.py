@@ -206,6 +206,22 @@ class Rollouts:
         self._take_answers()
         return self._take_complete()
 
+    def withdraw(self) -> list[RolloutGroup]:
+        """`settle`, and take what runs out of the engines: it waits here, to go on from its tokens as a new request."""
+        complete = self.settle()
+        running = [request for shard in self._shards for request in shard.requests]
+        if running:
+            assert self._session.generation is not None
+            made = self._made_so_far()
+            self._session.generation.call("abort_requests", running)
+            for request in running:
+                group, episode = self._requests[request]
+                self._forget(request)
+                if request in made:
+                    episode.append(made[request])
+                self._request(group, episode)
+        return complete
+
     def leave_questions(self) -> None:
         """Let go of the environment, which closes: what it was asked stays asked (`Episode.awaiting`), for a checkpoint."""
         self._asked.clear()
@@ -225,10 +241,14 @@ class Rollouts:
 
     def snapshot(self) -> list[RolloutGroup]:
         """The groups under way with all tokens made so far, the engines at rest; they go on. Call `settle` first."""
+        partial = self._made_so_far()
+        return [self._copy(group, partial) for group in self._groups.values()]
+
+    def _made_so_far(self) -> dict[int, FinishedRequest]:
+        """What the requests in the engines have made, by request."""
         assert self._session.generation is not None and not self._quanta
         layout, parts = self._session.generation.layout, self._session.generation.call("unfinished_requests")
-        partial = {made.request_id: made for dp in range(layout.dp) for made in parts[layout.shard(dp)[0]]}
-        return [self._copy(group, partial) for group in self._groups.values()]
+        return {made.request_id: made for dp in range(layout.dp) for made in parts[layout.shard(dp)[0]]}
 
     def _copy(self, group: RolloutGroup, partial: Mapping[int, FinishedRequest]) -> RolloutGroup:
         requests = {id(episode): request for request, (_, episode) in self._requests.items()}

@@ -9,7 +9,10 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.errors import ConfigError
+from dagrl.loops.experience import Experience
 from dagrl.loops.grpo import run_grpo
+from dagrl.loops.stop import StopRequestedError
+from dagrl.loops.trajectory_file import read_trajectories
 from dagrl.preflight import preflight
 from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
 from tests.integration.unigram_workers import EXCHANGES
@@ -66,6 +69,27 @@ def test_order_of_a_step(runs: dict[str, Config]) -> None:
     assert len(places) >= 5, order
     levels = [parts for role, what, parts, _ in exchanges(runs["together"]) if what == "sleep"]
     assert ["2"] in levels and ["1"] in levels, "kept for a checkpoint, dropped before a step"
+
+
+def test_a_stop_while_requests_run_is_saved_with_what_they_have_made(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_cluster.__wrapped__(cluster, monkeypatch)
+    work = Experience.work
+
+    def stopping(experience: Experience) -> None:
+        work(experience)
+        experience._session.stop.requested = experience._session.step == 1
+
+    monkeypatch.setattr(Experience, "work", stopping)
+    config = configuration(tmp_path, "stopped", policy=COLOCATED)
+    with pytest.raises(StopRequestedError):
+        run_grpo(config)
+    [checkpoint] = (tmp_path / "stopped" / "checkpoints").glob("step*")
+    saved = read_trajectories(checkpoint)
+    assert saved is not None
+    episodes = [episode for group in saved.groups for episode in group.group.episodes]
+    assert any(episode.tokens and not episode.finish_reason for episode in episodes), "half-made sequences"
 
 
 def test_asynchronous_training_is_refused(tmp_path: Path) -> None:
