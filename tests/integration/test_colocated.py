@@ -71,6 +71,7 @@ def test_order_of_a_step(runs: dict[str, Config]) -> None:
     assert ["2"] in levels and ["1"] in levels, "kept for a checkpoint, dropped before a step"
 
 
+@pytest.mark.slow
 def test_a_stop_while_requests_run_is_saved_with_what_they_have_made(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

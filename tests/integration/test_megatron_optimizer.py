@@ -71,9 +71,12 @@ def test_weight_decay_touches_matrices_alone(megatron_pool: MegatronPool, tiny_m
     batch = reference.make_batch()
     config = reference.make_config(tiny_models["qwen2"], optimizer=optimizer)  # with biases
     gradients = reference.train_reference(tiny_models["qwen2"], batch, config, reference.sft_reference).gradients
+    threads = group_threads(megatron_pool)
     with megatron_pool.group(ParallelLayout(dp=2), config) as group:
         train(group, batch)
         after = reference.assemble(group.call("weights"))
+    left = np.subtract(group_threads(megatron_pool), threads)
+    assert left.max() <= 3, "of a sharded optimizer's groups none stays, at most torch's first one with its three threads"
     before = load_file(tiny_models["qwen2"] / "model.safetensors")
     assert {values.ndim for values in gradients.values()} == {1, 2}
     for name, gradient in gradients.items():
@@ -82,6 +85,12 @@ def test_weight_decay_touches_matrices_alone(megatron_pool: MegatronPool, tiny_m
         clear = np.abs(gradient) > 1e-4  # the sign of what is nearly 0 is rounding
         assert clear.any()
         np.testing.assert_allclose(after[name][clear], expected[clear], atol=2e-5, rtol=0, err_msg=name)
+
+
+def group_threads(pool: MegatronPool) -> list[int]:
+    """Threads of Gloo's groups in each process."""
+    tasks = [Path(f"/proc/{process.pid}/task").glob("*/comm") for process in pool.processes]
+    return [sum("gloo" in name.read_text() for name in names) for names in tasks]
 
 
 def test_gradients_are_scaled_to_the_limit_and_within_it_left_alone(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ABORT_TAG = 1 << 20  # apart from the tags of pipeline transfers
+_PASSES = 5  # of the garbage collector at most, until it finds nothing
 
 
 def start_groups(context: WorkerContext, address: str, seed: int) -> None:
@@ -98,7 +99,7 @@ def end_groups() -> None:
     """Destroy Megatron's groups and the default one; what an abort left of them as well.
 
     Models and optimizers that were dropped lie in reference cycles and hold groups, each with threads that wake 100 times a
-    second; they are collected here.
+    second; they are collected here. Autograd holds hooks of sharded optimizers, which are found when its nodes are gone.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -106,4 +107,6 @@ def end_groups() -> None:
     parallel_state.destroy_model_parallel()  # after an abort over NCCL the default group is gone, and Megatron's are not
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
+    passes = 1
+    while gc.collect() and passes < _PASSES:
+        passes += 1
