@@ -30,7 +30,8 @@ from dagrl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.environments import EnvironmentRunner
 from dagrl.errors import RunError
 from dagrl.function_runner import Answers
-from dagrl.loops.rollout import RolloutGroup, Rollouts, Sample, new_group, request_seeds, samples_of
+from dagrl.loops.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
+from dagrl.loops.rollout import Rollouts
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories

@@ -14,9 +14,10 @@ from dagrl.advantages import group_advantages
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
+from dagrl.loops.episodes import Sample, token_rows
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.logprobs import Columns, Known, logprob_buckets, logprobs_of, token_rows
-from dagrl.loops.rollout import Sample, request_slots
+from dagrl.loops.logprobs import Columns, Known, logprob_buckets, logprobs_of
+from dagrl.loops.rollout import request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan

@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 
 from dagrl.config import Config
-from dagrl.loops.rollout import Episode, RolloutGroup
+from dagrl.loops.episodes import Episode, RolloutGroup, token_rows
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_buckets
 from dagrl.loops.stop import StopRequestedError
@@ -128,16 +128,6 @@ def logprobs_of(session: Session, rows: Batch, known: Sequence[Columns | None]) 
     if _offloads(session):
         session.replay("training_prep", session.step)
     return columns
-
-
-def token_rows(episodes: Sequence[Episode]) -> Batch:
-    """Sequences as rows: `tokens` [sequences, longest], prompt and what follows it, and `lengths`."""
-    tokens = np.zeros((len(episodes), max(map(len, episodes))), np.int64)
-    for row, episode in enumerate(episodes):
-        start, end = len(episode.prompt), len(episode)
-        tokens[row, :start] = episode.prompt.tokens
-        tokens[row, start:end] = episode.tokens
-    return Batch({"tokens": tokens, "lengths": np.array([len(episode) for episode in episodes], np.int64)})
 
 
 def logprob_buckets(config: Config) -> tuple[Bucket, ...]:

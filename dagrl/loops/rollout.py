@@ -13,25 +13,23 @@ goes on as a new request. Who asks for a refit between two calls of `advance` ge
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.config import ForcedLengths
 from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
 from dagrl.environments import ENDED, EnvironmentRunner, Reply
 from dagrl.generation import FinishedRequest, Generated
+from dagrl.loops.episodes import Episode, RolloutGroup, token_rows, turn_seed
 from dagrl.loops.session import Session
 from dagrl.preflight import bucket_widths, generation_config
 from dagrl.replay import Replay
 from dagrl.shapes import Batch
-from dagrl.tokenization import Prompt
 
 IN_FLIGHT = 2
 """Quanta submitted at once; the engines work on the second while the driver reads the first."""
@@ -40,79 +38,6 @@ LOOKAHEAD = 1.25
 """Requests sent to a shard, as a multiple of those it runs at once, so that a slot freed in a quantum is filled in it."""
 
 ABORTED = "aborted"
-
-
-@dataclass
-class Episode:
-    """One sequence that is being made: what follows its prompt, token by token.
-
-    `sampled` is False on tokens that an environment wrote; those have the log-probability 0 and the version of their turn.
-    `awaiting`: the last turn has ended, and the environment has not answered it yet. `failure` is what the environment
-    raised, where the finish reason is `environment_failed`.
-    """
-
-    prompt: Prompt
-    seed: int
-    max_new_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    finish_reason: str = ""
-    turns: int = 0
-    turn_start: int = 0
-    awaiting: bool = False
-    failure: str = ""
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def turn_left(self) -> int:
-        """New tokens that this turn may still have."""
-        return self.max_new_tokens - (len(self.tokens) - self.turn_start)
-
-    def append(self, made: FinishedRequest) -> None:
-        """Take up what a request made."""
-        self.tokens += made.tokens
-        self.logprobs += made.logprobs
-        self.versions += made.versions
-        self.sampled += [True] * len(made.tokens)
-
-    def answer(self, tokens: Sequence[int]) -> None:
-        """Take up what the environment wrote; a new turn begins."""
-        version = self.versions[-1] if self.versions else 0
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [version] * len(tokens)
-        self.sampled += [False] * len(tokens)
-        self.turn_start = len(self.tokens)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A finished sequence: its prompt, what followed, and the text of that."""
-
-    prompt: Prompt
-    completion: Episode
-    text: str
-
-    def __len__(self) -> int:
-        return len(self.completion)
-
-
-@dataclass
-class RolloutGroup:
-    """The sequences of one prompt. `number` tells groups apart; `key` names the prompt in the history of lengths."""
-
-    number: int
-    key: int
-    episodes: list[Episode]
-    cohort: int = 0
-
-    @property
-    def complete(self) -> bool:
-        return all(episode.finish_reason for episode in self.episodes)
 
 
 Turn = tuple[RolloutGroup, Episode]
@@ -353,21 +278,12 @@ class Rollouts:
     def _batch(self, requests: Sequence[int]) -> Batch:
         """One row a request: the prompt and what follows it so far."""
         episodes = [self._requests[request][1] for request in requests]
-        tokens = np.zeros((len(episodes), max((len(episode) for episode in episodes), default=1)), np.int64)
-        for row, episode in enumerate(episodes):
-            tokens[row, : len(episode.prompt)] = episode.prompt.tokens
-            tokens[row, len(episode.prompt) : len(episode)] = episode.tokens
-        return Batch(
-            {
-                "tokens": tokens,
-                "lengths": np.array([len(episode) for episode in episodes], np.int64),
-                "request_ids": np.array(requests, np.int64),
-                "seeds": np.array([turn_seed(episode) for episode in episodes], np.int64),
-                "max_new_tokens": np.array(
-                    [min(episode.turn_left, self._room - len(episode)) for episode in episodes], np.int64
-                ),
-                "greedy": np.zeros(len(episodes), np.int64),
-            }
+        limits = [min(episode.turn_left, self._room - len(episode)) for episode in episodes]
+        return token_rows(episodes).with_fields(
+            request_ids=np.array(requests, np.int64),
+            seeds=np.array([turn_seed(episode) for episode in episodes], np.int64),
+            max_new_tokens=np.array(limits, np.int64),
+            greedy=np.zeros(len(episodes), np.int64),
         )
 
     def _texts(self, turns: Sequence[Turn]) -> list[str]:
@@ -375,44 +291,6 @@ class Rollouts:
         return cast("list[str]", self._session.inputs.tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
 
-def new_group(
-    session: Session, number: int, key: int, prompt: Prompt, seeds: Sequence[int], cohort: int = 0
-) -> RolloutGroup:
-    """A group with one sequence for each seed."""
-    generation = generation_config(session.config)
-    limits = [generation.max_new_tokens] * len(seeds)
-    if generation.forced_lengths is not None:
-        limits = forced_lengths(generation.forced_lengths, session.config.seed, key, seeds, generation.max_new_tokens)
-    episodes = [Episode(prompt, seed, limit) for seed, limit in zip(seeds, limits, strict=True)]
-    return RolloutGroup(number, key, episodes, cohort)
-
-
-def samples_of(session: Session, group: RolloutGroup) -> list[Sample]:
-    """A complete group's sequences with their texts."""
-    texts = session.inputs.tokenizer.batch_decode([episode.tokens for episode in group.episodes], skip_special_tokens=True)
-    return [Sample(episode.prompt, episode, text) for episode, text in zip(group.episodes, texts, strict=True)]
-
-
-def request_seeds(seed: int, stream: int, count: int) -> list[int]:
-    """Seeds [count] of a group's requests: they depend on the run's seed and the group's number alone."""
-    drawn: npt.NDArray[np.int64] = np.random.default_rng((seed, stream)).integers(0, 2**31 - 1, count, dtype=np.int64)
-    return cast("list[int]", drawn.tolist())
-
-
-def turn_seed(episode: Episode) -> int:
-    """The seed of the request that goes on from here: engines draw from the start of a seed's numbers for each request."""
-    return request_seeds(episode.seed, len(episode.tokens), 1)[0] if episode.tokens else episode.seed
-
-
 def request_slots(max_num_seqs: int) -> int:
     """Requests that a shard is sent at most."""
     return max(max_num_seqs + 1, int(max_num_seqs * LOOKAHEAD))
-
-
-def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[int], longest: int) -> list[int]:
-    """Lengths [seeds] that the requests of prompt `key` are given: log-normal, 1 to `longest`."""
-    shared = np.random.default_rng((seed, abs(key), 2)).normal()
-    own = np.array([np.random.default_rng((request, 1)).normal() for request in seeds])
-    spread = math.sqrt(config.between_prompts) * shared + math.sqrt(1 - config.between_prompts) * own
-    lengths: list[int] = np.clip(np.rint(config.median * np.exp(config.sigma * spread)), 1, longest).astype(int).tolist()
-    return lengths

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dagrl.config import Json
-from dagrl.loops.rollout import Episode, RolloutGroup
+from dagrl.loops.episodes import Episode, RolloutGroup
 from dagrl.tokenization import Prompt
 
 INDEX, ARRAYS = "trajectories.json", "trajectories.npz"

@@ -13,9 +13,10 @@ import torch
 from dagrl.config import Config
 from dagrl.config_file import load_config
 from dagrl.loops.async_grpo import train_async
+from dagrl.loops.episodes import new_group, request_seeds
 from dagrl.loops.grpo import train_grpo
 from dagrl.loops.grpo_step import grpo_plans
-from dagrl.loops.rollout import Rollouts, new_group, request_seeds
+from dagrl.loops.rollout import Rollouts
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import open_session

@@ -17,11 +17,11 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.loops import grpo_step
+from dagrl.loops.episodes import Episode, Sample
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
 from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.restart import run_with_restarts
-from dagrl.loops.rollout import Episode, Sample
 from dagrl.loops.stop import StopRequestedError
 from dagrl.record import read_metrics
 from tests.integration.unigram_task import ASKED

@@ -15,9 +15,9 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.loops import grpo_step
+from dagrl.loops.episodes import Episode
 from dagrl.loops.experience import Experience
 from dagrl.loops.grpo import run_grpo
-from dagrl.loops.rollout import Episode
 from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectory_file import read_trajectories
 from dagrl.shapes import Batch

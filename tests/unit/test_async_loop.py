@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardShapingConfig
+from dagrl.loops.episodes import Episode
 from dagrl.loops.experience import ScoredGroup
 from dagrl.loops.grpo_step import refit
-from dagrl.loops.rollout import IN_FLIGHT, Episode
+from dagrl.loops.rollout import IN_FLIGHT
 from dagrl.loops.trajectory_file import read_trajectories
 from tests.unit.simulated_run import Run, logprob_of
 

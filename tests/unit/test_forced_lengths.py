@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import ForcedLengths
-from dagrl.loops.rollout import forced_lengths
+from dagrl.loops.episodes import forced_lengths
 
 
 def test_median_spread_and_the_share_between_prompts() -> None:

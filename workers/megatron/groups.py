@@ -99,7 +99,7 @@ def end_groups() -> None:
     """Destroy Megatron's groups and the default one; what an abort left of them as well.
 
     Models and optimizers that were dropped lie in reference cycles and hold groups, each with threads that wake 100 times a
-    second; they are collected here. Autograd holds hooks of sharded optimizers, which are found when its nodes are gone.
+    second; they are collected here. Those of sharded optimizers were seen to be found by the second pass alone.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -107,6 +107,6 @@ def end_groups() -> None:
     parallel_state.destroy_model_parallel()  # after an abort over NCCL the default group is gone, and Megatron's are not
     if dist.is_initialized():
         dist.destroy_process_group()
-    passes = 1
-    while gc.collect() and passes < _PASSES:
-        passes += 1
+    for _ in range(_PASSES):
+        if not gc.collect():
+            break
