@@ -20,8 +20,9 @@ from dagrl.advantages import group_advantages
 from dagrl.checkpoint import TrainState
 from dagrl.data import Sampler
 from dagrl.errors import DeadlineError
+from dagrl.loops.batches import train_batch
 from dagrl.loops.episodes import RolloutGroup, new_group, request_seeds, samples_of
-from dagrl.loops.grpo_step import grpo_plans, train_batch
+from dagrl.loops.grpo_step import grpo_plans
 from dagrl.metrics import merge_step_metrics
 from dagrl.preflight import generation_config
 from dagrl.replay import ReplayTiming, Split

@@ -82,6 +82,9 @@ class GrpoConfig(Section):
     # are computed, under the weights of the step. Rows are batched by when they finish, so numbers may differ in their last
     # bits from run to run.
     overlap_logprobs: bool = False
+    # And gradients of its scored groups are accumulated: of the step the last groups and the update are left. Needs
+    # overlap_logprobs, and one optimizer step a batch (train_global_batch_size = prompts x generations).
+    overlap_training: bool = False
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
     val_period: NonNegativeInt = 10  # 0: only at the start and the end
     val_at_start: bool = True
@@ -150,6 +153,7 @@ class PhasesConfig(Section):
 
     sft_step: str = "graphs.train:sft_step"
     train_step: str = "graphs.train:train_step"
+    accumulate_gradients: str = "graphs.train:accumulate_gradients"
     evaluate: str = "graphs.train:evaluate"
     logprobs: str = "graphs.logprobs:logprobs"
     reference_logprobs: str = "graphs.logprobs:reference_logprobs"

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import DataError
-from dagrl.metrics import CLIP_RATIO, KL
+from dagrl.metrics import CLIP_RATIO, COUNTS, KL, StepMetrics
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,25 @@ class Denominators:
                 "expected at least one. Look at how loss_mask is made, and whether responses are cut off by "
                 "policy.max_total_sequence_length"
             )
+
+
+UNDIVIDED = Denominators(1.0, 1.0)
+"""For parts of a global batch whose other rows are not there yet: `divided` and `loss_denominator` make up for it."""
+
+
+def loss_denominator(loss: str, config: LossConfig, denominators: Denominators) -> float:
+    """What the loss, and with it every gradient, is divided by."""
+    return denominators.tokens if loss == "sft" or config.token_level_loss else denominators.sequences
+
+
+def divided(metrics: StepMetrics, loss: str, config: LossConfig, denominators: Denominators) -> StepMetrics:
+    """The metrics of a loss computed with `UNDIVIDED`, as they are with the `denominators` of the whole batch."""
+    terms, whole = {"loss", "policy_loss", KL}, loss_denominator(loss, config, denominators)
+    sums = {
+        name: value if name in COUNTS else value / (whole if name in terms else denominators.tokens)
+        for name, value in metrics.sums.items()
+    }
+    return StepMetrics(sums, metrics.maxima, metrics.shared)
 
 
 @dataclass(frozen=True)

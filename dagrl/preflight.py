@@ -37,6 +37,7 @@ SFT_PHASES = ("sft_step", "evaluate")
 GRPO_PHASES = ("train_step", "logprobs", "reference_logprobs", "generate", "refit")
 KV_PHASES = ("calibrate_kv_scales",)
 OFFLOAD_PHASES = ("logprob_inference_prep", "training_prep")
+OVERLAP_PHASES = ("accumulate_gradients",)
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def check_settings(config: Config) -> None:
     _check_choices(config)
     _check_batches(config)
     _check_off_policy(config)
+    _check_overlap(config)
     _check_colocated(config)
     _check_shared_gpus(config)
 
@@ -172,6 +174,7 @@ def _phase_keys(config: Config) -> Iterable[str]:
     if config.algorithm == "sft":
         return SFT_PHASES
     more: tuple[str, ...] = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
+    more += OVERLAP_PHASES if config.grpo.overlap_training else ()
     more += KV_PHASES if generation_config(config).vllm_cfg.kv_cache_dtype == "fp8" else ()
     return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *more)
 
@@ -282,6 +285,29 @@ def _check_off_policy(config: Config) -> None:
         logger.warning(
             "grpo.async_grpo trains on samples of older policies, but loss_fn.use_importance_sampling_correction is false: "
             "the gradient is biased; set it to true, with loss_fn.truncated_importance_sampling_ratio=2 for example"
+        )
+
+
+def _check_overlap(config: Config) -> None:
+    """What `grpo.overlap_training` needs: rows that can be trained on before the batch is whole, in any order."""
+    if config.algorithm != "grpo" or not config.grpo.overlap_training:
+        return
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    if not config.grpo.overlap_logprobs:
+        raise ConfigError(
+            "grpo.overlap_training is true, but grpo.overlap_logprobs is false: gradients need the log-probabilities of "
+            "their rows first; set both to true"
+        )
+    if config.policy.train_global_batch_size != samples:
+        raise ConfigError(
+            f"grpo.overlap_training is true, but a batch of {samples} samples has several optimizer steps of "
+            f"policy.train_global_batch_size {config.policy.train_global_batch_size}: the first would change the weights "
+            f"while the batch is generated. Set policy.train_global_batch_size={samples}, or overlap_training=false"
+        )
+    if config.reward.shuffle:
+        raise ConfigError(
+            "grpo.overlap_training and reward.shuffle are both true: rewards are shuffled over the whole batch, so that no "
+            "advantage is known before it is there; set one to false"
         )
 
 

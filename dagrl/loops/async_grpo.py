@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
+from dagrl.loops.early import EarlyWork
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, start_policy, update
-from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.session import Session
 from dagrl.rewards import RewardRunner
 
@@ -32,7 +32,7 @@ def train_async(session: Session, reward: RewardRunner) -> None:
     metrics = Metrics()
     with (
         Experience(session, reward, max_age_steps=settings.max_trajectory_age_steps) as experience,
-        EarlyLogprobs(session) as early,
+        EarlyWork(session) as early,
         training_thread() as thread,
     ):
         start_policy(session, experience)
@@ -59,8 +59,8 @@ def train_async(session: Session, reward: RewardRunner) -> None:
             metrics = Metrics()
 
 
-def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: EarlyLogprobs) -> tuple[Metrics, float]:
-    """`learn` with what is known early, and when it ended (`time.perf_counter`)."""
+def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: EarlyWork) -> tuple[Metrics, float]:
+    """`learn` with what was done early, and when it ended (`time.perf_counter`)."""
     return learn(session, groups, step, early.take()), time.perf_counter()
 
 

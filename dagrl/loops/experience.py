@@ -30,7 +30,7 @@ from dagrl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.environments import EnvironmentRunner
 from dagrl.errors import RunError
 from dagrl.function_runner import Answers
-from dagrl.loops.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
+from dagrl.loops.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.loops.rollout import Rollouts
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
@@ -71,6 +71,19 @@ class ScoredGroup:
     rewards: Rewards
     values: FloatArray
     counted: BoolArray
+
+
+@dataclass(frozen=True)
+class NextBatch:
+    """Groups of the next training batch; `others` are being generated or scored, and may yet be dropped."""
+
+    scored: Sequence[ScoredGroup]
+    others: Sequence[RolloutGroup] = ()
+
+    def episodes(self) -> dict[tuple[int, int], Episode]:
+        """All sequences, finished or not, by their group's number and their place in it."""
+        groups = [*(group.group for group in self.scored), *self.others]
+        return {(group.number, place): episode for group in groups for place, episode in enumerate(group.episodes)}
 
 
 @dataclass
@@ -150,12 +163,12 @@ class Experience:
         self._check_failures()
         return [group.payload for group in taken]
 
-    def next_batch(self) -> list[RolloutGroup]:
-        """The groups that the next batch is certain to have, finished or not, unless they are dropped."""
-        finished = [group.payload.group for group in self.buffer.finished()]
-        every = [*finished, *(item.group for item in self._scoring), *self.rollouts.groups]
+    def next_batch(self) -> NextBatch:
+        """What there is by now of the groups that the next batch is certain to have, unless they are dropped."""
         wanted = self.buffer.next_batch()
-        return [group for group in every if group.number in wanted]
+        scored = [group.payload for group in self.buffer.finished() if group.number in wanted]
+        others = [*(item.group for item in self._scoring), *self.rollouts.groups]
+        return NextBatch(scored, [group for group in others if group.number in wanted])
 
     def advance(self, version: int) -> None:
         """The batch taken last was trained on, and generation has `version`."""

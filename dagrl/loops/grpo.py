@@ -10,9 +10,9 @@ import time
 
 from dagrl.config import Config
 from dagrl.loops.async_grpo import train_async
+from dagrl.loops.early import EarlyWork
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy, update
-from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import run_session
@@ -31,7 +31,7 @@ def run_grpo(config: Config) -> None:
 def train_grpo(session: Session, reward: RewardRunner) -> None:
     """All GRPO steps that are left; they count on from the SFT steps."""
     last = session.config.sft.max_num_steps + session.config.grpo.max_num_steps
-    with Experience(session, reward, max_age_steps=0) as experience, EarlyLogprobs(session) as early:
+    with Experience(session, reward, max_age_steps=0) as experience, EarlyWork(session) as early:
         start_policy(session, experience)
         while session.step < last:
             step, metrics = session.step + 1, Metrics()
@@ -43,8 +43,8 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
             finish_step(session, experience, metrics)
 
 
-def generate_batch(session: Session, experience: Experience, early: EarlyLogprobs) -> list[ScoredGroup]:
-    """Prompts are drawn, completed and scored until there is a whole batch; log-probabilities may be under way by then."""
+def generate_batch(session: Session, experience: Experience, early: EarlyWork) -> list[ScoredGroup]:
+    """Prompts are drawn, completed and scored until there is a whole batch; some of its training may be done by then."""
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()

@@ -7,24 +7,28 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-import numpy.typing as npt
-
-from dagrl.advantages import group_advantages
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config
+from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
-from dagrl.loops.episodes import Sample, token_rows
+from dagrl.loops.early import Early
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.logprobs import Columns, Known, logprob_buckets, logprobs_of
+from dagrl.loops.logprobs import Columns, chunk_buckets, logprobs_of, samples_per_step
 from dagrl.loops.rollout import request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan
-from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
+from dagrl.metrics import (
+    ENTROPY,
+    MASKED_MINIBATCHES,
+    TIMING,
+    UPDATE,
+    UPDATE_PAUSE,
+    StepMetrics,
+    join_optimizer_steps,
+)
 from dagrl.preflight import bucket_widths, generation_config
 from dagrl.refit.run import RefitReport
-from dagrl.rewards import shuffled
 from dagrl.shapes import Batch, Bucket
 
 Metrics = dict[str, float]
@@ -51,20 +55,17 @@ def start_policy(session: Session, experience: Experience) -> None:
         experience.restore(session.state.counters, session.resumed.directory)
 
 
-def learn(session: Session, groups: Sequence[ScoredGroup], step: int, known: Known | None = None) -> Metrics:
+def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> Metrics:
     """One training step on a batch of groups, up to the new weights in the train workers.
 
-    `known`: log-probabilities of some of the samples, computed with the present weights.
+    `early`: what has been done of it with the present weights.
     """
-    samples = [sample for group in groups for sample in group.samples]
-    counted = np.concatenate([group.counted for group in groups])
-    if session.config.grpo.overlong_filtering:
-        counted &= [sample.completion.finish_reason != "length" for sample in samples]
-    advantage = advantages(session.config, groups, step)
-    rows = [(known or {}).get((group.group.number, place)) for group in groups for place in range(len(group.samples))]
-    batch, metrics = with_logprobs(session, train_batch(samples, advantage, counted), rows)
+    keys = sample_keys(groups)
+    known = [early.known.get(key) for key in keys]
+    batch, metrics = with_logprobs(session, scored_batch(session.config, groups, step), known)
     session.stop.check()  # the last point at which the weights are those of the last finished step
-    metrics |= optimize(session, batch)
+    rest = [row for row, (group, _) in enumerate(keys) if group not in early.learned]
+    metrics |= optimize_rest(session, batch, rest, early.parts) if early.parts else optimize(session, batch)
     return metrics | calibrate(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
 
 
@@ -132,42 +133,6 @@ def exposed(metrics: Metrics) -> Iterator[None]:
     metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
 
 
-def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
-    """Advantage of each sample, [samples] float32."""
-    values, counted = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "counted"))
-    if config.reward.shuffle:
-        values[counted] = shuffled(values[counted], config.seed, step)
-    table = group_advantages(
-        values.reshape(len(groups), -1),
-        leave_one_out=config.grpo.use_leave_one_out_baseline,
-        normalize=config.grpo.normalize_rewards,
-        counted=counted.reshape(len(groups), -1),
-    )
-    return table.reshape(-1).astype(np.float32)
-
-
-def train_batch(
-    samples: Sequence[Sample], advantage: npt.NDArray[np.float32], counted: npt.NDArray[np.bool_] | None = None
-) -> Batch:
-    """Samples as rows, token aligned: the loss mask and the advantages are on the tokens that the policy made alone.
-
-    Samples that are not `counted` [samples] have no token in the loss.
-    """
-    rows = token_rows([sample.completion for sample in samples])
-    shape = rows["tokens"].shape
-    mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for row, sample in enumerate(samples):
-        start, end = len(sample.prompt), len(sample)
-        generation_logprobs[row, start:end] = sample.completion.logprobs
-        if counted is None or counted[row]:
-            mask[row, start:end] = sample.completion.sampled
-    return rows.with_fields(
-        loss_mask=mask,
-        advantages=mask * advantage[:, None],
-        generation_logprobs=mask * generation_logprobs,
-    )
-
-
 def with_logprobs(
     session: Session, batch: Batch, known: Sequence[Columns | None] | None = None
 ) -> tuple[Batch, dict[str, float]]:
@@ -178,9 +143,8 @@ def with_logprobs(
     rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
     columns = logprobs_of(session, rows, known or [None] * batch.rows)
     mask = batch["loss_mask"]
-    fields = {"prev_logprobs": columns["logprobs"] * mask, "reference_logprobs": columns["reference_logprobs"] * mask}
     entropy = {ENTROPY: float((columns["entropy"] * mask).sum() / mask.sum())} if mask.any() else {}
-    return batch.with_fields(**fields), entropy
+    return with_columns(batch, columns), entropy
 
 
 def optimize(session: Session, batch: Batch) -> dict[str, float]:
@@ -192,18 +156,29 @@ def optimize(session: Session, batch: Batch) -> dict[str, float]:
     size = session.config.policy.train_global_batch_size
     minibatches = [batch.select(range(start, start + size)) for start in range(0, batch.rows, size)]
     learned = [minibatch for minibatch in minibatches if minibatch["loss_mask"].any()]
-    masked = len(minibatches) - len(learned)
-    if masked:
-        logger.warning("%d of %d minibatches have no token in the loss: left out", masked, len(minibatches))
     parts = [session.step_on("train_step", minibatch) for minibatch in learned]
-    return {**(join_optimizer_steps(parts).flat() if parts else {}), MASKED_MINIBATCHES: float(masked)}
+    return _metrics_of(parts, len(minibatches))
+
+
+def optimize_rest(session: Session, batch: Batch, rest: Sequence[int], parts: int) -> dict[str, float]:
+    """`optimize` in one step, where gradients of all rows but the `rest` are accumulated, in `parts`."""
+    whole = [session.step_on("train_step", batch, rest, parts)] if batch["loss_mask"].any() else []
+    return _metrics_of(whole, 1)
+
+
+def _metrics_of(steps: Sequence[StepMetrics], minibatches: int) -> dict[str, float]:
+    masked = minibatches - len(steps)
+    if masked:
+        logger.warning("%d of %d minibatches have no token in the loss: left out", masked, minibatches)
+    return {**(join_optimizer_steps(steps).flat() if steps else {}), MASKED_MINIBATCHES: float(masked)}
 
 
 def grpo_plans(config: Config) -> list[PhasePlan]:
     """The phases of GRPO (and of its SFT phase), at the shapes they will meet."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    steps = train_buckets(config, config.policy.train_global_batch_size)
-    rows = logprob_buckets(config)
+    samples = samples_per_step(config)
+    parts = chunk_buckets(config, early=config.grpo.overlap_training)
+    steps = parts if config.grpo.overlap_training else train_buckets(config, config.policy.train_global_batch_size)
+    rows = chunk_buckets(config, early=config.grpo.overlap_logprobs)
     generation = generation_config(config)
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
     widest = bucket_widths(config.policy)[-1]
@@ -215,6 +190,8 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
         PhasePlan("generate", _request_buckets(requests, widest), result_bytes=answers),
         PhasePlan("refit", value=0),
     ]
+    if config.grpo.overlap_training:
+        plans.append(PhasePlan("accumulate_gradients", parts))
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
     if has_fp8_cache(config):

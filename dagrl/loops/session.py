@@ -188,14 +188,19 @@ class Session:
         """Replay a training (or evaluation) phase on a global batch; metrics over all shards."""
         return self.step_on(phase, batch).flat()
 
-    def step_on(self, phase: str, batch: Batch) -> StepMetrics:
-        """`train_on`, with the metrics still apart by how they are joined."""
+    def step_on(self, phase: str, batch: Batch, rows: Sequence[int] | None = None, parts: int = 0) -> StepMetrics:
+        """`train_on`, with the metrics still apart by how they are joined.
+
+        `rows`: the only ones to be replayed of the batch, as those of the others' gradients are accumulated, in `parts`.
+        """
         mask = batch["loss_mask"].astype("float64")
         batch = batch.with_scalars(
             global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
         )
-        parts: Sequence[StepMetrics] = self.replay(phase, batch)
-        return merge_step_metrics(parts)
+        if rows is not None:
+            batch = batch.select(rows).with_scalars(parts=float(parts))
+        shards: Sequence[StepMetrics] = self.replay(phase, batch)
+        return merge_step_metrics(shards)
 
     def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         """Record a finished step, show it, and save if it is time to."""

@@ -17,10 +17,11 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.loops import grpo_step
+from dagrl.loops.batches import train_batch
+from dagrl.loops.early import EarlyWork
 from dagrl.loops.episodes import Episode, Sample
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
-from dagrl.loops.logprobs import EarlyLogprobs
 from dagrl.loops.restart import run_with_restarts
 from dagrl.loops.stop import StopRequestedError
 from dagrl.record import read_metrics
@@ -101,9 +102,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     batches: Trained = []
     learn = grpo_step.learn
 
-    def watched(session: Any, groups: list[ScoredGroup], step: int, *known: Any) -> dict[str, float]:
+    def watched(session: Any, groups: list[ScoredGroup], step: int, *early: Any) -> dict[str, float]:
         batches.append(groups)
-        return learn(session, groups, step, *known)
+        return learn(session, groups, step, *early)
 
     for module in ("grpo", "async_grpo"):
         monkeypatch.setattr(f"dagrl.loops.{module}.learn", watched)
@@ -140,10 +141,10 @@ def check_versions(config: Config, batches: Trained, first: int = 0, max_age: in
 def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And both ask for the reward of every group once. Log-probabilities computed beside generation change nothing."""
+    """And both ask for the reward of every group once. Nor does what is trained on beside generation change anything."""
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
     chunks = watched_chunks(monkeypatch)
-    early = {"grpo": {"overlap_logprobs": True}, "executor": "compiled"}
+    early = {"grpo": {"overlap_logprobs": True, "overlap_training": True}, "executor": "compiled"}
     cases = {"sync": {}, "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}}, "overlap": early}
     runs = {}
     for name, sections in cases.items():
@@ -153,6 +154,7 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
         runs[name] = steps_of(config)
     early_samples = [key for chunk in chunks for key in chunk]
     assert len(chunks) >= STEPS and len(early_samples) == len(set(early_samples)), "in every step, and none twice"
+    assert sum("timing_s/accumulate_gradients" in step for step in runs["overlap"]) >= STEPS / 2
     losses = ("loss", "policy/kl", "policy/entropy", "policy/clip_ratio")
     names = ("step", *losses, "reward/mean", "completion_tokens", "validation/reward")
     for sync, asynchronous, overlap in zip(*runs.values(), strict=True):
@@ -173,13 +175,13 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
 def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     """The samples in each chunk of log-probabilities that is computed beside generation."""
     chunks: list[list[tuple[int, int]]] = []
-    start = EarlyLogprobs._start
+    start = EarlyWork._start_chunk
 
-    def watched(self: EarlyLogprobs, episodes: Mapping[tuple[int, int], Episode]) -> None:
+    def watched(self: EarlyWork, episodes: Mapping[tuple[int, int], Episode]) -> None:
         chunks.append(list(episodes))
         start(self, episodes)
 
-    monkeypatch.setattr(EarlyLogprobs, "_start", watched)
+    monkeypatch.setattr(EarlyWork, "_start_chunk", watched)
     return chunks
 
 
@@ -312,7 +314,7 @@ def check_turns(samples: list[Sample]) -> None:
     firsts = [(turns[0], turns[1]) for turns in map(turns_of, several) if len(turns) > 1]
     assert sum(first == second for first, second in firsts) < len(firsts) / 2, "a turn must not repeat the draws of another"
     row, episode = several[0], several[0].completion
-    batch = grpo_step.train_batch([row], np.ones(1, np.float32))
+    batch = train_batch([row], np.ones(1, np.float32))
     assert batch["loss_mask"][0, len(row.prompt) : len(row)].tolist() == [float(made) for made in episode.sampled]
     assert not batch["loss_mask"][0, : len(row.prompt)].any()
 

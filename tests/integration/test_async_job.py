@@ -79,9 +79,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
     batches: list[list[ScoredGroup]] = []
     learn, refit = grpo_step.learn, grpo_step.refit
 
-    def watched(session: Any, groups: list[ScoredGroup], step: int, *known: Any) -> dict[str, float]:
+    def watched(session: Any, groups: list[ScoredGroup], step: int, *early: Any) -> dict[str, float]:
         batches.append(groups)
-        return learn(session, groups, step, *known)
+        return learn(session, groups, step, *early)
 
     def exported(session: Any, experience: Experience, version: int) -> dict[str, float]:
         session.train.call("export_hf", str(tmp_path / f"version{version}"))

@@ -64,6 +64,8 @@ class UnigramWorker:
 class UnigramTrainer(UnigramWorker):
     """One optimizer step is one step of plain gradient descent on `dagrl.losses`."""
 
+    parts: list[tuple[Any, StepMetrics]] = []  # noqa: RUF012  # replaced, never changed
+
     def offload(self, parts: tuple[str, ...]) -> None:
         self.need(*parts)
         self.held -= set(parts)
@@ -75,24 +77,46 @@ class UnigramTrainer(UnigramWorker):
         self.exchanged("reload", list(parts))
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        import torch
+        from dagrl.losses import Denominators, divided, loss_denominator
 
         self.need("weights", "gradients", "optimizer")
+        counts = Denominators(*(float(batch.scalars[f"global_valid_{unit}"]) for unit in ("tokens", "sequences")))
+        parts = self._parts_before(batch)
+        gradient, metrics = self._gradient(batch, loss, counts)
+        for part, found in parts:
+            gradient = gradient + part / loss_denominator(loss, self.config.loss_fn, counts)
+            metrics = merge_step_metrics([metrics, divided(found, loss, self.config.loss_fn, counts)])
+        time.sleep(0.0 if in_warmup() else float(self.config.data.task_args.get("train_s", 0.0)))  # type: ignore[arg-type]
+        if not in_warmup():
+            self.logits -= self.config.policy.megatron_cfg.optimizer.lr * gradient
+        return metrics
 
-        from dagrl.losses import LOSSES, Denominators, row_sums
+    def accumulate_gradients(self, batch: Batch, loss: str) -> None:
+        from dagrl.losses import UNDIVIDED
+
+        self.need("weights", "gradients")
+        part = self._gradient(batch, loss, UNDIVIDED)
+        if not in_warmup():
+            self.parts = [*self._parts_before(batch), part]
+
+    def _parts_before(self, batch: Batch) -> list[tuple[Any, StepMetrics]]:
+        wanted = int(batch.scalars.get("parts", 0))
+        found, self.parts = self.parts if wanted else [], []
+        assert len(found) == wanted
+        return found
+
+    def _gradient(self, batch: Batch, loss: str, counts: Any) -> tuple[Any, StepMetrics]:
+        import torch
+
+        from dagrl.losses import LOSSES, row_sums
 
         data = {name: torch.tensor(array) for name, array in batch.fields.items()}
         data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
         leaf = self.logits.clone().requires_grad_()
         logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
-        counts = Denominators(*(float(batch.scalars[f"global_valid_{unit}"]) for unit in ("tokens", "sequences")))
         output = LOSSES[loss](logprobs, data, self.config.loss_fn, counts)
         output.loss.backward()
-        assert leaf.grad is not None
-        time.sleep(0.0 if in_warmup() else float(self.config.data.task_args.get("train_s", 0.0)))  # type: ignore[arg-type]
-        if not in_warmup():
-            self.logits -= self.config.policy.megatron_cfg.optimizer.lr * leaf.grad
-        return StepMetrics({name: float(value) for name, value in output.sums.items()})
+        return leaf.grad, StepMetrics({name: float(value) for name, value in output.sums.items()})
 
     def logprobs(self, batch: Batch, model: str) -> Batch:
         import torch

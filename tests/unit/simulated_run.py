@@ -224,7 +224,7 @@ class Run:
                 stack.enter_context(patch.object(target, name, value))
             yield
 
-    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, known: Any = None) -> dict[str, float]:
+    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any) -> dict[str, float]:
         assert step == session.step + 1
         session.stop.check()
         self.trained[step] = list(groups)

@@ -201,6 +201,21 @@ TABLE = [
         ("policy.generation.colocated.enabled=true", "grpo.overlap_logprobs=true"),
     ),
     Row(
+        "early gradients without early log-probabilities",
+        ("grpo.overlap_training is true, but grpo.overlap_logprobs is false", "set both to true"),
+        ("grpo.overlap_training=true",),
+    ),
+    Row(
+        "early gradients of several optimizer steps",
+        ("several optimizer steps", "policy.train_global_batch_size 4", "Set policy.train_global_batch_size="),
+        ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "policy.train_global_batch_size=4"),
+    ),
+    Row(
+        "early gradients of shuffled rewards",
+        ("grpo.overlap_training and reward.shuffle are both true", "set one to false"),
+        ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "reward.shuffle=true"),
+    ),
+    Row(
         "colocated with reference weights on the GPU",
         ("policy.reference_weights is 'device'", "set policy.reference_weights to host"),
         ("policy.generation.colocated.enabled=true", "policy.reference_weights=device"),

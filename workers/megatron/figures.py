@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 
 from dagrl.config import PolicyConfig
 from dagrl.metrics import PEAK_MEMORY, PEAK_TFLOPS, RANK, TRAIN_RANKS, TRAIN_SECONDS, TRAIN_TFLOP, TRAIN_TOKENS, StepMetrics
-from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext
 from workers.megatron.flops import peak_tflops, step_tflop
 
@@ -17,13 +17,18 @@ if TYPE_CHECKING:
 
 
 def train_figures(
-    model: Architecture, policy: PolicyConfig, context: WorkerContext, device: torch.device, batch: Batch, seconds: float
+    model: Architecture,
+    policy: PolicyConfig,
+    context: WorkerContext,
+    device: torch.device,
+    lengths: npt.NDArray[Any],
+    seconds: float,
 ) -> StepMetrics:
-    """Of a step on a shard's `batch`: this worker's equal part of the shard's FLOPs and tokens, its `seconds` and memory."""
+    """Of a step on a shard's rows, `lengths` [rows]: this worker's equal part of FLOPs and tokens, its `seconds`, memory."""
     part = context.layout.dp / context.layout.world_size
     sums = {
-        TRAIN_TFLOP: part * step_tflop(model, batch["lengths"]),
-        TRAIN_TOKENS: part * float(batch["lengths"].sum()),
+        TRAIN_TFLOP: part * step_tflop(model, lengths),
+        TRAIN_TOKENS: part * float(lengths.sum()),
         TRAIN_RANKS: 1.0,
     }
     maxima = {TRAIN_SECONDS: seconds, f"{RANK}{context.rank}/train_seconds": seconds}

@@ -18,6 +18,7 @@ from dagrl.errors import ConfigError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
 from dagrl.worker import WorkerContext
+from workers.megatron.accumulated import Accumulated
 from workers.megatron.architecture import check_layout
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class GroupMember:
         self._aborted = False
         self._sending = False
         self._kv_scales: KvScales | None = None
+        self._accumulated = Accumulated()
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:

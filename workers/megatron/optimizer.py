@@ -59,6 +59,12 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what has been accumulated on this worker."""
+        with torch.no_grad():
+            for gradient in self.gradient_tensors():
+                gradient.mul_(factor)
+
     def step(self, lr: float | None, apply: bool) -> dict[str, float]:
         """Clip the accumulated gradients and step; `grad_norm` (before clipping) and `lr`.
 

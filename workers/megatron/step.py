@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from dagrl.config import LossConfig
@@ -65,6 +66,16 @@ class Losses:
 def run_losses(chunks: list[Any], batch: Microbatches, loss: LossStep, backward: bool) -> Losses:
     """Losses of all microbatches, their gradients accumulated and reduced if `backward`."""
     return Losses(_run(chunks, batch, loss, forward_only=not backward), batch)
+
+
+def accumulate_losses(chunks: list[Any], batch: Microbatches, loss: LossStep) -> Losses:
+    """`run_losses` with gradients that are accumulated on each worker and not reduced over them yet."""
+    model = get_model_config(chunks[0])  # one for all chunks
+    reduce, model.finalize_model_grads_func = model.finalize_model_grads_func, None
+    try:
+        return run_losses(chunks, batch, loss, backward=True)
+    finally:
+        model.finalize_model_grads_func = reduce
 
 
 def run_logprobs(chunks: list[Any], batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:

@@ -17,12 +17,14 @@ from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import in_warmup
+from workers.megatron.accumulated import Accumulated
 from workers.megatron.member import GroupMember
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dagrl.channels.base import ChannelSpec
+    from dagrl.losses import Denominators
     from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReport
     from workers.megatron.microbatches import Microbatches
@@ -36,24 +38,62 @@ class MegatronWorker(GroupMember):
         """One optimizer step on the shard's rows (`tokens`, `lengths`, `loss_mask`, and for GRPO the log-probabilities).
 
         `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of the whole global batch; `lr`, if there, is
-        used instead of the schedule's. A warm-up replay does all but the update.
+        used instead of the schedule's; `parts`, if there, is how many `accumulate_gradients` came before with other rows of
+        that batch. A warm-up replay does all but the update.
         """
+        import numpy as np
+
+        from dagrl.losses import divided, loss_denominator
         from workers.megatron.figures import train_figures
         from workers.megatron.step import run_losses
 
         trainer, rate = self._ready("weights", "gradients"), batch.scalars.get("lr")
+        denominators, before = _denominators(batch), self._take_accumulated(batch)
         started = time.perf_counter()
         with self._running():
             for cut in self._cuts(batch, "train"):
                 trainer.offloader.begin_due()
-                trainer.zero_gradients()
-                losses = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), True)
+                if before.parts:
+                    trainer.scale_gradients(1 / loss_denominator(loss, self.config.loss_fn, denominators))
+                else:
+                    trainer.zero_gradients()
+                losses = run_losses(trainer.chunks, cut, self._loss_step(denominators, loss), True)
             shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
+            metrics = merge_step_metrics(
+                [divided(before.metrics, loss, self.config.loss_fn, denominators), losses.read(), StepMetrics(shared=shared)]
+            )
+        seconds, lengths = (
+            before.seconds + time.perf_counter() - started,
+            np.concatenate([*before.lengths, batch["lengths"]]),
+        )
+        architecture = trainer.model.architecture
+        figures = train_figures(architecture, self.config.policy, self.context, self._device, lengths, seconds)
+        return merge_step_metrics([metrics if self._reports else StepMetrics(), figures])
+
+    def accumulate_gradients(self, batch: Batch, loss: str) -> None:
+        """Gradients of some rows of a global batch whose others are not there yet; its `train_step` takes them up.
+
+        `batch.scalars`: `parts`, how many came before for that batch; with 0, or without, gradients begin anew. They are of
+        a sum, which `train_step` divides, and stay on each worker until then. A warm-up replay leaves nothing.
+        """
+        from dagrl.losses import UNDIVIDED
+        from workers.megatron.step import accumulate_losses
+
+        trainer, before = self._ready("weights", "gradients"), self._take_accumulated(batch)
+        started = time.perf_counter()
+        with self._running():
+            for cut in self._cuts(batch, "train"):
+                if not before.parts:
+                    trainer.zero_gradients()
+                losses = accumulate_losses(trainer.chunks, cut, self._loss_step(UNDIVIDED, loss))
             metrics = losses.read()
-        seconds, architecture = time.perf_counter() - started, trainer.model.architecture
-        figures = train_figures(architecture, self.config.policy, self.context, self._device, batch, seconds)
-        known = StepMetrics(metrics.sums, metrics.maxima, shared) if self._reports else StepMetrics()
-        return merge_step_metrics([known, figures])
+        if not in_warmup():
+            self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
+
+    def _take_accumulated(self, batch: Batch) -> Accumulated:
+        """What came before the batch's rows; whatever becomes of them, it is not to be added to again."""
+        found, self._accumulated = self._accumulated, Accumulated()
+        return found.before(int(batch.scalars.get("parts", 0)))
 
     def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
         """The losses of `train_step` without a step."""
@@ -64,7 +104,7 @@ class MegatronWorker(GroupMember):
         trainer = self._ready("weights")
         with self._running(), torch.no_grad():
             for cut in self._cuts(batch, "train"):
-                losses = run_losses(trainer.chunks, cut, self._loss_step(batch, loss), False)
+                losses = run_losses(trainer.chunks, cut, self._loss_step(_denominators(batch), loss), False)
             metrics = losses.read()
         return metrics if self._reports else StepMetrics()
 
@@ -102,6 +142,8 @@ class MegatronWorker(GroupMember):
             self._channel.release()
         with self._running():
             self._ready().offloader.offload(what)
+        if "gradients" in what:
+            self._accumulated = Accumulated()
 
     def reload(self, what: tuple[str, ...]) -> None:
         """The inverse of `offload`; the addresses of tensors may be others than before."""
@@ -281,15 +323,12 @@ class MegatronWorker(GroupMember):
         batches = warmup_batches(batch, rule, place) if in_warmup() else (batch,)
         return (cut_batch(item, rule, place) for item in batches)
 
-    def _loss_step(self, batch: Batch, loss: str) -> LossStep:
-        from dagrl.losses import LOSSES, Denominators
+    def _loss_step(self, denominators: Denominators, loss: str) -> LossStep:
+        from dagrl.losses import LOSSES
         from workers.megatron.step import LossStep
 
         if loss not in LOSSES:
             raise ConfigError(f"loss {loss!r} is unknown; choose one of {sorted(LOSSES)}")
-        denominators = Denominators(
-            float(batch.scalars["global_valid_tokens"]), float(batch.scalars["global_valid_sequences"])
-        )
         temperature = 1.0 if loss == "sft" else self._temperature  # SFT learns the distribution itself
         layer = self._ready().model.output_layer(temperature, self.config.policy.logprob_chunk_size)
         return LossStep(loss, self.config.loss_fn, denominators, layer)
@@ -304,3 +343,9 @@ class MegatronWorker(GroupMember):
             raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")
         with self._reference.in_place_of(self._ready().model.parameters()):
             yield
+
+
+def _denominators(batch: Batch) -> Denominators:
+    from dagrl.losses import Denominators
+
+    return Denominators(float(batch.scalars["global_valid_tokens"]), float(batch.scalars["global_valid_sequences"]))

@@ -1,7 +1,8 @@
-"""Log-probabilities computed while training waits for generation, in both loops at random timings (`simulated_run`).
+"""Log-probabilities and gradients while training waits for generation, in both loops at random timings (`simulated_run`).
 
 Whatever takes how long: every sample is computed once, with the weights of the step that trains on it, and nothing is left
-under way when a step is taken or a stop was asked for. The truth of each value is a formula of token, place and weights.
+under way when a step is taken or a stop was asked for. The truth of each value is a formula of token, place and weights;
+rows whose gradients came early are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -22,24 +22,32 @@ from hypothesis import strategies as st
 from dagrl.config import Config
 from dagrl.errors import PhaseError
 from dagrl.loops import grpo_step
-from dagrl.loops.experience import ScoredGroup
-from dagrl.loops.logprobs import EarlyLogprobs, logprob_buckets
+from dagrl.loops.batches import sample_keys
+from dagrl.loops.early import EarlyWork
+from dagrl.loops.experience import NextBatch, ScoredGroup
+from dagrl.loops.logprobs import chunk_buckets, samples_per_step
 from dagrl.loops.session import Counted
+from dagrl.metrics import StepMetrics
 from dagrl.replay import ReplayTiming
 from dagrl.shapes import Batch
 from tests.unit.simulated_run import Run
 from tests.unit.test_async_loop import GENERATIONS, STEPS, asynchronous, configuration, seeds, slow
 
 PHASES = ("logprobs", "reference_logprobs")
+GRADIENTS = "accumulate_gradients"
 REFERENCE = -1  # its version
 AWAY, BACK = "logprob_inference_prep", "training_prep"
 
 
-def overlapping(config: Config, *, offload: bool = False, penalty: float = 0.01, overlap: bool = True) -> Config:
+def overlapping(
+    config: Config, *, offload: bool = False, penalty: float = 0.01, overlap: bool = True, training: bool = False
+) -> Config:
+    options = {"overlap_logprobs": overlap, "overlap_training": training}
+    policy = {"offload_optimizer_for_logprob": offload, "train_global_batch_size": samples_per_step(config)}
     return config.model_copy(
         update={
-            "grpo": config.grpo.model_copy(update={"overlap_logprobs": overlap}),
-            "policy": config.policy.model_copy(update={"offload_optimizer_for_logprob": offload}),
+            "grpo": config.grpo.model_copy(update=options),
+            "policy": config.policy.model_copy(update=policy),
             "loss_fn": config.loss_fn.model_copy(update={"reference_policy_kl_penalty": penalty}),
         }
     )
@@ -77,11 +85,12 @@ class Overlapping(Run):
 
     def __init__(self, config: Config, seed: int, *, stop_at: int | None = None, fails: int = 0) -> None:
         super().__init__(config, seed, stop_at=stop_at)
-        self.session.replay = self._replay
+        self.session.replay, self.session.step_on = self._replay, self._step_on
         self.weights, self.events, self.under_way = 0, [], []  # type: ignore[var-annotated]
         self.rows = dict.fromkeys(PHASES, 0)  # computed since the last step
         self.dropped = 0  # rows of groups that were dropped before it
         self.early: list[int] = []  # rows of chunks that were started while sequences of their batch grew
+        self.parts: list[Batch] = []  # whose gradients are accumulated for the next step
         self._fails, self._read, self._free = fails, 0, 0
 
     def finish_chunk(self) -> None:
@@ -89,28 +98,31 @@ class Overlapping(Run):
         self.world.now = self._free
 
     def _submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
-        if name not in PHASES:
+        if name not in (*PHASES, GRADIENTS):
             return super()._submit(name, value, rows)
+        if name == GRADIENTS:
+            assert value.scalars["parts"] == len(self.parts)
+            self.parts.append(value)
+        else:
+            self.rows[name] += value.rows
+            self.early += [value.rows] * self.experience.rollouts.busy
         self._free = max(self._free, self.world.now) + self.world.random.randint(0, 4)
         self.under_way.append(Computing(self, name, value, self.weights, self._free))
         self.events.append(name)
-        self.rows[name] += value.rows
-        self.early += [value.rows] * self.experience.rollouts.busy
         return self.under_way[-1]
 
     def _collect(self, name: str, replay: Any, busy_s: Callable[[Any], float | None] | None = None) -> tuple[Any, Counted]:
-        if name not in PHASES:
+        if name not in (*PHASES, GRADIENTS):
             return super()._collect(name, replay, busy_s)
-        assert replay is self.under_way.pop(0), "in the order of their tickets, each once"
+        self.under_way.remove(replay)
         taken = self.experience.buffer.counts().taken
         assert replay.ready() or taken or self._checks == self._stop_at, "generation must not wait for a chunk"
         self._read += 1
         if self._read == self._fails:
             raise PhaseError((), "a train worker failed")
         self.world.now = max(self.world.now, replay.due)
-        return scored(name, replay.rows, replay.weights), Counted(
-            name, ("train",), ReplayTiming(0.0, 1.0, (1.0,), None), 1.0, 0.0
-        )
+        result = scored(name, replay.rows, replay.weights) if name in PHASES else []
+        return result, Counted(name, ("train",), ReplayTiming(0.0, 1.0, (1.0,), None), 1.0, 0.0)
 
     def _replay(self, name: str, value: Any) -> Any:
         self.events.append(name)
@@ -120,14 +132,13 @@ class Overlapping(Run):
         self.rows[name] += value.rows
         return scored(name, value, self.weights)
 
-    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, known: Any = None) -> dict[str, float]:
-        with patch.object(grpo_step, "optimize", self._optimize):
-            metrics = grpo_step.learn(session, groups, step, known)
-        return super()._learn(session, groups, step) | metrics
+    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any) -> dict[str, float]:
+        found = grpo_step.learn(session, groups, step, early)
+        return super()._learn(session, groups, step, early) | found
 
-    def _optimize(self, session: Any, batch: Batch) -> dict[str, float]:
-        """Every value is that of the present weights; then there are new ones."""
-        assert not self.under_way
+    def _step_on(self, phase: str, batch: Batch, rows: Sequence[int] | None = None, parts: int = 0) -> StepMetrics:
+        """Every value is that of the present weights, and each row is learned from once; then there are new weights."""
+        assert phase == "train_step" and not self.under_way
         penalty = self.config.loss_fn.reference_policy_kl_penalty
         mask, expected = batch["loss_mask"], truth(batch["tokens"], self.weights)
         np.testing.assert_array_equal(batch["prev_logprobs"], expected * mask)
@@ -135,10 +146,23 @@ class Overlapping(Run):
         dropped = sum(self.experience.buffer.counts().dropped.values()) * GENERATIONS
         assert batch.rows <= self.rows["logprobs"] <= batch.rows + dropped - self.dropped, "each row once"
         assert self.rows["reference_logprobs"] == (self.rows["logprobs"] if penalty else 0)
-        self.rows, self.dropped = dict.fromkeys(PHASES, 0), dropped
+        assert parts == len(self.parts)
+        rest = batch if rows is None else batch.select(rows)
+        assert rest.rows
+        assert sorted(rows_of(*self.parts, rest)) == sorted(rows_of(batch))
+        self.rows, self.dropped, self.parts = dict.fromkeys(PHASES, 0), dropped, []
         self.events.append("train")
         self.weights += 1
-        return {"expected_entropy": float(-(expected * mask).sum() / mask.sum())}
+        return StepMetrics({"expected_entropy": float(-(expected * mask).sum() / mask.sum())})
+
+
+def rows_of(*batches: Batch) -> list[tuple[tuple[str, tuple[float, ...]], ...]]:
+    """What each row has within its length, field by field."""
+    return [
+        tuple((name, tuple(np.atleast_1d(array[row])[:length].tolist())) for name, array in sorted(batch.fields.items()))
+        for batch in batches
+        for row, length in enumerate(batch["lengths"].tolist())
+    ]
 
 
 loops = st.one_of(st.just({}), st.builds(asynchronous, st.integers(0, 3), st.booleans()))
@@ -152,12 +176,13 @@ loops = st.one_of(st.just({}), st.builds(asynchronous, st.integers(0, 3), st.boo
     dynamic=st.booleans(),
     offload=st.booleans(),
     penalty=st.sampled_from([0.0, 0.01]),
+    training=st.booleans(),
 )
 def test_every_sample_is_computed_once_with_the_weights_of_its_step(
-    seed: int, loop: dict[str, Any], turns: bool, dynamic: bool, offload: bool, penalty: float
+    seed: int, loop: dict[str, Any], turns: bool, dynamic: bool, offload: bool, penalty: float, training: bool
 ) -> None:
     config = configuration(loop, turns=turns, dynamic=dynamic)
-    run = Overlapping(overlapping(config, offload=offload, penalty=penalty), seed)
+    run = Overlapping(overlapping(config, offload=offload, penalty=penalty, training=training), seed)
     assert run.train() is None
     assert len(run.trained) == run.weights == STEPS
     for metrics in run.metrics:
@@ -171,7 +196,7 @@ def check_offload(events: Sequence[str], offload: bool, stopped: bool = False) -
     for part in parts:
         assert (part[0] == AWAY, part[-1] == BACK) == (offload, offload)
         inner = part[1:-1] if offload else part
-        assert inner and set(inner) <= set(PHASES)
+        assert inner and set(inner) <= {*PHASES, GRADIENTS}
     assert len(parts) == events.count("train") + stopped
 
 
@@ -188,6 +213,22 @@ def test_chunks_begin_before_generation_ends() -> None:
     assert made[0] == made[1]
 
 
+@pytest.mark.parametrize("loop", [{}, asynchronous(1, in_flight=True)], ids=["sync", "async"])
+def test_gradients_of_scored_groups_come_before_their_batch_is_whole(loop: dict[str, Any]) -> None:
+    """Of most groups; the batch's last are left for its step."""
+    parts: list[int] = []
+
+    class Watched(Overlapping):
+        def _step_on(self, *words: Any) -> StepMetrics:
+            parts.append(sum(part.rows for part in self.parts))
+            return super()._step_on(*words)
+
+    run = Watched(overlapping(slow(configuration(loop, room=80, generations=8)), training=True), 0)
+    assert run.train() is None
+    assert len(parts) == STEPS and sum(parts) >= 8 * STEPS
+    assert run.events.count(GRADIENTS) >= STEPS
+
+
 def test_in_flight_chunks_begin_while_training_waits_for_its_batch() -> None:
     run = Overlapping(overlapping(slow(configuration(asynchronous(1, in_flight=True), room=80, generations=8))), 0)
     assert run.train() is None
@@ -196,11 +237,12 @@ def test_in_flight_chunks_begin_while_training_waits_for_its_batch() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(seed=seeds, loop=loops, stop_at=st.integers(1, 30), offload=st.booleans())
+@given(seed=seeds, loop=loops, stop_at=st.integers(1, 30), offload=st.booleans(), training=st.booleans())
 def test_after_a_stop_nothing_is_under_way_and_the_optimizer_is_back(
-    seed: int, loop: dict[str, Any], stop_at: int, offload: bool
+    seed: int, loop: dict[str, Any], stop_at: int, offload: bool, training: bool
 ) -> None:
-    run = Overlapping(overlapping(slow(configuration(loop, room=80)), offload=offload), seed, stop_at=stop_at)
+    config = overlapping(slow(configuration(loop, room=80)), offload=offload, training=training)
+    run = Overlapping(config, seed, stop_at=stop_at)
     if run.train() is None:  # it had ended by then
         return
     assert not run.under_way
@@ -219,24 +261,24 @@ def test_what_is_left_over_is_computed_anew_after_an_update() -> None:
     """A group that was computed and not taken: its next step has other weights."""
     run = Overlapping(overlapping(configuration({})), 0)
     run.train()
-    groups = [scored.group for batch in run.trained.values() for scored in batch]
+    groups = [group for batch in run.trained.values() for group in batch]
     run.experience.rollouts = SimpleNamespace(busy=True)
-    early = EarlyLogprobs(run.session)
-    early.advance(groups[:1])
-    early.advance(groups[:1])
+    early = EarlyWork(run.session)
+    early.advance(NextBatch(groups[:1]))
+    early.advance(NextBatch(groups[:1]))
     run.finish_chunk()
-    early.advance(groups[:2])
+    early.advance(NextBatch(groups[:2]))
     run.finish_chunk()
-    assert set(early.take()) == {(group.number, place) for group in groups[:2] for place in range(GENERATIONS)}
+    assert set(early.take().known) == set(sample_keys(groups[:2]))
     assert run.rows["logprobs"] == 2 * GENERATIONS, "neither was submitted twice"
     run.weights += 1
-    early.advance(groups[1:2])
+    early.advance(NextBatch(groups[1:2]))
     run.finish_chunk()
-    again = early.take()
-    assert set(again) == {(groups[1].number, place) for place in range(GENERATIONS)} and early.take() == {}
-    for place, episode in enumerate(groups[1].episodes):
+    again = early.take().known
+    assert set(again) == set(sample_keys(groups[1:2])) and early.take().known == {}
+    for place, episode in enumerate(groups[1].group.episodes):
         tokens = np.concatenate([episode.prompt.tokens, episode.tokens])
-        found = again[groups[1].number, place]["logprobs"][: len(tokens)]
+        found = again[groups[1].group.number, place]["logprobs"][: len(tokens)]
         np.testing.assert_array_equal(found, truth(tokens[None], run.weights)[0])
 
 
@@ -245,5 +287,5 @@ def test_parts_of_a_batch_have_buckets_of_their_own(dp: int, sizes: set[int]) ->
     config = configuration({}, generations=8)
     megatron = config.policy.megatron_cfg.model_copy(update={"data_parallel_size": dp})
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
-    assert {bucket.sequences for bucket in logprob_buckets(overlapping(config))} == sizes
-    assert {bucket.sequences for bucket in logprob_buckets(config)} == {24 // dp}
+    assert {bucket.sequences for bucket in chunk_buckets(config, early=True)} == sizes
+    assert {bucket.sequences for bucket in chunk_buckets(config, early=False)} == {24 // dp}

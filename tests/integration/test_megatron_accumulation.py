@@ -1,0 +1,76 @@
+"""A step whose gradients are accumulated in parts, before its batch is whole, is the step on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import LossConfig
+from dagrl.layout import ParallelLayout
+from dagrl.shapes import Batch
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, shard_batches, train
+
+CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any], bool]] = {
+    "tp2pp2-by-tokens": ("qwen3", ParallelLayout(tp=2, pp=2), {}, True),
+    "dp2cp2-sharded-packed": ("qwen3", ParallelLayout(dp=2, cp=2), {"use_distributed_optimizer": True}, False),
+    "moe-dp2pp2ep2vpp2": ("qwen3_moe", ParallelLayout(dp=2, pp=2, ep=2, vpp=2), {}, False),
+}
+PARTS = ([0, 3, 5], [6], [1, 2, 4, 7])  # the second has a row without a token in the loss
+
+
+@pytest.mark.parametrize(("model", "layout", "optimizer", "token_level"), CASES.values(), ids=CASES)
+def test_parts_are_the_whole(
+    model: str,
+    layout: ParallelLayout,
+    optimizer: dict[str, Any],
+    token_level: bool,
+    megatron_pool: MegatronPool,
+    tiny_models: dict[str, Path],
+) -> None:
+    packed = PACKED if optimizer else {}
+    config = reference.make_config(tiny_models[model], optimizer={**UNCLIPPED, **optimizer}, **packed)
+    loss = LossConfig(token_level_loss=token_level, reference_policy_kl_penalty=0.1)
+    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)  # steps leave the weights as they are
+    with megatron_pool.group(layout, config.model_copy(update={"loss_fn": loss})) as group:
+        expected, gradients = step(group, batch)
+        accumulate(group, batch, [1, 7])  # of a step that was given up
+        found = step(group, batch, PARTS)
+        accumulate(group, batch, [2])
+        with pytest.raises(WorkerError, match=r"gradients of 2 parts, and this worker has those of 1; replay accumulate"):
+            train(group, batch.with_scalars(parts=2.0), "grpo")
+        accumulate(group, batch, [2])
+        group.call("accumulate_gradients", per_rank=per_rank(group, batch.select([3])), warmup=True)
+        with pytest.raises(WorkerError, match="this worker has those of 0"):
+            train(group, batch.with_scalars(parts=1.0), "grpo")
+        again = step(group, batch)
+    assert expected["grad_norm"] > 0.01
+    for metrics, others in (found, again):
+        assert metrics == pytest.approx(expected, rel=2e-6, abs=1e-7)
+        for name, gradient in gradients.items():
+            scale = float(np.abs(gradient).max()) or 1.0
+            np.testing.assert_allclose(others[name] / scale, gradient / scale, atol=5e-6, err_msg=name)
+
+
+def step(group: Group, batch: Batch, parts: Sequence[Sequence[int]] = ()) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics, and gradients where no optimizer has sharded them; the last of `parts` is replayed with the step."""
+    for number, rows in enumerate(parts[:-1]):
+        accumulate(group, batch, rows, number)
+    rest = batch.select(parts[-1]).with_scalars(parts=float(len(parts) - 1)) if parts else batch
+    metrics = train(group, rest, "grpo")
+    metrics.pop("microbatch_padding_share")  # depends on which rows go together
+    return metrics, {} if group.layout.cp > 1 else reference.assemble(group.call("gradients"))
+
+
+def accumulate(group: Group, batch: Batch, rows: Sequence[int], parts: int = 0) -> None:
+    group.call("accumulate_gradients", per_rank=per_rank(group, batch.select(rows).with_scalars(parts=float(parts))))
+
+
+def per_rank(group: Group, batch: Batch) -> list[tuple[Batch, str]]:
+    shards = shard_batches(batch, group.layout)
+    return [(shards[group.layout.coordinates(rank).dp], "grpo") for rank in range(group.layout.world_size)]
