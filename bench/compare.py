@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from dagrl.config import Config
 
 CHOICE = (PLAIN, FIFO, *(way for way in WAYS if way.age <= 2))
-"""`sync, fifo` starts requests in the order that plain calls do: what is between it and `sync` is the order alone."""
+"""`sync, fifo` starts requests in the order that plain calls do: what is between it and `sync` is the order alone.
 
-PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "train_step", "refit")
+Both, as plain calls, train on a batch when it is whole; `sync, overlapped`, in a setting that has it on, begins before.
+"""
+
+PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "accumulate_gradients", "train_step", "refit")
 
 
 @dataclass(frozen=True)

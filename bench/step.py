@@ -39,7 +39,10 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One row: whether the loop is asynchronous, updates in flight, the maximal age, the order of requests; or no dagrl."""
+    """One row: whether the loop is asynchronous, updates in flight, the maximal age, the order of requests; or no dagrl.
+
+    `in_turn`: without `grpo.overlap_logprobs` and `grpo.overlap_training`, which other ways have where the setting does.
+    """
 
     name: str
     plain: bool = False
@@ -47,18 +50,20 @@ class Way:
     in_flight: bool = True
     age: int = 0
     order: str = "longest_first"
+    in_turn: bool = False
 
 
 Measured = Mapping[Way, Sequence[Sequence[Metrics]]]
 """By way, round by round, the metrics of the steps that count."""
 
 PLAIN = Way("plain Ray", plain=True, enabled=False)
-FIFO = Way("sync, fifo", enabled=False, order="fifo")
+FIFO = Way("sync, fifo", enabled=False, order="fifo", in_turn=True)
+OVERLAPPED = Way("sync, overlapped", enabled=False)
 WAITING = tuple(Way(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8))  # for updates: ages bring little
-ON_REQUEST = (PLAIN, FIFO, *WAITING)  # measured only when `--ways` names them
+ON_REQUEST = (PLAIN, FIFO, OVERLAPPED, *WAITING)  # measured only when `--ways` names them
 
 WAYS = (
-    Way("sync", enabled=False),
+    Way("sync", enabled=False, in_turn=True),
     Way("async, age 1", in_flight=False, age=1),
     *(Way(f"in flight, age {age}", age=age) for age in (1, 2, 4, 8)),
 )
@@ -144,10 +149,15 @@ def measure(
     the work is nearly the same.
     """
     from bench.plain import with_plain_workers
+    from dagrl.errors import ConfigError
     from dagrl.loops.grpo_step import grpo_plans
     from dagrl.loops.start import open_session
     from dagrl.rewards import RewardRunner
 
+    if OVERLAPPED in ways and not config.grpo.overlap_logprobs:
+        raise ConfigError(
+            f"--ways has {OVERLAPPED.name!r}, but grpo.overlap_logprobs is false; set it (and overlap_training) to true"
+        )
     if PLAIN in ways:
         config = with_plain_workers(config)
     measured: dict[Way, list[Sequence[Metrics]]] = {}
@@ -207,7 +217,8 @@ def begin_again(session: Session, config: Config, way: Way, first_weights: Path 
     settings = config.grpo.async_grpo.model_copy(
         update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}
     )
-    grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps})
+    overlap = {name: False for name in ("overlap_logprobs", "overlap_training") if way.in_turn}
+    grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps, **overlap})
     generation = generation_config(session.config).model_copy(update={"request_order": way.order})
     policy = session.config.policy.model_copy(update={"generation": generation})
     session.config = session.config.model_copy(update={"grpo": grpo, "policy": policy})

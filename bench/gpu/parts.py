@@ -103,7 +103,7 @@ def _training() -> list[Piece]:
     ]
 
 
-WAYS = "plain Ray; sync; in flight, age 2; in flight, age 4"
+WAYS = "plain Ray; sync; sync, overlapped; in flight, age 2; in flight, age 4"
 """Of `bench compare`."""
 
 

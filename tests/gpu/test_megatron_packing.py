@@ -130,6 +130,21 @@ def test_float32_steps_are_those_of_plain_torch(way: str, model: Path, truth: re
     np.testing.assert_allclose(rows["entropy"], truth.entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("precision", "limit"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_gradients_in_parts_are_those_of_the_whole_batch(
+    precision: str, limit: float, model: Path, truth: reference.Run
+) -> None:
+    config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **WAYS["packed"])
+    batch = reference.make_batch()
+    with single_worker(config, TestedWorker) as made:
+        made.accumulate_gradients(batch.select([7]), "sft")  # of a step that was given up
+        for number, rows in enumerate(([0, 4, 5], [6])):
+            made.accumulate_gradients(batch.select(rows).with_scalars(parts=float(number)), "sft")
+        metrics = made.train_step(batch.select([1, 2, 3, 7]).with_scalars(parts=2.0, lr=0.0), "sft")
+        assert error(reference.assemble([made.gradients()]), truth.gradients) < limit
+    assert metrics.sums["loss"] == pytest.approx(truth.losses[0], rel=limit / 5)
+
+
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_reference_weights_come_and_go(where: str, sharded: bool, model: Path) -> None:
