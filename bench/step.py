@@ -154,9 +154,9 @@ def measure(
     from dagrl.loops.start import open_session
     from dagrl.rewards import RewardRunner
 
-    if OVERLAPPED in ways and not config.grpo.overlap_logprobs:
+    if OVERLAPPED in ways and not config.grpo.overlap_training:
         raise ConfigError(
-            f"--ways has {OVERLAPPED.name!r}, but grpo.overlap_logprobs is false; set it (and overlap_training) to true"
+            f"--ways has {OVERLAPPED.name!r}, but grpo.overlap_training is false; set it and overlap_logprobs to true"
         )
     if PLAIN in ways:
         config = with_plain_workers(config)

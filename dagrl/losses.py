@@ -59,6 +59,9 @@ class Denominators:
             )
 
 
+LOSS_TERMS = frozenset({"loss", "policy_loss", KL})
+"""The sums that are divided as the loss is; the others, unless they are counts, are means over tokens."""
+
 UNDIVIDED = Denominators(1.0, 1.0)
 """For parts of a global batch whose other rows are not there yet: `divided` and `loss_denominator` make up for it."""
 
@@ -70,9 +73,9 @@ def loss_denominator(loss: str, config: LossConfig, denominators: Denominators) 
 
 def divided(metrics: StepMetrics, loss: str, config: LossConfig, denominators: Denominators) -> StepMetrics:
     """The metrics of a loss computed with `UNDIVIDED`, as they are with the `denominators` of the whole batch."""
-    terms, whole = {"loss", "policy_loss", KL}, loss_denominator(loss, config, denominators)
+    whole = loss_denominator(loss, config, denominators)
     sums = {
-        name: value if name in COUNTS else value / (whole if name in terms else denominators.tokens)
+        name: value if name in COUNTS else value / (whole if name in LOSS_TERMS else denominators.tokens)
         for name, value in metrics.sums.items()
     }
     return StepMetrics(sums, metrics.maxima, metrics.shared)

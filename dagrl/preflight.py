@@ -304,6 +304,11 @@ def _check_overlap(config: Config) -> None:
             f"policy.train_global_batch_size {config.policy.train_global_batch_size}: the first would change the weights "
             f"while the batch is generated. Set policy.train_global_batch_size={samples}, or overlap_training=false"
         )
+    if config.grpo.num_prompts_per_step == 1:
+        raise ConfigError(
+            "grpo.overlap_training is true, but grpo.num_prompts_per_step is 1: a batch of one group has nothing to train "
+            "on before it is whole; set overlap_training=false, or take more prompts a step"
+        )
     if config.reward.shuffle:
         raise ConfigError(
             "grpo.overlap_training and reward.shuffle are both true: rewards are shuffled over the whole batch, so that no "

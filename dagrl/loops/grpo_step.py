@@ -18,15 +18,7 @@ from dagrl.loops.rollout import request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan
-from dagrl.metrics import (
-    ENTROPY,
-    MASKED_MINIBATCHES,
-    TIMING,
-    UPDATE,
-    UPDATE_PAUSE,
-    StepMetrics,
-    join_optimizer_steps,
-)
+from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 from dagrl.preflight import bucket_widths, generation_config
 from dagrl.refit.run import RefitReport
 from dagrl.shapes import Batch, Bucket
@@ -64,8 +56,9 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Ear
     known = [early.known.get(key) for key in keys]
     batch, metrics = with_logprobs(session, scored_batch(session.config, groups, step), known)
     session.stop.check()  # the last point at which the weights are those of the last finished step
+    assert early.learned <= {group for group, _ in keys}, "gradients of a group that is not of the batch"
     rest = [row for row, (group, _) in enumerate(keys) if group not in early.learned]
-    metrics |= optimize_rest(session, batch, rest, early.parts) if early.parts else optimize(session, batch)
+    metrics |= optimize(session, batch, rest, early.parts)
     return metrics | calibrate(session, batch) | {"trained_tokens": float(batch["lengths"].sum())}
 
 
@@ -147,37 +140,28 @@ def with_logprobs(
     return with_columns(batch, columns), entropy
 
 
-def optimize(session: Session, batch: Batch) -> dict[str, float]:
+def optimize(session: Session, batch: Batch, rest: Sequence[int] | None = None, parts: int = 0) -> dict[str, float]:
     """One optimizer step for each `policy.train_global_batch_size` rows; metrics of all of them.
 
     A minibatch may hold rows without a token in the loss alone, as completions cut off under `grpo.overlong_filtering`;
-    it is left out and counted.
+    it is left out and counted. Where gradients are accumulated, in `parts`, of all rows but the `rest`, there is one step.
     """
     size = session.config.policy.train_global_batch_size
     minibatches = [batch.select(range(start, start + size)) for start in range(0, batch.rows, size)]
     learned = [minibatch for minibatch in minibatches if minibatch["loss_mask"].any()]
-    parts = [session.step_on("train_step", minibatch) for minibatch in learned]
-    return _metrics_of(parts, len(minibatches))
-
-
-def optimize_rest(session: Session, batch: Batch, rest: Sequence[int], parts: int) -> dict[str, float]:
-    """`optimize` in one step, where gradients of all rows but the `rest` are accumulated, in `parts`."""
-    whole = [session.step_on("train_step", batch, rest, parts)] if batch["loss_mask"].any() else []
-    return _metrics_of(whole, 1)
-
-
-def _metrics_of(steps: Sequence[StepMetrics], minibatches: int) -> dict[str, float]:
-    masked = minibatches - len(steps)
+    masked = len(minibatches) - len(learned)
     if masked:
-        logger.warning("%d of %d minibatches have no token in the loss: left out", masked, minibatches)
+        logger.warning("%d of %d minibatches have no token in the loss: left out", masked, len(minibatches))
+    assert not parts or len(minibatches) == 1
+    steps = [session.step_on("train_step", minibatch, rest if parts else None, parts) for minibatch in learned]
     return {**(join_optimizer_steps(steps).flat() if steps else {}), MASKED_MINIBATCHES: float(masked)}
 
 
 def grpo_plans(config: Config) -> list[PhasePlan]:
     """The phases of GRPO (and of its SFT phase), at the shapes they will meet."""
     samples = samples_per_step(config)
-    parts = chunk_buckets(config, early=config.grpo.overlap_training)
-    steps = parts if config.grpo.overlap_training else train_buckets(config, config.policy.train_global_batch_size)
+    chunks = chunk_buckets(config, early=config.grpo.overlap_training)
+    steps = chunks if config.grpo.overlap_training else train_buckets(config, config.policy.train_global_batch_size)
     rows = chunk_buckets(config, early=config.grpo.overlap_logprobs)
     generation = generation_config(config)
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
@@ -191,7 +175,7 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
         PhasePlan("refit", value=0),
     ]
     if config.grpo.overlap_training:
-        plans.append(PhasePlan("accumulate_gradients", parts))
+        plans.append(PhasePlan("accumulate_gradients", chunks))
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
     if has_fp8_cache(config):

@@ -211,6 +211,17 @@ TABLE = [
         ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "policy.train_global_batch_size=4"),
     ),
     Row(
+        "early gradients of a batch of one group",
+        ("grpo.num_prompts_per_step is 1", "take more prompts a step"),
+        (
+            "grpo.overlap_training=true",
+            "grpo.overlap_logprobs=true",
+            "grpo.num_prompts_per_step=1",
+            "grpo.num_generations_per_prompt=8",
+            "policy.train_global_batch_size=8",
+        ),
+    ),
+    Row(
         "early gradients of shuffled rewards",
         ("grpo.overlap_training and reward.shuffle are both true", "set one to false"),
         ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "reward.shuffle=true"),

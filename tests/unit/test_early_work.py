@@ -250,11 +250,12 @@ def test_after_a_stop_nothing_is_under_way_and_the_optimizer_is_back(
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3, 6])
-def test_the_failure_of_a_chunk_is_the_runs(fails: int) -> None:
-    run = Overlapping(overlapping(slow(configuration({}, room=80)), offload=True), 0, fails=fails)
+@pytest.mark.parametrize("training", [False, True])
+def test_the_failure_of_a_chunk_is_the_runs(fails: int, training: bool) -> None:
+    run = Overlapping(overlapping(slow(configuration({}, room=80)), offload=True, training=training), 0, fails=fails)
     with pytest.raises(PhaseError, match="a train worker failed"):
         run.train()
-    assert run.events[-1] in PHASES, "nothing more is asked of workers that failed"
+    assert run.events[-1] in (*PHASES, GRADIENTS), "nothing more is asked of workers that failed"
 
 
 def test_what_is_left_over_is_computed_anew_after_an_update() -> None:

@@ -45,7 +45,7 @@ def take_step(_phase: str, batch: Batch) -> StepMetrics:
 def optimized(batch: Batch) -> tuple[dict[str, float], int]:
     calls: list[Batch] = []
 
-    def step_on(phase: str, minibatch: Batch) -> StepMetrics:
+    def step_on(phase: str, minibatch: Batch, *parts: object) -> StepMetrics:
         calls.append(minibatch)
         return take_step(phase, minibatch)
 

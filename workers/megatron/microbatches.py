@@ -106,7 +106,7 @@ class Microbatches:
 
 
 def cut_batch(batch: Batch, rule: CutRule, place: Place) -> Microbatches:
-    """Microbatches of all rows, as many on every worker; a collective over data-parallel workers unless they are of rows."""
+    """Microbatches of all rows but padding, as many on every worker; a collective over data-parallel workers."""
     lengths = batch["lengths"].astype(np.int64)
     tables = [_table(rows, lengths, batch.tokens, place) for rows in _arrange(batch, lengths, rule, place)]
     items = _microbatches(tables, _fields(batch), place)
@@ -138,10 +138,12 @@ def _arrange(batch: Batch, lengths: Indices, rule: CutRule, place: Place) -> lis
         return _packed(lengths, rule, place)
     if rule.kind == "dynamic":
         return _dynamic(lengths, rule, place)
-    count = _round_up(-(-batch.rows // rule.rows), _rounds(place.layout))
-    size = -(-batch.rows // count)  # not more than the rule's, and as little padding as equal microbatches can have
+    whole = _round_up(-(-batch.rows // rule.rows), _rounds(place.layout))
+    size = -(-batch.rows // whole)  # not more than the rule's, and as little padding as equal microbatches can have
+    present = 1 + int(np.flatnonzero(lengths).max(initial=0))  # padding rows come last
+    count = _round_up(_most(-(-present // size), place), _rounds(place.layout))
     width = _round_up(batch.tokens, _width_multiple(place.layout))
-    rows = [*range(batch.rows), *[-1] * (count * size - batch.rows)]
+    rows = [*range(present), *[-1] * (count * size - present)]
     return [[[(row, width)] for row in rows[start : start + size]] for start in range(0, len(rows), size)]
 
 

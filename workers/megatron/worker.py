@@ -88,7 +88,8 @@ class MegatronWorker(GroupMember):
                 losses = accumulate_losses(trainer.chunks, cut, self._loss_step(UNDIVIDED, loss))
             metrics = losses.read()
         if not in_warmup():
-            self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
+            lengths = batch["lengths"].copy()  # not the memory that the batch came in
+            self._accumulated = before.with_part(metrics, time.perf_counter() - started, lengths)
 
     def _take_accumulated(self, batch: Batch) -> Accumulated:
         """What came before the batch's rows; whatever becomes of them, it is not to be added to again."""
