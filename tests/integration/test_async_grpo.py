@@ -194,10 +194,11 @@ def test_ages_versions_and_numbers(
     finish_running = Experience.finish_running
     monkeypatch.setattr(Experience, "finish_running", lambda self: (time.sleep(0.05), finish_running(self)))
     settings = {**ASYNC, "in_flight_weight_updates": in_flight, "max_trajectory_age_steps": 2 if in_flight else 1}
+    overlap = {"overlap_logprobs": True, "overlap_training": True}
     config = configuration(
         tmp_path,
         "ages",
-        grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1},
+        grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1, **overlap},
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004}},
         loss_fn={"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
     )

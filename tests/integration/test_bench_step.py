@@ -1,4 +1,4 @@
-"""`dagrl bench step` with simulated devices, small: two ways, one burst of steps, and rows that can be true."""
+"""`dagrl bench step` with simulated devices, small: three ways, one burst of steps, and rows that can be true."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import curves, step
 from bench.compare import CHOICE
+from bench.deadline import Deadline
+from dagrl.config import Config
+from dagrl.config_file import load_config
 from dagrl.errors import ConfigError
+from dagrl.loops.session import Session
 from dagrl.metrics import VALIDATION
+from dagrl.rewards import RewardRunner
 from tests.integration.test_async_grpo import one_cluster
 
 __all__ = ["one_cluster"]  # a fixture
@@ -30,22 +36,34 @@ SMALL = (
 WORKERS = 3  # one trains, two generate
 
 
-def test_rows_of_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[step.Metrics] = []
+    overlap: dict[str, tuple[bool, bool]] = {}
     run_way = step.run_way
-    monkeypatch.setattr(step, "run_way", lambda *args: counted.extend(taken := run_way(*args)) or taken)
+
+    def watched(config: Config, session: Session, reward: RewardRunner, way: step.Way, *rest: Any) -> Any:
+        taken = run_way(config, session, reward, way, *rest)
+        counted.extend(taken)
+        overlap[way.name] = (session.config.grpo.overlap_logprobs, session.config.grpo.overlap_training)
+        return taken
+
+    monkeypatch.setattr(step, "run_way", watched)
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)
     rows_file = tmp_path / "rows.json"
     options = ["--config", str(SIMULATED), "--json", str(rows_file), "--rounds", "1", "--steps", "1"]
-    step.run(parser.parse_args([*SMALL, *options, "--ways", "sync; in flight, age 1"]))
-    sync, in_flight = json.loads(rows_file.read_text())["rows"]
-    assert (sync["way"], in_flight["way"]) == ("sync", "in flight, age 1")
-    assert (sync["policy_age_max"], sync["speedup"]) == (0, 1)
-    assert len(counted) == 1 + 2
+    overlapping = ("grpo.overlap_logprobs=true", "grpo.overlap_training=true")
+    ways = ("sync, overlapped", "sync", "in flight, age 1")
+    step.run(parser.parse_args([*SMALL, *overlapping, *options, "--ways", "; ".join(ways)]))
+    rows = json.loads(rows_file.read_text())["rows"]
+    assert tuple(row["way"] for row in rows) == ways
+    assert overlap == {way: (way != "sync", way != "sync") for way in ways}, "sync does one thing after the other"
+    overlapped, sync, in_flight = rows
+    assert (overlapped["policy_age_max"], overlapped["speedup"], sync["policy_age_max"]) == (0, 1, 0)
+    assert len(counted) == 1 + 1 + 2
     assert not [name for steps in counted for name in steps if name.startswith(VALIDATION)], "no way is charged one"
     assert 0 <= in_flight["policy_age_mean"] <= in_flight["policy_age_max"] <= 1
-    for row, steps in ((sync, 1), (in_flight, 2)):  # at age 1 a burst has two
+    for row, steps in ((overlapped, 1), (sync, 1), (in_flight, 2)):  # at age 1 a burst has two
         assert (row["rounds"], row["steps"]) == (1, steps)
         tokens, sequences = row["tokens_per_s"] * row["step_s"] * steps, 16 * steps
         assert tokens == pytest.approx(round(tokens)) and sequences * 3 <= tokens <= sequences * 48, "whole tokens"
@@ -62,6 +80,12 @@ def test_the_comparison_has_a_control_for_the_order_of_requests() -> None:
 def test_an_unknown_way_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"found asynk; choose from plain Ray; .*sync"):
         step.chosen("sync; asynk")
+
+
+def test_overlapping_is_refused_where_the_setting_has_it_off(tmp_path: Path) -> None:
+    config = load_config(SIMULATED, [*SMALL, f"output_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"'sync, overlapped', but grpo\.overlap_training is false; set it"):
+        next(step.measure(config, step.chosen("sync, overlapped"), None, 1, Deadline(None)))
 
 
 def test_curves_can_be_drawn_of_both_loops_at_every_age() -> None:

@@ -118,6 +118,15 @@ def test_attention_stays_inside_a_sequence(kind: str) -> None:
                 assert seen == set(range(1 + row * WIDTH, token + 1))
 
 
+def test_microbatches_of_rows_leave_out_padding_rows() -> None:
+    """In the equal microbatches of the whole bucket, whose shape is warm."""
+    whole = cut_batch(make_batch([WIDTH] * 8), RULES["rows"], place())
+    part = cut_batch(make_batch([3, 24, 17, 9, 1, 0, 0, 0]), RULES["rows"], place())
+    rows = whole.shape[0]
+    assert part.shape == whole.shape
+    assert (len(whole.items), len(part.items)) == (-(-8 // rows), -(-5 // rows))
+
+
 @pytest.mark.parametrize("kind", RULES)
 def test_results_come_back_to_their_tokens(kind: str) -> None:
     batch = make_batch([3, 24, 0, 17, 9])
@@ -129,11 +138,13 @@ def test_results_come_back_to_their_tokens(kind: str) -> None:
 
 
 def test_packed_microbatches_have_few_widths_and_a_warm_up_sees_them_all() -> None:
-    full = make_batch([WIDTH] * 8)
-    seen = {cut_batch(batch, RULES["packed"], place()).shape[1] for batch in warmup_batches(full, RULES["packed"], place())}
-    assert seen == {6, 12, 18, 24, 30, 36, 42, 48}
+    full, part, rule = make_batch([WIDTH] * 8), make_batch([WIDTH] * 4), RULES["packed"]
+    widths: set[int] = set()
+    seen = {cut_batch(batch, rule, place()).shape[1] for batch in warmup_batches(full, rule, place(), widths)}
+    assert seen == widths == {6, 12, 18, 24, 30, 36, 42, 48}
+    assert list(warmup_batches(part, rule, place(), widths)) == [part], "a smaller bucket has no others"
     generator = np.random.default_rng(0)
     for _ in range(20):
         lengths = generator.integers(0, WIDTH + 1, 8).tolist()
         assert cut_batch(make_batch(lengths), RULES["packed"], place()).shape[1] in seen
-    assert list(warmup_batches(full, RULES["rows"], place())) == [full]
+    assert list(warmup_batches(full, RULES["rows"], place(), set())) == [full]

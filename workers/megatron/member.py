@@ -54,6 +54,7 @@ class GroupMember:
         self._sending = False
         self._kv_scales: KvScales | None = None
         self._accumulated = Accumulated()
+        self._warm_widths: dict[str, set[int]] = {}  # of packed microbatches, by phase
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:

@@ -117,13 +117,17 @@ def cut_batch(batch: Batch, rule: CutRule, place: Place) -> Microbatches:
     return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), place)
 
 
-def warmup_batches(batch: Batch, rule: CutRule, place: Place) -> Iterator[Batch]:
-    """The batch, and where microbatches are packed before it one more for each width that they may be padded to."""
+def warmup_batches(batch: Batch, rule: CutRule, place: Place, seen: set[int]) -> Iterator[Batch]:
+    """The batch, and where microbatches are packed before it one more for each width that they may be padded to.
+
+    `seen`: widths that the phase has run at, in larger buckets; those that it runs at now are added.
+    """
     for width in _widths(rule, place.layout) if rule.kind == "packed" else ():
         rows = -(-width // batch.tokens)
-        lengths = np.full(rows, batch.tokens)
-        lengths[-1] -= rows * batch.tokens - width
-        if rows <= batch.rows:
+        if rows <= batch.rows and width not in seen:
+            seen.add(width)
+            lengths = np.full(rows, batch.tokens)
+            lengths[-1] -= rows * batch.tokens - width
             yield batch.select(range(rows)).with_fields(lengths=lengths)
     yield batch
 

@@ -16,7 +16,7 @@ from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
-from dagrl.worker import in_warmup
+from dagrl.worker import current_replay, in_warmup
 from workers.megatron.accumulated import Accumulated
 from workers.megatron.member import GroupMember
 
@@ -313,7 +313,7 @@ class MegatronWorker(GroupMember):
         return where.pp == self.context.layout.pp - 1 and where.tp == 0
 
     def _cuts(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
-        """The batch's microbatches; in a warm-up first those of every other shape that they may have."""
+        """The batch's microbatches; in a warm-up first those of every other shape that its phase has not run at."""
         from megatron.core import parallel_state
 
         from workers.megatron.microbatches import CutRule, Place, cut_batch, warmup_batches
@@ -321,8 +321,10 @@ class MegatronWorker(GroupMember):
         groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
         place = Place(self.context.layout, self.context.coordinates, *groups, self._device)
         rule = CutRule.of(self.config.policy, purpose)
-        batches = warmup_batches(batch, rule, place) if in_warmup() else (batch,)
-        return (cut_batch(item, rule, place) for item in batches)
+        if not in_warmup():
+            return iter((cut_batch(batch, rule, place),))
+        seen = self._warm_widths.setdefault(current_replay().phase, set())
+        return (cut_batch(item, rule, place) for item in warmup_batches(batch, rule, place, seen))
 
     def _loss_step(self, denominators: Denominators, loss: str) -> LossStep:
         from dagrl.losses import LOSSES
