@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,14 @@ class Baseline:
 
 
 @pytest.fixture(scope="module")
-def baseline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
-    """One session of two tensor-parallel train workers and an engine."""
+def baseline(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Baseline]:
+    """One session of two tensor-parallel train workers and an engine, on the tests' cluster."""
     directory = tmp_path_factory.mktemp("runs")
     config = with_plain_workers(at_rest(load_config(ROOT / "bench" / "step.yaml", [*SETTINGS, f"output_dir={directory}"])))
-    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+    with ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr("dagrl.loops.start.ray_cluster", lambda *_: nullcontext())
+        session = stack.enter_context(open_session(config, grpo_plans(config)))
+        reward = stack.enter_context(RewardRunner(config.reward))
         session.train.call("snapshot_reference")
         yield Baseline(config, session, reward)
 

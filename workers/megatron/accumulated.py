@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import RunError
@@ -18,12 +19,12 @@ class Accumulated:
     parts: int = 0
     metrics: StepMetrics = field(default_factory=StepMetrics)
     seconds: float = 0.0
-    lengths: tuple[npt.NDArray[Any], ...] = ()
+    lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def with_part(self, metrics: StepMetrics, seconds: float, lengths: npt.NDArray[Any]) -> Accumulated:
         """One part more."""
-        merged = merge_step_metrics([self.metrics, metrics])
-        return Accumulated(self.parts + 1, merged, self.seconds + seconds, (*self.lengths, lengths))
+        merged, rows = merge_step_metrics([self.metrics, metrics]), np.concatenate([self.lengths, lengths])
+        return Accumulated(self.parts + 1, merged, self.seconds + seconds, rows)
 
     def before(self, parts: int) -> Accumulated:
         """What a part is to be added to that `parts` came before: nothing for the first.

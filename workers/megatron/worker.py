@@ -41,8 +41,6 @@ class MegatronWorker(GroupMember):
         used instead of the schedule's; `parts`, if there, is how many `accumulate_gradients` came before with other rows of
         that batch. A warm-up replay does all but the update.
         """
-        import numpy as np
-
         from dagrl.losses import divided, loss_denominator
         from workers.megatron.figures import train_figures
         from workers.megatron.step import run_losses
@@ -59,15 +57,12 @@ class MegatronWorker(GroupMember):
                     trainer.zero_gradients()
                 losses = run_losses(trainer.chunks, cut, self._loss_step(denominators, loss), True)
             shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
-            metrics = merge_step_metrics(
-                [divided(before.metrics, loss, self.config.loss_fn, denominators), losses.read(), StepMetrics(shared=shared)]
-            )
-        seconds, lengths = (
-            before.seconds + time.perf_counter() - started,
-            np.concatenate([*before.lengths, batch["lengths"]]),
+            early = divided(before.metrics, loss, self.config.loss_fn, denominators)
+            metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
+        whole = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
+        figures = train_figures(
+            trainer.model.architecture, self.config.policy, self.context, self._device, whole.lengths, whole.seconds
         )
-        architecture = trainer.model.architecture
-        figures = train_figures(architecture, self.config.policy, self.context, self._device, lengths, seconds)
         return merge_step_metrics([metrics if self._reports else StepMetrics(), figures])
 
     def accumulate_gradients(self, batch: Batch, loss: str) -> None:
@@ -88,8 +83,7 @@ class MegatronWorker(GroupMember):
                 losses = accumulate_losses(trainer.chunks, cut, self._loss_step(UNDIVIDED, loss))
             metrics = losses.read()
         if not in_warmup():
-            lengths = batch["lengths"].copy()  # not the memory that the batch came in
-            self._accumulated = before.with_part(metrics, time.perf_counter() - started, lengths)
+            self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
 
     def _take_accumulated(self, batch: Batch) -> Accumulated:
         """What came before the batch's rows; whatever becomes of them, it is not to be added to again."""
