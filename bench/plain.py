@@ -23,6 +23,7 @@ from dagrl.errors import DeadlineError
 from dagrl.loops.batches import train_batch
 from dagrl.loops.episodes import RolloutGroup, new_group, request_seeds, samples_of
 from dagrl.loops.grpo_step import grpo_plans
+from dagrl.loops.logprobs import logprob_phases
 from dagrl.metrics import merge_step_metrics
 from dagrl.preflight import generation_config
 from dagrl.replay import ReplayTiming, Split
@@ -162,9 +163,11 @@ class PlainDriver:
     def _with_logprobs(self, batch: Batch) -> Batch:
         rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
         mask = batch["loss_mask"]
-        fields = {"prev_logprobs": self._logprobs("logprobs", rows, "policy") * mask}
-        fields["reference_logprobs"] = np.zeros_like(fields["prev_logprobs"])
-        if self._session.config.loss_fn.reference_policy_kl_penalty:
+        fields = {"prev_logprobs": np.zeros_like(mask), "reference_logprobs": np.zeros_like(mask)}
+        phases = logprob_phases(self._session.config)
+        if "logprobs" in phases:
+            fields["prev_logprobs"] = self._logprobs("logprobs", rows, "policy") * mask
+        if "reference_logprobs" in phases:
             fields["reference_logprobs"] = self._logprobs("reference_logprobs", rows, "reference") * mask
         return batch.with_fields(**fields)
 

@@ -31,6 +31,9 @@ class LossConfig(Section):
     ratio_clip_min: NonNegativeFloat = 0.2
     ratio_clip_max: NonNegativeFloat = 0.2
     token_level_loss: bool = True
+    # With one optimizer step a batch (train_global_batch_size = prompts x generations) the policy's log-probabilities before
+    # it are those that its own forward pass finds: true takes them from there, and leaves their computation out.
+    force_on_policy_ratio: bool = False
     use_importance_sampling_correction: bool = False  # weight by exp(prev - generation log-probability)
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
     truncated_importance_sampling_ratio: PositiveFloat | None = None  # upper bound; None: weights as they are

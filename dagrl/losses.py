@@ -113,15 +113,17 @@ def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, 
     `max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))` (PPO; the two bounds as in DAPO), weighted by
     exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on (see `importance_weights`).
     Tokens are averaged over the global batch (DAPO), or first within each sequence and then over sequences (DeepSeekMath)
-    when `token_level_loss` is off.
+    when `token_level_loss` is off. With `force_on_policy_ratio` the policy is that of the step itself, and r = 1.
 
-    `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs`, `generation_logprobs` [b, t];
+    `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs` (unless forced), `generation_logprobs` [b, t];
     `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b, 1] of each whole row (or for each token,
     [b, t]), unless the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty),
     `policy/clip_ratio`, `probs_ratio`, `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose
     importance weight was cut or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima:
     `max_logprob_difference`, `max_probs_ratio`.
     """
+    if config.force_on_policy_ratio:
+        data = {**data, "prev_logprobs": logprobs.detach()}
     mask = data["loss_mask"].to(logprobs.dtype)
     inside = mask > 0
     ratio = torch.exp(_inside(logprobs - data["prev_logprobs"], inside))

@@ -83,6 +83,7 @@ def check_settings(config: Config) -> None:
     _check_choices(config)
     _check_batches(config)
     _check_off_policy(config)
+    _check_on_policy(config)
     _check_overlap(config)
     _check_colocated(config)
     _check_shared_gpus(config)
@@ -285,6 +286,25 @@ def _check_off_policy(config: Config) -> None:
         logger.warning(
             "grpo.async_grpo trains on samples of older policies, but loss_fn.use_importance_sampling_correction is false: "
             "the gradient is biased; set it to true, with loss_fn.truncated_importance_sampling_ratio=2 for example"
+        )
+
+
+def _check_on_policy(config: Config) -> None:
+    """What `loss_fn.force_on_policy_ratio` needs: the weights that a batch is trained from are those of its one step."""
+    if config.algorithm != "grpo" or not config.loss_fn.force_on_policy_ratio:
+        return
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    if config.policy.train_global_batch_size != samples:
+        raise ConfigError(
+            f"loss_fn.force_on_policy_ratio is true, but a batch of {samples} samples has several optimizer steps of "
+            f"policy.train_global_batch_size {config.policy.train_global_batch_size}: after the first, ratios are not 1. "
+            f"Set policy.train_global_batch_size={samples}, or force_on_policy_ratio=false"
+        )
+    if config.loss_fn.truncated_importance_sampling_type == "seq-mask-tis":
+        raise ConfigError(
+            "loss_fn.force_on_policy_ratio is true, and loss_fn.truncated_importance_sampling_type is 'seq-mask-tis', which "
+            "needs the log-probabilities of whole sequences before the step; choose tis or icepop, or "
+            "force_on_policy_ratio=false"
         )
 
 

@@ -34,6 +34,7 @@ from dagrl.loops.logprobs import (
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.replay import Replay
+from dagrl.shapes import Batch
 
 
 @dataclass
@@ -50,6 +51,7 @@ class _Chunk:
     """Sequences whose log-probabilities are being computed, and the replays that do so, by phase."""
 
     keys: Sequence[Key]
+    rows: Batch
     replays: Mapping[str, Replay]
 
 
@@ -102,12 +104,13 @@ class EarlyWork:
     def _start_chunk(self, episodes: Mapping[Key, Episode]) -> None:
         if not self._done.known:
             begin_logprobs(self._session)
-        self._chunk = _Chunk(list(episodes), submit_logprobs(self._session, token_rows(list(episodes.values()))))
+        rows = token_rows(list(episodes.values()))
+        self._chunk = _Chunk(list(episodes), rows, submit_logprobs(self._session, rows))
 
     def _read_chunk(self, chunk: _Chunk) -> None:
         self._chunk = None
         self._session.attend("train")  # that its results waited for the driver is no overhead of it
-        columns = read_logprobs(self._session, chunk.replays)
+        columns = read_logprobs(self._session, chunk.rows, chunk.replays)
         for row, key in enumerate(chunk.keys):
             self._done.known[key] = {name: columns[name][row] for name in NAMES}
 

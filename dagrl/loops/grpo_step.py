@@ -13,7 +13,7 @@ from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
 from dagrl.loops.early import Early
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.logprobs import Columns, chunk_buckets, logprobs_of, samples_per_step
+from dagrl.loops.logprobs import Columns, chunk_buckets, logprob_phases, logprobs_of, samples_per_step
 from dagrl.loops.rollout import request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
@@ -129,14 +129,15 @@ def exposed(metrics: Metrics) -> Iterator[None]:
 def with_logprobs(
     session: Session, batch: Batch, known: Sequence[Columns | None] | None = None
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch with the policy's and the reference's log-probabilities, and the policy's mean entropy.
+    """The batch with the policy's and the reference's log-probabilities, and the policy's mean entropy, if it is known.
 
     `known`: those of each row that are there already, else None.
     """
     rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
     columns = logprobs_of(session, rows, known or [None] * batch.rows)
     mask = batch["loss_mask"]
-    entropy = {ENTROPY: float((columns["entropy"] * mask).sum() / mask.sum())} if mask.any() else {}
+    computed = "logprobs" in logprob_phases(session.config) and bool(mask.any())  # else the step itself finds it
+    entropy = {ENTROPY: float((columns["entropy"] * mask).sum() / mask.sum())} if computed else {}
     return with_columns(batch, columns), entropy
 
 
@@ -169,8 +170,7 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     answers = requests * (generation.max_new_tokens * 3 * 8 + 256) + (1 << 16)  # ids, log-probabilities, versions
     plans = [
         PhasePlan("train_step", steps),
-        PhasePlan("logprobs", rows, result_bytes=_rows_bytes(rows)),
-        PhasePlan("reference_logprobs", rows, result_bytes=_rows_bytes(rows)),
+        *(PhasePlan(name, rows, result_bytes=_rows_bytes(rows)) for name in logprob_phases(config)),
         PhasePlan("generate", _request_buckets(requests, widest), result_bytes=answers),
         PhasePlan("refit", value=0),
     ]
@@ -180,8 +180,6 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
     if has_fp8_cache(config):
         plans.append(PhasePlan(PHASE, train_buckets(config, samples)))
-    if not config.loss_fn.reference_policy_kl_penalty:
-        plans = [plan for plan in plans if plan.name != "reference_logprobs"]
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
 
 

@@ -18,7 +18,10 @@ from dagrl.replay import Replay
 from dagrl.shapes import Array, Batch, Bucket
 
 Columns = Mapping[str, Array]
-"""`logprobs`, `entropy` and `reference_logprobs`: [rows, tokens] float32 of a batch, or [tokens] of one of its rows."""
+"""`logprobs`, `entropy` and `reference_logprobs`: [rows, tokens] float32 of a batch, or [tokens] of one of its rows.
+
+Those that are left out are 0.
+"""
 
 NAMES = ("logprobs", "entropy", "reference_logprobs")
 
@@ -41,7 +44,8 @@ def logprobs_of(session: Session, rows: Batch, known: Sequence[Columns | None]) 
     columns = columns_of(known, rows)
     if missing:
         batch = rows.select(missing)
-        for name, values in _columns({name: session.replay(name, batch) for name in _phases(session.config)}).items():
+        found = {name: session.replay(name, batch) for name in logprob_phases(session.config)}
+        for name, values in _columns(batch, found).items():
             columns[name][missing, : values.shape[1]] = values  # the longest of the missing may be shorter
     end_logprobs(session)
     return columns
@@ -59,24 +63,24 @@ def columns_of(known: Sequence[Columns | None], rows: Batch) -> dict[str, Array]
 
 def begin_logprobs(session: Session) -> None:
     """To be called before the first log-probabilities of a step."""
-    if session.config.policy.offload_optimizer_for_logprob:
+    if session.config.policy.offload_optimizer_for_logprob and logprob_phases(session.config):
         session.replay("logprob_inference_prep", session.step)
 
 
 def end_logprobs(session: Session) -> None:
     """To be called after the last of them."""
-    if session.config.policy.offload_optimizer_for_logprob:
+    if session.config.policy.offload_optimizer_for_logprob and logprob_phases(session.config):
         session.replay("training_prep", session.step)
 
 
 def submit_logprobs(session: Session, rows: Batch) -> Mapping[str, Replay]:
     """Start to compute the columns of `rows`; the replays that do so, by phase."""
-    return {name: session.submit(name, rows) for name in _phases(session.config)}
+    return {name: session.submit(name, rows) for name in logprob_phases(session.config)}
 
 
-def read_logprobs(session: Session, replays: Mapping[str, Replay]) -> Columns:
+def read_logprobs(session: Session, rows: Batch, replays: Mapping[str, Replay]) -> Columns:
     """The columns of rows submitted before, once they are there."""
-    return _columns({name: session.collect(name, replay)[0] for name, replay in replays.items()})
+    return _columns(rows, {name: session.collect(name, replay)[0] for name, replay in replays.items()})
 
 
 def least_chunk(config: Config) -> int:
@@ -100,12 +104,19 @@ def chunk_buckets(config: Config, early: bool) -> tuple[Bucket, ...]:
     return tuple(dict.fromkeys((*buckets, *train_buckets(config, samples))))
 
 
-def _phases(config: Config) -> tuple[str, ...]:
-    return ("logprobs", "reference_logprobs") if config.loss_fn.reference_policy_kl_penalty else ("logprobs",)
+def logprob_phases(config: Config) -> tuple[str, ...]:
+    """The phases that compute what a step needs of them."""
+    policy = () if config.loss_fn.force_on_policy_ratio else ("logprobs",)
+    return (*policy, "reference_logprobs") if config.loss_fn.reference_policy_kl_penalty else policy
 
 
-def _columns(found: Mapping[str, Batch]) -> Columns:
-    """Columns from the result of each phase; without a KL penalty the reference's log-probabilities are 0."""
-    policy, reference = found["logprobs"], found.get("reference_logprobs")
-    values = np.zeros_like(policy["logprobs"]) if reference is None else reference["logprobs"]
-    return {"logprobs": policy["logprobs"], "entropy": policy["entropy"], "reference_logprobs": values}
+def _columns(rows: Batch, found: Mapping[str, Batch]) -> Columns:
+    """Columns of `rows` from the result of each phase."""
+    width = next(iter(found.values())).tokens if found else rows.tokens
+    nothing = np.zeros((rows.rows, width), np.float32)
+    columns = {name: nothing for name in NAMES}
+    if "logprobs" in found:
+        columns |= {"logprobs": found["logprobs"]["logprobs"], "entropy": found["logprobs"]["entropy"]}
+    if "reference_logprobs" in found:
+        columns["reference_logprobs"] = found["reference_logprobs"]["logprobs"]
+    return columns

@@ -141,11 +141,19 @@ def check_versions(config: Config, batches: Trained, first: int = 0, max_age: in
 def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And both ask for the reward of every group once. Nor does what is trained on beside generation change anything."""
+    """And both ask for the reward of every group once.
+
+    Nor does it change anything what is trained on beside generation, or to take log-probabilities from the step itself.
+    """
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
     chunks = watched_chunks(monkeypatch)
     early = {"grpo": {"overlap_logprobs": True, "overlap_training": True}, "executor": "compiled"}
-    cases = {"sync": {}, "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}}, "overlap": early}
+    cases = {
+        "sync": {},
+        "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}},
+        "forced": {"loss_fn": {"force_on_policy_ratio": True}},
+        "overlap": early,
+    }
     runs = {}
     for name, sections in cases.items():
         assert not chunks
@@ -157,19 +165,21 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     assert sum("timing_s/accumulate_gradients" in step for step in runs["overlap"]) >= STEPS / 2
     losses = ("loss", "policy/kl", "policy/entropy", "policy/clip_ratio")
     names = ("step", *losses, "reward/mean", "completion_tokens", "validation/reward")
-    for sync, asynchronous, overlap in zip(*runs.values(), strict=True):
+    data = ("reward/mean", "completion_tokens", "trained_tokens", "truncated_share")
+    for sync, asynchronous, forced, overlap in zip(*runs.values(), strict=True):
         assert [sync.get(name) for name in names] == [asynchronous.get(name) for name in names]
         assert asynchronous["staleness/policy_age_max"] == 0
-        assert [sync.get(name) for name in names] == pytest.approx([overlap.get(name) for name in names], abs=1e-5)
-        data = ("reward/mean", "completion_tokens", "trained_tokens", "truncated_share")
-        assert [sync[name] for name in data] == [overlap[name] for name in data]
+        for other in (forced, overlap):
+            assert [sync.get(name) for name in names] == pytest.approx([other.get(name) for name in names], abs=1e-5)
+            assert [sync[name] for name in data] == [other[name] for name in data]
+        assert "timing_s/logprobs" not in forced and 0 < forced["timing_s/reference_logprobs"]
         assert 0 < overlap["timing_s/logprobs"] and 0 < overlap["timing_s/reference_logprobs"]
     assert len(runs["sync"]) == STEPS
     assert runs["sync"][-1]["reward/mean"] != runs["sync"][0]["reward/mean"]
-    assert numbers_of(trained) == 3 * list(range(STEPS * PROMPTS))
+    assert numbers_of(trained) == 4 * list(range(STEPS * PROMPTS))
     asked = [json.loads(line)[0] for line in (tmp_path / "asked").read_text().splitlines()]
     groups = [prompts[0] for prompts in asked if len(prompts) == GENERATIONS]
-    assert len(groups) == 3 * len(set(groups)) == 3 * STEPS * PROMPTS
+    assert len(groups) == 4 * len(set(groups)) == 4 * STEPS * PROMPTS
 
 
 def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:

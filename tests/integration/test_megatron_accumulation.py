@@ -14,7 +14,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
-from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, shard_batches, train
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, shard_batches, train
 
 CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any], bool]] = {
     "tp2pp2-by-tokens": ("qwen3", ParallelLayout(tp=2, pp=2), {}, True),
@@ -57,6 +57,27 @@ def test_parts_are_the_whole(
         for name, gradient in gradients.items():
             scale = float(np.abs(gradient).max()) or 1.0
             np.testing.assert_allclose(others[name] / scale, gradient / scale, atol=5e-6, err_msg=name)
+
+
+def test_a_forced_ratio_needs_no_logprobs_before_the_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """Metrics and gradients are those of the step that is given what `logprobs` found, also in parts."""
+    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED, **PACKED)
+    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)
+    with megatron_pool.group(ParallelLayout(tp=2, cp=2), config) as group:
+        rows = logprobs(group, batch)
+        mask = batch["loss_mask"]
+        expected = step(group, batch.with_fields(prev_logprobs=rows["logprobs"] * mask))
+        gradients = gradients_of(group)
+    expected["policy/entropy"] = float((rows["entropy"] * mask).sum() / mask.sum())
+    with megatron_pool.group(
+        ParallelLayout(tp=2, cp=2), config.model_copy(update={"loss_fn": LossConfig(force_on_policy_ratio=True)})
+    ) as group:
+        for parts in ((), PARTS):
+            found = step(group, batch, parts)
+            assert found == pytest.approx(expected, rel=1e-5, abs=2e-6)
+            for name, gradient in gradients_of(group).items():
+                scale = float(np.abs(gradients[name]).max()) or 1.0
+                np.testing.assert_allclose(gradient / scale, gradients[name] / scale, atol=5e-6, err_msg=name)
 
 
 def step(group: Group, batch: Batch, parts: Sequence[Sequence[int]] = ()) -> dict[str, float]:

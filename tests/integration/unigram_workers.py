@@ -17,7 +17,7 @@ import numpy as np
 
 from dagrl.config import Config, Json
 from dagrl.generation import FinishedRequest, Generated, Progress, merge_generated, pack_generated
-from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.metrics import ENTROPY, StepMetrics, merge_step_metrics
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
@@ -116,7 +116,11 @@ class UnigramTrainer(UnigramWorker):
         logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
         output = LOSSES[loss](logprobs, data, self.config.loss_fn, counts)
         output.loss.backward()
-        return leaf.grad, StepMetrics({name: float(value) for name, value in output.sums.items()})
+        sums = {name: float(value) for name, value in output.sums.items()}
+        if self.config.loss_fn.force_on_policy_ratio:
+            table = torch.log_softmax(self.logits, 0)
+            sums[ENTROPY] = float(-(table.exp() * table).sum() * data["loss_mask"].sum() / counts.tokens)
+        return leaf.grad, StepMetrics(sums)
 
     def logprobs(self, batch: Batch, model: str) -> Batch:
         import torch

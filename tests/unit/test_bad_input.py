@@ -201,6 +201,21 @@ TABLE = [
         ("policy.generation.colocated.enabled=true", "grpo.overlap_logprobs=true"),
     ),
     Row(
+        "a forced ratio in several optimizer steps",
+        ("loss_fn.force_on_policy_ratio is true", "several optimizer steps", "Set policy.train_global_batch_size="),
+        ("loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=4"),
+    ),
+    Row(
+        "a forced ratio with masks of whole sequences",
+        ("loss_fn.force_on_policy_ratio is true", "'seq-mask-tis'", "choose tis or icepop"),
+        (
+            "loss_fn.force_on_policy_ratio=true",
+            "loss_fn.use_importance_sampling_correction=true",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+            "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
+        ),
+    ),
+    Row(
         "early gradients without early log-probabilities",
         ("grpo.overlap_training is true, but grpo.overlap_logprobs is false", "set both to true"),
         ("grpo.overlap_training=true",),

@@ -141,11 +141,13 @@ class Overlapping(Run):
         assert phase == "train_step" and not self.under_way
         penalty = self.config.loss_fn.reference_policy_kl_penalty
         mask, expected = batch["loss_mask"], truth(batch["tokens"], self.weights)
-        np.testing.assert_array_equal(batch["prev_logprobs"], expected * mask)
+        asked = not self.config.loss_fn.force_on_policy_ratio
+        np.testing.assert_array_equal(batch["prev_logprobs"], expected * mask * asked)
         np.testing.assert_array_equal(batch["reference_logprobs"], truth(batch["tokens"], REFERENCE) * mask * (penalty > 0))
         dropped = sum(self.experience.buffer.counts().dropped.values()) * GENERATIONS
-        assert batch.rows <= self.rows["logprobs"] <= batch.rows + dropped - self.dropped, "each row once"
-        assert self.rows["reference_logprobs"] == (self.rows["logprobs"] if penalty else 0)
+        for name, wanted in {"logprobs": asked, "reference_logprobs": penalty > 0}.items():
+            most = batch.rows + dropped - self.dropped
+            assert wanted * batch.rows <= self.rows[name] <= wanted * most, "each row once"
         assert parts == len(self.parts)
         rest = batch if rows is None else batch.select(rows)
         assert rest.rows
@@ -227,6 +229,18 @@ def test_gradients_of_scored_groups_come_before_their_batch_is_whole(loop: dict[
     assert run.train() is None
     assert len(parts) == STEPS and sum(parts) >= 8 * STEPS
     assert run.events.count(GRADIENTS) >= STEPS
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.01])
+def test_a_forced_ratio_leaves_the_policys_logprobs_out(penalty: float) -> None:
+    """Gradients come early all the same; with neither policy nor reference to ask, nothing leaves the GPU for them."""
+    config = overlapping(slow(configuration({}, room=80, generations=8)), training=True, penalty=penalty, offload=True)
+    forced = config.loss_fn.model_copy(update={"force_on_policy_ratio": True})
+    run = Overlapping(config.model_copy(update={"loss_fn": forced}), 0)
+    assert run.train() is None
+    asked = {"reference_logprobs", AWAY, BACK} if penalty else set()
+    assert set(run.events) == {GRADIENTS, "train"} | asked
+    assert not any("policy/entropy" in metrics for metrics in run.metrics), "the step itself reports it"
 
 
 def test_in_flight_chunks_begin_while_training_waits_for_its_batch() -> None:

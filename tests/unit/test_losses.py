@@ -176,6 +176,24 @@ def test_first_step_gradient_is_reinforce() -> None:
     assert float(output.sums["policy/clip_ratio"]) == 0.0
 
 
+@pytest.mark.parametrize("level", [True, False], ids=["tokens", "sequences"])
+def test_a_forced_ratio_is_that_of_a_policy_that_has_not_moved(level: bool) -> None:
+    """Whatever is given as the policy's log-probabilities before the step; all sums and the gradient."""
+    options = {"token_level_loss": level, "use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.3}
+    bound = {"truncated_importance_sampling_ratio": 1.1}
+    logprobs, data, denominators = make_batch()
+    unmoved = {**data, "prev_logprobs": logprobs.detach().clone()}
+    expected = LOSSES["grpo"](logprobs, unmoved, LossConfig(**options, **bound), denominators)
+    (gradient,) = torch.autograd.grad(expected.loss, logprobs)
+    del data["prev_logprobs"]
+    forced = LossConfig(**options, **bound, force_on_policy_ratio=True)
+    found = LOSSES["grpo"](logprobs, data, forced, denominators)
+    (forced_gradient,) = torch.autograd.grad(found.loss, logprobs)
+    torch.testing.assert_close(forced_gradient, gradient, rtol=0, atol=0)
+    assert found.sums == expected.sums and found.maxima == expected.maxima
+    assert float(found.sums["probs_ratio"]) == pytest.approx(1.0) and float(found.sums["is_oob_ratio"]) > 0
+
+
 @pytest.mark.parametrize("config", CORRECTIONS.values(), ids=CORRECTIONS.keys())
 def test_corrections_bound_some_tokens_and_not_others(config: LossConfig) -> None:
     """The batch of these tests reaches both sides of every bound, and `is_oob_ratio` counts the tokens beyond it."""

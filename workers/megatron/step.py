@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.losses import LOSSES, Denominators
-from dagrl.metrics import FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
+from dagrl.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
 from workers.megatron.logprobs import OutputLayer, token_logprobs
 from workers.megatron.microbatches import Microbatch, Microbatches
 
@@ -38,9 +38,11 @@ class LossStep:
     def __call__(self, microbatch: Microbatch, hidden: Tensor) -> LossResult:
         """The loss, a count of 0 (Megatron must not divide by one), and the metrics; `hidden` [b, s, hidden size]."""
         assert self.layer is not None, "the last pipeline stage has the output layer"
-        logprobs, _ = token_logprobs(hidden, microbatch.labels, self.layer)
+        logprobs, entropy = token_logprobs(hidden, microbatch.labels, self.layer)
         output = LOSSES[self.name](logprobs, microbatch.data, self.config, self.denominators)
         metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
+        if self.name == "grpo" and self.config.force_on_policy_ratio:  # else known from before the step
+            metrics["sums"][ENTROPY] = (entropy * microbatch.data["loss_mask"]).sum() / self.denominators.tokens
         return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), metrics
 
 
