@@ -108,16 +108,30 @@ WAYS = "plain Ray; sync; sync, overlapped; in flight, age 2; in flight, age 4"
 
 
 def _steps(gpus: int) -> list[Piece]:
-    """Whole GRPO steps, half of the GPUs for each role; a 4B model where there are four."""
+    """Whole GRPO steps, half of the GPUs for each role, and for each of those as many sequences.
+
+    A 4B model trains on one GPU where there are two, which must have 141 GB, and is cut in two where there are more.
+    """
     half = max(gpus // 2, 1)
     layout = (f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}")
-    large = (f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={max(half // 2, 1)}", layout[1])
-    smaller = ("grpo.num_prompts_per_step=16", "policy.train_global_batch_size=128", "data.task_args.count=16")
+    cut = (f"{TRAIN}.tensor_model_parallel_size=2", f"{TRAIN}.data_parallel_size={half // 2}", layout[1])
+    whole = ("policy.sequence_packing={enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 16384}", *layout)
+    large = (*_sequences(8 * half), *(cut if half > 1 else whole))
+    small = (*_sequences(16 * half), *layout)
     return [
-        _step("compare", "qwen3-0.6b", ("--ways", WAYS, "--steps", "6", *layout), gpus=2),
-        _step("compare", "qwen3-4b", ("--ways", WAYS, "--steps", "4", *smaller, *large), gpus=4),
-        _step("step", "qwen3-0.6b", ("--keep-weights", "--rounds", "1", *layout), gpus=2),
+        _step("compare", "qwen3-0.6b", ("--ways", WAYS, "--steps", "6", *small), gpus=2),
+        _step("compare", "qwen3-4b", ("--ways", WAYS, "--steps", "4", *large), gpus=2),
+        _step("step", "qwen3-0.6b", ("--keep-weights", "--rounds", "1", *small), gpus=2),
     ]
+
+
+def _sequences(prompts: int) -> tuple[str, ...]:
+    """A batch of `prompts`, each eight times, and an epoch of one batch."""
+    return (
+        f"grpo.num_prompts_per_step={prompts}",
+        f"policy.train_global_batch_size={8 * prompts}",
+        f"data.task_args.count={prompts}",
+    )
 
 
 def _step(bench: str, model: str, words: Sequence[str], gpus: int) -> Piece:
