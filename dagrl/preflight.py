@@ -293,13 +293,7 @@ def _check_on_policy(config: Config) -> None:
     """What `loss_fn.force_on_policy_ratio` needs: the weights that a batch is trained from are those of its one step."""
     if config.algorithm != "grpo" or not config.loss_fn.force_on_policy_ratio:
         return
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    if config.policy.train_global_batch_size != samples:
-        raise ConfigError(
-            f"loss_fn.force_on_policy_ratio is true, but a batch of {samples} samples has several optimizer steps of "
-            f"policy.train_global_batch_size {config.policy.train_global_batch_size}: after the first, ratios are not 1. "
-            f"Set policy.train_global_batch_size={samples}, or force_on_policy_ratio=false"
-        )
+    _check_one_step(config, "loss_fn.force_on_policy_ratio", "after the first, ratios are not 1")
     if config.loss_fn.truncated_importance_sampling_type == "seq-mask-tis":
         raise ConfigError(
             "loss_fn.force_on_policy_ratio is true, and loss_fn.truncated_importance_sampling_type is 'seq-mask-tis', which "
@@ -312,18 +306,12 @@ def _check_overlap(config: Config) -> None:
     """What `grpo.overlap_training` needs: rows that can be trained on before the batch is whole, in any order."""
     if config.algorithm != "grpo" or not config.grpo.overlap_training:
         return
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     if not config.grpo.overlap_logprobs:
         raise ConfigError(
             "grpo.overlap_training is true, but grpo.overlap_logprobs is false: gradients need the log-probabilities of "
             "their rows first; set both to true"
         )
-    if config.policy.train_global_batch_size != samples:
-        raise ConfigError(
-            f"grpo.overlap_training is true, but a batch of {samples} samples has several optimizer steps of "
-            f"policy.train_global_batch_size {config.policy.train_global_batch_size}: the first would change the weights "
-            f"while the batch is generated. Set policy.train_global_batch_size={samples}, or overlap_training=false"
-        )
+    _check_one_step(config, "grpo.overlap_training", "the first would change the weights while the batch is generated")
     if config.grpo.num_prompts_per_step == 1:
         raise ConfigError(
             "grpo.overlap_training is true, but grpo.num_prompts_per_step is 1: a batch of one group has nothing to train "
@@ -333,6 +321,17 @@ def _check_overlap(config: Config) -> None:
         raise ConfigError(
             "grpo.overlap_training and reward.shuffle are both true: rewards are shuffled over the whole batch, so that no "
             "advantage is known before it is there; set one to false"
+        )
+
+
+def _check_one_step(config: Config, option: str, why: str) -> None:
+    """That a batch of GRPO has one optimizer step, as the `option` that is on needs."""
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    size = config.policy.train_global_batch_size
+    if size != samples:
+        raise ConfigError(
+            f"{option} is true, but a batch of {samples} samples has several optimizer steps of "
+            f"policy.train_global_batch_size {size}: {why}. Set policy.train_global_batch_size={samples}, or {option}=false"
         )
 
 

@@ -116,6 +116,8 @@ class UnigramTrainer(UnigramWorker):
         logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
         output = LOSSES[loss](logprobs, data, self.config.loss_fn, counts)
         output.loss.backward()
+        row_s = float(self.config.data.task_args.get("train_row_s", 0.0))  # type: ignore[arg-type]
+        time.sleep(0.0 if in_warmup() else row_s * np.count_nonzero(batch["lengths"]))
         sums = {name: float(value) for name, value in output.sums.items()}
         if self.config.loss_fn.force_on_policy_ratio:
             table = torch.log_softmax(self.logits, 0)
