@@ -25,8 +25,8 @@ from dagrl.loops.episodes import RolloutGroup, new_group, request_seeds, samples
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.logprobs import logprob_phases
 from dagrl.metrics import merge_step_metrics
-from dagrl.preflight import generation_config
 from dagrl.replay import ReplayTiming, Split
+from dagrl.settings import generation_config
 from dagrl.shapes import Batch, choose_bucket, split_rows
 from dagrl.worker_group import WorkerGroup, free_address
 

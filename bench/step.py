@@ -212,7 +212,7 @@ def counted_steps(config: Config, way: Way) -> int:
 def begin_again(session: Session, config: Config, way: Way, first_weights: Path | None, steps: int) -> None:
     """Take up the first weights (if any are given), for `steps` GRPO steps by `way`."""
     from dagrl.checkpoint import TrainState
-    from dagrl.preflight import generation_config
+    from dagrl.settings import generation_config
 
     settings = config.grpo.async_grpo.model_copy(
         update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}

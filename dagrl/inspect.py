@@ -20,10 +20,11 @@ from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.layout import ParallelLayout
 from dagrl.model_init import load_tokenizer, model_description
-from dagrl.preflight import check_settings, is_colocated, layouts, load_phase, trace_phases, worker_classes
+from dagrl.preflight import load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
+from dagrl.settings import check_settings, is_colocated, layouts
 
 if TYPE_CHECKING:
     from dagrl.loops.start import PhasePlan

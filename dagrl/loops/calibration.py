@@ -10,7 +10,7 @@ import numpy as np
 
 from dagrl.config import Config
 from dagrl.loops.session import Session
-from dagrl.preflight import generation_config
+from dagrl.settings import generation_config
 from dagrl.shapes import Batch
 
 PHASE = "calibrate_kv_scales"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dagrl.config import ForcedLengths
 from dagrl.generation import FinishedRequest
 from dagrl.loops.session import Session
-from dagrl.preflight import generation_config
+from dagrl.settings import generation_config
 from dagrl.shapes import Batch
 from dagrl.tokenization import Prompt
 

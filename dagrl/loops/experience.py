@@ -36,7 +36,6 @@ from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
-from dagrl.preflight import bucket_widths, generation_config
 from dagrl.rewards import (
     BoolArray,
     FloatArray,
@@ -47,6 +46,7 @@ from dagrl.rewards import (
     overlong_penalty,
     rewards_of,
 )
+from dagrl.settings import bucket_widths, generation_config
 from dagrl.tokenization import Prompt
 from dagrl.trajectories import TrajectoryBuffer
 

@@ -19,8 +19,8 @@ from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan
 from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
-from dagrl.preflight import bucket_widths, generation_config
 from dagrl.refit.run import RefitReport
+from dagrl.settings import bucket_widths, generation_config
 from dagrl.shapes import Batch, Bucket
 
 Metrics = dict[str, float]

@@ -27,8 +27,8 @@ from dagrl.environments import ENDED, EnvironmentRunner, Reply
 from dagrl.generation import FinishedRequest, Generated
 from dagrl.loops.episodes import Episode, RolloutGroup, token_rows, turn_seed
 from dagrl.loops.session import Session
-from dagrl.preflight import bucket_widths, generation_config
 from dagrl.replay import Replay
+from dagrl.settings import bucket_widths, generation_config
 from dagrl.shapes import Batch
 
 IN_FLIGHT = 2

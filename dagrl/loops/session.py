@@ -34,16 +34,12 @@ from dagrl.metrics import (
     merge_step_metrics,
 )
 from dagrl.plot import plot_run
-from dagrl.preflight import (
-    Inputs,
-    is_colocated,
-    layouts,
-    load_phase,
-)
+from dagrl.preflight import Inputs, load_phase
 from dagrl.progress import Progress
 from dagrl.record import RunPaths, RunRecord
 from dagrl.replay import Replay, ReplayTiming, computing_s
 from dagrl.scheduler import Scheduler
+from dagrl.settings import is_colocated, layouts
 from dagrl.shapes import Batch
 from dagrl.timing import PhaseClock
 from dagrl.trace import TraceEvent, TraceWriter

@@ -12,7 +12,7 @@ from dagrl.data import Sampler
 from dagrl.loops.session import Session
 from dagrl.loops.start import PhasePlan, run_session
 from dagrl.metrics import VALIDATION
-from dagrl.preflight import bucket_widths
+from dagrl.settings import bucket_widths
 from dagrl.shapes import Bucket
 from dagrl.tokenization import Demonstration, collate
 

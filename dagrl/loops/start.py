@@ -21,20 +21,13 @@ from dagrl.loops.session import Session, process_label
 from dagrl.loops.stop import StopRequestedError, StopSignal, stop_on_signals
 from dagrl.machine import gpus_per_worker
 from dagrl.model_init import prepare_model
-from dagrl.preflight import (
-    generation_config,
-    is_colocated,
-    layouts,
-    limit_steps,
-    load_phase,
-    preflight,
-    worker_classes,
-)
+from dagrl.preflight import limit_steps, load_phase, preflight, worker_classes
 from dagrl.progress import Progress
 from dagrl.record import RunRecord, prepare_run_directory
 from dagrl.refit.connect import connect_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.settings import generation_config, is_colocated, layouts
 from dagrl.shapes import Bucket
 from dagrl.timing import PhaseClock
 from dagrl.trace import DRIVER, TraceWriter

@@ -29,8 +29,8 @@ from dagrl.loops.experience import ScoredGroup
 from dagrl.loops.session import Counted
 from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
-from dagrl.preflight import generation_config
 from dagrl.replay import ReplayTiming
+from dagrl.settings import generation_config
 from dagrl.shapes import Batch
 from dagrl.tokenization import Prompt
 
