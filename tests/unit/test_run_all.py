@@ -27,6 +27,7 @@ from dagrl.config import Config
 from dagrl.config_file import load_config
 from dagrl.model_init import character_tokenizer
 from dagrl.preflight import preflight, trace_phases, worker_classes
+from dagrl.settings import check_settings
 from workers.megatron.architecture import check_layout
 
 CARDS = ("NVIDIA H200", "NVIDIA H200")
@@ -231,11 +232,10 @@ def configurations(gpus: int) -> dict[str, Config]:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_training_runs_fit_their_gpus(gpus: int) -> None:
-    from dagrl.preflight import _check_batches, _check_colocated, _check_machine
+    from dagrl.preflight import _check_machine
 
     for name, config in configurations(gpus).items():
-        _check_batches(config)
-        _check_colocated(config)
+        check_settings(config)
         _check_machine(config)
         assert trace_phases(config, worker_classes(config)), name
 
