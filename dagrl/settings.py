@@ -56,6 +56,11 @@ def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
     return tuple(sorted(set(policy.sequence_buckets))) or (policy.max_total_sequence_length,)
 
 
+def samples_per_step(config: Config) -> int:
+    """Of a batch of GRPO: prompts times generations."""
+    return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+
+
 def _check_choices(config: Config) -> None:
     policy = config.policy
     if (policy.model_name is None) == (policy.random_init is None):
@@ -99,7 +104,7 @@ def _check_batches(config: Config) -> None:
             f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
             f"choose {size // dp * dp or dp} or {-(-size // dp) * dp} sequences, or another data_parallel_size"
         )
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    samples = samples_per_step(config)
     if config.algorithm == "grpo" and samples % size:
         raise LayoutError(
             f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x num_generations_per_prompt "
@@ -191,8 +196,7 @@ def _check_overlap(config: Config) -> None:
 
 def _check_one_step(config: Config, option: str, why: str) -> None:
     """That a batch of GRPO has one optimizer step, as the `option` that is on needs."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    size = config.policy.train_global_batch_size
+    samples, size = samples_per_step(config), config.policy.train_global_batch_size
     if size != samples:
         raise ConfigError(
             f"{option} is true, but a batch of {samples} samples has several optimizer steps of "

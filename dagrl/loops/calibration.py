@@ -10,7 +10,7 @@ import numpy as np
 
 from dagrl.config import Config
 from dagrl.loops.session import Session
-from dagrl.settings import generation_config
+from dagrl.settings import generation_config, samples_per_step
 from dagrl.shapes import Batch
 
 PHASE = "calibrate_kv_scales"
@@ -33,7 +33,7 @@ def calibrate(session: Session, batch: Batch) -> dict[str, float]:
 def calibrate_on_prompts(session: Session) -> dict[str, float]:
     """The same with as many prompts as a step has samples."""
     config = session.config
-    count = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    count = samples_per_step(config)
     prompts = [prompt.tokens for prompt in session.inputs.prompts[:count]]
     tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
     for row, prompt in enumerate(prompts):

@@ -28,12 +28,12 @@ from dagrl.loops.logprobs import (
     end_logprobs,
     least_chunk,
     read_logprobs,
-    samples_per_step,
     submit_logprobs,
 )
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.replay import Replay
+from dagrl.settings import samples_per_step
 from dagrl.shapes import Batch
 
 
@@ -48,7 +48,7 @@ class Early:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Sequences whose log-probabilities are being computed, and the replays that do so, by phase."""
+    """Sequences whose log-probabilities are being computed, and the replays that do so, by phase; perhaps none."""
 
     keys: Sequence[Key]
     rows: Batch

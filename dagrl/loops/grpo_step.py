@@ -13,14 +13,14 @@ from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
 from dagrl.loops.early import Early
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.logprobs import Columns, chunk_buckets, logprob_phases, logprobs_of, samples_per_step
+from dagrl.loops.logprobs import Columns, chunk_buckets, logprob_phases, logprobs_of
 from dagrl.loops.rollout import request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan
 from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 from dagrl.refit.run import RefitReport
-from dagrl.settings import bucket_widths, generation_config
+from dagrl.settings import bucket_widths, generation_config, samples_per_step
 from dagrl.shapes import Batch, Bucket
 
 Metrics = dict[str, float]

@@ -15,6 +15,7 @@ from dagrl.config import Config
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_buckets
 from dagrl.replay import Replay
+from dagrl.settings import samples_per_step
 from dagrl.shapes import Array, Batch, Bucket
 
 Columns = Mapping[str, Array]
@@ -86,11 +87,6 @@ def read_logprobs(session: Session, rows: Batch, replays: Mapping[str, Replay]) 
 def least_chunk(config: Config) -> int:
     """Rows of a chunk while more of the batch is to come."""
     return max(1, samples_per_step(config) // CHUNKS)
-
-
-def samples_per_step(config: Config) -> int:
-    """Of a batch."""
-    return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 
 def chunk_buckets(config: Config, early: bool) -> tuple[Bucket, ...]:

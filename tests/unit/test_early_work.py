@@ -25,10 +25,11 @@ from dagrl.loops import grpo_step
 from dagrl.loops.batches import sample_keys
 from dagrl.loops.early import EarlyWork
 from dagrl.loops.experience import NextBatch, ScoredGroup
-from dagrl.loops.logprobs import chunk_buckets, samples_per_step
+from dagrl.loops.logprobs import chunk_buckets
 from dagrl.loops.session import Counted
 from dagrl.metrics import StepMetrics
 from dagrl.replay import ReplayTiming
+from dagrl.settings import samples_per_step
 from dagrl.shapes import Batch
 from tests.unit.simulated_run import Run
 from tests.unit.test_async_loop import GENERATIONS, STEPS, asynchronous, configuration, seeds, slow

@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dagrl.config import Config, MegatronConfig
 from dagrl.config import OptimizerConfig as OptimizerSettings
 from dagrl.layout import ParallelLayout
+from dagrl.settings import samples_per_step
 from workers.megatron.cpu import cuda_type_names
 from workers.megatron.model import Model
 from workers.megatron.offload import Offloader, unique_storages
@@ -239,8 +240,7 @@ def _optimizer_steps(settings: Config) -> int:
     """Those of the whole run, or of its GRPO phase, before which the schedule begins anew."""
     if settings.algorithm == "sft":
         return settings.sft.max_num_steps
-    samples = settings.grpo.num_prompts_per_step * settings.grpo.num_generations_per_prompt
-    return settings.grpo.max_num_steps * math.ceil(samples / settings.policy.train_global_batch_size)
+    return settings.grpo.max_num_steps * math.ceil(samples_per_step(settings) / settings.policy.train_global_batch_size)
 
 
 def create_state(inner: torch.optim.Optimizer) -> None:
