@@ -9,8 +9,11 @@ completions of its prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+
+from dagrl.generation import FIRST_QUANTUM
 
 
 @dataclass
@@ -80,47 +83,66 @@ def dispatch(waiting: Sequence[Waiting], shards: Sequence[ShardLoad], *, longest
     return sent
 
 
-FIRST_QUANTUM = 16
-"""Engine steps of a quantum while it is not known what they take."""
-
 LEAST_S = 0.06
 """What a quantum takes at least, if it may: so long an engine has work while the driver is at something else."""
 
 
 @dataclass
 class QuantumSize:
-    """Engine steps of a quantum: `fixed`, or enough for `LEAST_S` and for starting one to cost under 1 %, within `seconds`.
+    """Engine steps of a quantum on each of `shards` shards: `fixed`, or as many as take the same time on all of them.
 
-    `seconds` are those of all quanta that are submitted at once (`in_flight`), as who wants the engines waits for them all.
-    Times are smoothed over about ten quanta. The size is the same for all ranks, as it travels with the requests: a clock on
-    each rank would let tensor-parallel ranks part.
+    That is long enough for the slowest to have `LEAST_S` and for starting a quantum to cost under 1 %, within `seconds`,
+    which are those of all quanta that are submitted at once (`in_flight`), as who wants the engines waits for them all.
+    Shards with fewer sequences, or a faster core, make more steps, so that none waits for another at the end of each.
+    Times are smoothed over about ten quanta. The sizes travel with the requests, so that the ranks of a shard run the same
+    steps: a clock on each would let them part.
     """
 
     fixed: int | None
     seconds: float
     in_flight: int = 1
+    shards: int = 1
     overhead_share: float = 0.01
-    step_s: float | None = None
+    step_s: dict[int, float] = field(default_factory=dict)
     overhead_s: float | None = None
+    left_s: dict[int, float] = field(default_factory=dict)
 
-    def record(self, engine_steps: int, busy_s: float, overhead_s: float) -> None:
-        """A quantum of `engine_steps` steps kept the engine busy for `busy_s`, and cost `overhead_s` beside that."""
-        if engine_steps < 1:
-            return
-        self.step_s = _smooth(self.step_s, busy_s / engine_steps)
-        self.overhead_s = _smooth(self.overhead_s, overhead_s)
+    def record(self, engine_steps: Sequence[int], busy_s: Sequence[float], overhead_s: float) -> None:
+        """A quantum kept each shard's engine busy for `busy_s` with so many steps, and cost `overhead_s` beside that."""
+        for shard, (steps, seconds) in enumerate(zip(engine_steps, busy_s, strict=True)):
+            if steps > 0:
+                self.step_s[shard] = _smooth(self.step_s.get(shard), seconds / steps)
+        if any(engine_steps):
+            self.overhead_s = _smooth(self.overhead_s, overhead_s)
 
-    def next(self) -> int:
-        """Engine steps of the next quantum."""
+    def next(self) -> tuple[int, ...]:
+        """Engine steps of the next quantum on each shard."""
         if self.fixed is not None:
-            return self.fixed
-        if not self.step_s or self.overhead_s is None:
-            return FIRST_QUANTUM
-        least_s = max(self.overhead_s / self.overhead_share, LEAST_S)
-        least = round(least_s / self.step_s + 0.49)  # up, but for a rounding error
-        allowed = round(self.seconds / self.in_flight / self.step_s - 0.49)
-        return max(min(least, allowed), 1)
+            return (self.fixed,) * self.shards
+        slowest = max(self.step_s.values(), default=0.0)
+        if not slowest or self.overhead_s is None:
+            return (FIRST_QUANTUM,) * self.shards
+        least = _up(max(self.overhead_s / self.overhead_share, LEAST_S) / slowest)
+        allowed = _down(self.seconds / self.in_flight / slowest)
+        together_s = max(min(least, allowed), 1) * slowest
+        return tuple(self._steps(shard, self.step_s.get(shard, slowest), together_s) for shard in range(self.shards))
+
+    def _steps(self, shard: int, step_s: float, seconds: float) -> int:
+        """Steps that a shard makes in so many seconds, with what its last quantum had left of them."""
+        seconds += self.left_s.get(shard, 0.0)
+        steps = max(_down(seconds / step_s), 1)
+        self.left_s[shard] = min(max(seconds - steps * step_s, 0.0), step_s)
+        return steps
 
 
 def _smooth(before: float | None, value: float) -> float:
     return value if before is None else 0.9 * before + 0.1 * value
+
+
+def _up(steps: float) -> int:
+    """Rounded up, but for an error of floating point."""
+    return math.ceil(steps - 1e-6)
+
+
+def _down(steps: float) -> int:
+    return math.floor(steps + 1e-6)

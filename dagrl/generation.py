@@ -18,9 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import RunError
+from dagrl.shapes import Batch
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+
+
+FIRST_QUANTUM = 16
+"""Engine steps of a quantum while it is not known what they take."""
+
+
+def steps_of_shard(batch: Batch, shard: int) -> int:
+    """Engine steps of a quantum on one shard: the scalar `engine_steps`, of all shards or of each; in a warm-up a few."""
+    steps = batch.scalars.get("engine_steps", FIRST_QUANTUM)
+    return steps[shard] if isinstance(steps, tuple) else int(steps)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dagrl.errors import ConfigError, DataError, RunError
 
 Array = npt.NDArray[Any]
-Scalar = int | float | str | bool
+Scalar = int | float | str | bool | tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,13 @@ class Batch:
     def with_fields(self, **fields: Array) -> Batch:
         """This batch with fields added or replaced."""
         return Batch({**self.fields, **fields}, self.scalars)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A scalar that is a number; raises DataError where it is none, or missing without a default."""
+        value = self.scalars.get(name, default)
+        if not isinstance(value, int | float):
+            raise DataError(f"the scalar {name!r} of a batch is {value!r}; expected a number")
+        return value
 
     def with_scalars(self, **scalars: Scalar) -> Batch:
         """This batch with scalars added or replaced."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config
+from dagrl.generation import FIRST_QUANTUM
 from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
 from dagrl.loops.early import Early
@@ -167,11 +168,12 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     generation = generation_config(config)
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
     widest = bucket_widths(config.policy)[-1]
+    steps_each = (FIRST_QUANTUM,) * generation.vllm_cfg.layout.dp
     answers = requests * (generation.max_new_tokens * 3 * 8 + 256) + (1 << 16)  # ids, log-probabilities, versions
     plans = [
         PhasePlan("train_step", steps),
         *(PhasePlan(name, rows, result_bytes=_rows_bytes(rows)) for name in logprob_phases(config)),
-        PhasePlan("generate", _request_buckets(requests, widest), result_bytes=answers),
+        PhasePlan("generate", _request_buckets(requests, widest), answers, scalars={"engine_steps": steps_each}),
         PhasePlan("refit", value=0),
     ]
     if config.grpo.overlap_training:

@@ -64,7 +64,7 @@ class Rollouts:
         self._longest_first = generation.request_order == "longest_first"
         slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(slots) for _ in range(layout.dp)]
-        self._size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT)
+        self._size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT, layout.dp)
         self.history = LengthHistory(float(generation.max_new_tokens))
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting, or in an engine
@@ -126,7 +126,7 @@ class Rollouts:
         while self._quanta:
             self._read(self._quanta.popleft())
         if any(shard.requests for shard in self._shards):
-            self._start([], [np.arange(0, dtype=np.intp)] * len(self._shards), engine_steps=0)
+            self._start([], [np.arange(0, dtype=np.intp)] * len(self._shards), (0,) * len(self._shards))
             self._read(self._quanta.popleft())
         self._take_answers()
         return self._take_complete()
@@ -206,15 +206,15 @@ class Rollouts:
         ends = np.cumsum([len(shard) for shard in sent])
         self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), self._size.next())
 
-    def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: int) -> None:
-        """Start a quantum with these requests, of which each shard gets its `rows`."""
+    def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
+        """Start a quantum of so many engine steps on each shard with these requests, of which it gets its `rows`."""
         batch = self._batch(requests).with_scalars(engine_steps=engine_steps)
         self._quanta.append(self._session.submit("generate", batch, rows=rows))
 
     def _read(self, quantum: Replay) -> None:
         found, counted = self._session.collect("generate", quantum)
         results = cast("Sequence[Generated]", found)
-        self._size.record(max(part.engine_steps for part in results), counted.timing.busy_s, counted.overhead_s)
+        self._size.record([part.engine_steps for part in results], counted.timing.shards_busy_s, counted.overhead_s)
         made = [part.request(row) for part in results for row in range(len(part))]
         self._ask([turn for request in made if (turn := self._finish(request)) is not None])
 

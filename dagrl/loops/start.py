@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
 from dagrl.annotate import enable_ranges
@@ -28,7 +28,7 @@ from dagrl.refit.connect import connect_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.settings import generation_config, is_colocated, layouts
-from dagrl.shapes import Bucket
+from dagrl.shapes import Bucket, Scalar
 from dagrl.timing import PhaseClock
 from dagrl.trace import DRIVER, TraceWriter
 from dagrl.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
@@ -43,13 +43,14 @@ REFERENCE = "reference_policy"  # among the counters of a checkpoint: whether th
 class PhasePlan:
     """A phase of a loop, by its name in `phases.*`, and the shapes it will be replayed at (sequences and tokens a shard).
 
-    `value` is what a phase that takes no batch is warmed up with.
+    Warm-up batches carry `scalars`; `value` is what a phase that takes no batch is warmed up with.
     """
 
     name: str
     buckets: tuple[Bucket, ...] = ()
     result_bytes: int | None = None
     value: int | None = None
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @contextmanager
@@ -202,7 +203,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
         scheduler.add(
             load_phase(config.phases, plan.name),
             buckets=plan.buckets,
-            scalars=scalars,
+            scalars={**scalars, **plan.scalars},
             warmup_value=plan.value,
             result_bytes=plan.result_bytes,
         )

@@ -85,7 +85,7 @@ def train_in_one_process(
     losses, gradients = [], []
     for batch in batches:
         tokens, mask = (torch.tensor(batch[name]) for name in ("tokens", "loss_mask"))
-        loss = loss_of(layers(tokens), tokens, mask) / float(batch.scalars["global_valid_tokens"])
+        loss = loss_of(layers(tokens), tokens, mask) / batch.number("global_valid_tokens")
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())

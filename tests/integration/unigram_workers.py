@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.generation import FinishedRequest, Generated, Progress, merge_generated, pack_generated
+from dagrl.generation import FinishedRequest, Generated, Progress, merge_generated, pack_generated, steps_of_shard
 from dagrl.metrics import ENTROPY, StepMetrics, merge_step_metrics
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
@@ -80,7 +80,7 @@ class UnigramTrainer(UnigramWorker):
         from dagrl.losses import Denominators, divided, loss_denominator
 
         self.need("weights", "gradients", "optimizer")
-        counts = Denominators(*(float(batch.scalars[f"global_valid_{unit}"]) for unit in ("tokens", "sequences")))
+        counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
         parts = self._parts_before(batch)
         gradient, metrics = self._gradient(batch, loss, counts)
         for part, found in parts:
@@ -100,7 +100,7 @@ class UnigramTrainer(UnigramWorker):
             self.parts = [*self._parts_before(batch), part]
 
     def _parts_before(self, batch: Batch) -> list[tuple[Any, StepMetrics]]:
-        wanted = int(batch.scalars.get("parts", 0))
+        wanted = int(batch.number("parts", 0))
         found, self.parts = self.parts if wanted else [], []
         assert len(found) == wanted
         return found
@@ -206,7 +206,7 @@ class UnigramGenerator(UnigramWorker):
         table = self._log_table()
         steps, step_s = 0, float(self.config.data.task_args.get("engine_step_s", 0.0))  # type: ignore[arg-type]
         started = time.perf_counter()
-        while steps < int(batch.scalars["engine_steps"]) and self.running:
+        while steps < steps_of_shard(batch, self.context.coordinates.dp) and self.running:
             steps += 1
             self._die_if_told()
             time.sleep(max(0.0, started + steps * step_s - time.perf_counter()))  # with what the step itself took

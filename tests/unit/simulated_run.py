@@ -22,7 +22,7 @@ from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config
 from dagrl.environments import Reply
 from dagrl.function_runner import Failed
-from dagrl.generation import FinishedRequest, Progress, pack_generated
+from dagrl.generation import FinishedRequest, Progress, pack_generated, steps_of_shard
 from dagrl.layout import ParallelLayout
 from dagrl.loops import async_grpo, experience, grpo
 from dagrl.loops.experience import ScoredGroup
@@ -89,7 +89,7 @@ class Engines:
                 assert limit > 0 and length > 0 and number not in shard
                 drawn = random.Random(seed)  # noqa: S311
                 shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
-        return [self._quantum(shard, int(batch.scalars["engine_steps"])) for shard in self.requests]
+        return [self._quantum(shard, steps_of_shard(batch, number)) for number, shard in enumerate(self.requests)]
 
     def _quantum(self, shard: dict[int, dict[str, Any]], steps: int) -> Any:
         finished = []
@@ -248,7 +248,7 @@ class Run:
         self.replays.append((name, False))
         if name == "generate":
             self.world.tick()
-        return results, Counted(name, ("generation",), ReplayTiming(0.0, 1.0, (1.0,), None), 1.0, 0.0)
+        return results, Counted(name, ("generation",), ReplayTiming(0.0, 1.0, (1.0,) * len(results), None), 1.0, 0.0)
 
     def _finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         self.session.step, self.session.state = state.step, state

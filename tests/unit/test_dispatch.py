@@ -109,10 +109,24 @@ def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
 )
 def test_quantum_size(seconds: float, in_flight: int, step_s: float, overhead_s: float, expected: int) -> None:
     size, fixed = QuantumSize(None, seconds, in_flight), QuantumSize(7, seconds, in_flight)
-    assert size.next() == FIRST_QUANTUM
+    assert size.next() == (FIRST_QUANTUM,)
     for one in (size, fixed):
         for _ in range(100):
-            one.record(8, 8 * step_s, overhead_s)
-    assert size.next() == expected and fixed.next() == 7
+            one.record([8], [8 * step_s], overhead_s)
+    assert size.next() == (expected,) and fixed.next() == (7,)
     if expected > 1:
         assert in_flight * expected * step_s <= seconds + 1e-9
+
+
+def test_quanta_of_unequal_shards_take_the_same_time() -> None:
+    """Shards of 10, 7 and 5 ms a step; the fourth has not begun, and counts as the slowest."""
+    taken = [0.01, 0.007, 0.005]
+    size = QuantumSize(None, seconds=1.0, in_flight=2, shards=4)
+    seconds = np.zeros(3)
+    for _ in range(100):
+        steps = size.next()
+        seconds += np.multiply(steps[:3], taken)
+        size.record([*steps[:3], 0], [*np.multiply(steps[:3], taken), 0.0], 0.0002)
+    assert steps[0] == steps[3] == 6 and steps[2] == 12, "60 ms each"
+    assert seconds[1:] == pytest.approx(seconds[0], rel=0.02), "also where a step is no whole part of a quantum"
+    assert max(size.left_s.values()) <= max(taken), "what is left of a quantum is less than a step"

@@ -165,9 +165,9 @@ def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead_of_quanta(monkeypatch
             session.attend("generation")
         counted = read(session, "generate", ReplayTiming(submitted.pop(0), now, (0.1,), None))
         submitted.append(now)
-        size.record(10, counted.timing.busy_s, counted.overhead_s)
+        size.record([10], counted.timing.shards_busy_s, counted.overhead_s)
     assert size.overhead_s is not None and size.overhead_s <= 0.001 + 1e-9
-    assert size.next() <= 10, "1 ms is 1 % of 10 steps"
+    assert size.next() <= (10,), "1 ms is 1 % of 10 steps"
     assert session.lap(tokens=1)["perf/quantum_overhead"] <= 0.01
 
 

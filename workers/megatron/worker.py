@@ -45,7 +45,7 @@ class MegatronWorker(GroupMember):
         from workers.megatron.figures import train_figures
         from workers.megatron.step import run_losses
 
-        trainer, rate = self._ready("weights", "gradients"), batch.scalars.get("lr")
+        trainer, rate = self._ready("weights", "gradients"), batch.number("lr") if "lr" in batch.scalars else None
         denominators, before = _denominators(batch), self._take_accumulated(batch)
         started = time.perf_counter()
         with self._running():
@@ -56,7 +56,7 @@ class MegatronWorker(GroupMember):
                 else:
                     trainer.zero_gradients()
                 losses = run_losses(trainer.chunks, cut, self._loss_step(denominators, loss), True)
-            shared = trainer.step(None if rate is None else float(rate), apply=not in_warmup())
+            shared = trainer.step(rate, apply=not in_warmup())
             early = divided(before.metrics, loss, self.config.loss_fn, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
         whole = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
@@ -88,7 +88,7 @@ class MegatronWorker(GroupMember):
     def _take_accumulated(self, batch: Batch) -> Accumulated:
         """What came before the batch's rows; whatever becomes of them, it is not to be added to again."""
         found, self._accumulated = self._accumulated, Accumulated()
-        return found.before(int(batch.scalars.get("parts", 0)))
+        return found.before(int(batch.number("parts", 0)))
 
     def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
         """The losses of `train_step` without a step."""
@@ -345,4 +345,4 @@ class MegatronWorker(GroupMember):
 def _denominators(batch: Batch) -> Denominators:
     from dagrl.losses import Denominators
 
-    return Denominators(float(batch.scalars["global_valid_tokens"]), float(batch.scalars["global_valid_sequences"]))
+    return Denominators(batch.number("global_valid_tokens"), batch.number("global_valid_sequences"))

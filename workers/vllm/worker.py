@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
-from dagrl.dispatch import FIRST_QUANTUM
 from dagrl.errors import ConfigError, RunError
-from dagrl.generation import FinishedRequest, Generated, merge_generated
+from dagrl.generation import FinishedRequest, Generated, merge_generated, steps_of_shard
 from dagrl.layout import ParallelLayout
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
@@ -109,11 +108,11 @@ class VllmWorker:
         """One quantum: add the batch's requests, run engine steps, return what finished.
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
-        [n]. Scalars: `engine_steps`, which a warm-up may lack; with 0 the engine comes to rest.
+        [n]. Scalars: `engine_steps`, of all shards or of each, which a warm-up may lack; with 0 the engine comes to rest.
         """
         engine = self._ready_engine()
         self._enter_device()
-        steps = int(batch.scalars.get("engine_steps", FIRST_QUANTUM))
+        steps = steps_of_shard(batch, self.context.coordinates.dp)
         if in_warmup():
             return self._warm_up(engine, batch, steps)
         return engine.run(_requests(batch), steps)
