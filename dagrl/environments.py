@@ -52,6 +52,7 @@ class EnvironmentRunner:
         self._runner = FunctionRunner.configured(config.function, "environment", config, _checked)
 
     def __enter__(self) -> Self:
+        self._runner.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

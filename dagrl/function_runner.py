@@ -18,8 +18,10 @@ import pickle
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -62,7 +64,7 @@ Answers = list[Any]
 
 
 class FunctionRunner:
-    """A function in `workers` processes, which start with the first calls and end with `close`."""
+    """A function in `workers` processes, which start with `start`, or with the first calls, and end with `close`."""
 
     def __init__(
         self,
@@ -123,6 +125,11 @@ class FunctionRunner:
         finally:
             self._idle.put(process)
 
+    def start(self) -> None:
+        """Start the processes beside the caller. Where one cannot, the call that meets it says why."""
+        for _ in self._processes:
+            self._threads.submit(self._start_one)
+
     def submit(self, *columns: Sequence[str]) -> Future[Answers]:
         """The same, answered beside the caller."""
         return self._threads.submit(self, *columns)
@@ -132,6 +139,13 @@ class FunctionRunner:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.close(for_good=True)
+
+    def _start_one(self) -> None:
+        process = self._idle.get()
+        try:
+            process.start()
+        finally:
+            self._idle.put(process)
 
     def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]]) -> Answers:
         answers: Answers = []
@@ -178,11 +192,17 @@ class _FunctionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closed = False
+        self._changing = threading.Lock()
 
     @property
     def alive(self) -> bool:
         """Whether the process still answers."""
         return self._connection is not None
+
+    def start(self) -> None:
+        """Have a process that has imported the function. Raises RunError as `ask` does."""
+        with suppress(EOFError, OSError):  # the first call says so
+            self._running()
 
     def ask(self, columns: Sequence[Sequence[str]]) -> Answers | str:
         """The answers to all rows, or what went wrong."""
@@ -200,9 +220,10 @@ class _FunctionProcess:
 
     def close(self, *, for_good: bool = False) -> None:
         """End the process; nothing happens when there is none."""
-        self._closed |= for_good
-        process, connection = self._process, self._connection
-        self._process = self._connection = None
+        with self._changing:
+            self._closed |= for_good
+            process, connection = self._process, self._connection
+            self._process = self._connection = None
         if process is not None:
             process.kill()
             process.wait()
@@ -211,22 +232,28 @@ class _FunctionProcess:
 
     def _running(self) -> Connection:
         """The connection to a process that has imported the function."""
-        if self._closed:
-            raise EOFError
-        if self._connection is None:
-            ours, theirs = Pipe()
-            command = [sys.executable, "-m", "dagrl.function_process", str(theirs.fileno()), *self._command]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-            self._process = subprocess.Popen(  # noqa: S603  # our own module, with the user's import path
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            theirs.close()
-            self._connection = ours
-            if not ours.poll(self._start.seconds):
+        connection = self._connection
+        if connection is None:
+            connection = self._begin()
+            if not connection.poll(self._start.seconds):
                 self.close()
                 raise RunError(
                     f"{self._command[1]} {self._command[0]} was not imported within {self._start.key} = "
                     f"{self._start.seconds:g} s; raise it, or have the module do less when it is imported"
                 )
-            ours.recv()
-        return self._connection
+            connection.recv()
+        return connection
+
+    def _begin(self) -> Connection:
+        """The connection to a new process."""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        with self._changing:
+            if self._closed:
+                raise EOFError
+            self._connection, theirs = Pipe()
+            command = [sys.executable, "-m", "dagrl.function_process", str(theirs.fileno()), *self._command]
+            self._process = subprocess.Popen(  # noqa: S603  # our own module, with the user's import path
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            theirs.close()
+            return self._connection

@@ -61,6 +61,7 @@ class RewardRunner:
         self._runner = FunctionRunner.configured(config.function, "reward", config, _checked)
 
     def __enter__(self) -> Self:
+        self._runner.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -31,6 +31,10 @@ class PhaseClock:
         self._lap_start = time.perf_counter()
         self._trace = trace
 
+    def restart(self) -> None:
+        """Begin the first lap, after what came before the first step."""
+        self._lap, self._lap_start = {}, time.perf_counter()
+
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Add the time of the block to `phase`, also when it raises."""

@@ -8,6 +8,8 @@ for those of other hosts: each host's parts are collected on one of its workers 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,12 +53,17 @@ class Gathering:
             return Gathering(graph, ((),) * len(graph.outputs))
         return Gathering(_pruned(dataclasses.replace(graph, nodes=tuple(nodes)), outputs), tuple(pieces))
 
+    @functools.cached_property
+    def _item_by_item(self) -> tuple[bool, ...]:
+        """Whether each of the phase's outputs is a list whose items are the graph's outputs, one by one."""
+        return tuple(not any(piece.listed for piece in pieces) for pieces in self.pieces)
+
     def put_together(self, header: Header, parts: Sequence[Part]) -> list[Packet]:
         """The packets of the phase's outputs from those of the graph's, given without their headers."""
         packets, start = [], 0
-        for pieces in self.pieces:
+        for pieces, item_by_item in zip(self.pieces, self._item_by_item, strict=True):
             mine = parts[start : start + (len(pieces) or 1)]
-            packets.append(_listed(header, mine, pieces) if pieces else Packet(header, *mine[0]))
+            packets.append(_listed(header, mine, None if item_by_item else pieces) if pieces else Packet(header, *mine[0]))
             start += len(mine)
         return packets
 
@@ -109,14 +116,12 @@ def _pruned(graph: PhaseGraph, outputs: Sequence[int]) -> PhaseGraph:
     return dataclasses.replace(graph, nodes=nodes, outputs=tuple(places[number] for number in outputs))
 
 
-def _listed(header: Header, parts: Sequence[Part], pieces: Sequence[Piece]) -> Packet:
-    failures = tuple(dict.fromkeys([failure for part in parts if part[2] for failure in part[2]]))
-    values: list[object] | None = None
-    if not failures:
-        values = [part[0] for part in parts]
-        if any(piece.listed for piece in pieces):
-            values = _in_places(values, pieces)
-    return Packet(header, values, max([part[1] for part in parts]), failures)
+def _listed(header: Header, parts: Sequence[Part], pieces: Sequence[Piece] | None) -> Packet:
+    """The packet of a list, of which `parts` are the items, or what `pieces` say."""
+    values, busy_s, failed = zip(*parts, strict=True)  # thrice as fast as three loops, and 64 parts are waited for
+    if any(failed):
+        return Packet(header, None, max(busy_s), tuple(dict.fromkeys(itertools.chain.from_iterable(failed))))
+    return Packet(header, list(values) if pieces is None else _in_places(values, pieces), max(busy_s))
 
 
 def _in_places(values: Sequence[object], pieces: Sequence[Piece]) -> list[object]:

@@ -123,6 +123,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         with stop.at_once():
             _compile(session, plans)
             _resume(session)
+        clock.restart()
         stack.callback(session.write_trace)
         yield session
 
