@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +256,32 @@ def test_a_function_whose_module_takes_too_long_to_import_ends_the_run(
     with RewardRunner(RewardConfig(function="slow_to_import:reward", start_timeout_s=0.3)) as runner:
         with pytest.raises(RunError, match=r"was not imported within reward\.start_timeout_s = 0\.3 s; raise it"):
             runner(["p"], ["c"], ["r"])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """And end with the runner, also one that is closed while they start."""
+    module = f"known_by_pid_{waits}"
+    known = (
+        "if 'function_process' in sys.argv[0]:\n    open(f'{os.path.dirname(__file__)}/{os.getpid()}.pid', 'w').close()\n"
+    )
+    (tmp_path / f"{module}.py").write_text(f"import os, sys\n{known}def reward(*texts): return [float(os.getpid())]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function=f"{module}:reward", num_workers=2)) as runner:
+        deadline = time.monotonic() + 60
+        while waits and len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if waits:
+            (answered,) = runner(["p"], ["c"], ["r"]).values
+            assert {path.stem for path in tmp_path.glob("*.pid")} > {str(int(answered))}
+    assert not [path for path in Path("/proc").glob("[0-9]*") if module in _command(path)]
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:  # it has ended meanwhile
+        return ""
 
 
 def test_a_single_sample_is_asked_once(functions: str, tmp_path: Path) -> None:
