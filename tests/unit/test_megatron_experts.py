@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-
-pytest.importorskip("megatron.core")
-
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu, silu
 
-from workers.megatron.experts import GroupedExperts
+from workers.megatron import cpu
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
 
 HIDDEN, FFN = 32, 24
 COMMON: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
@@ -44,7 +40,7 @@ class OneRank:
 
 
 def make_experts(
-    made: type[SequentialMLP],
+    way: Literal["grouped", "sequential"],
     experts: int,
     kind: str = "swiglu",
     hidden: int = HIDDEN,
@@ -55,6 +51,14 @@ def make_experts(
 
     Their weights depend on nothing but their sizes, before they are rounded to `dtype`.
     """
+    cpu.adapt()
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from workers.megatron.experts import GroupedExperts
+
     config = TransformerConfig(
         num_layers=1,
         hidden_size=hidden,
@@ -72,7 +76,9 @@ def make_experts(
     )
     group = OneRank()
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    layer = made(experts, config, linear, SimpleNamespace(ep=group, expt_tp=group, expt_dp=group))
+    layer = (GroupedExperts if way == "grouped" else SequentialMLP)(
+        experts, config, linear, SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -112,8 +118,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_outputs_and_gradients_are_those_of_experts_one_by_one(kind: str, counts: list[int]) -> None:
     inputs = inputs_of(counts)
-    found = run(make_experts(GroupedExperts, len(counts), kind), counts, inputs)
-    expected = run(make_experts(SequentialMLP, len(counts), kind), counts, inputs)
+    found = run(make_experts("grouped", len(counts), kind), counts, inputs)
+    expected = run(make_experts("sequential", len(counts), kind), counts, inputs)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -123,17 +129,17 @@ def test_outputs_and_gradients_are_those_of_experts_one_by_one(kind: str, counts
 @given(counts=st.lists(st.integers(0, 20), min_size=1, max_size=9))
 def test_any_number_of_tokens_goes_to_an_expert(counts: list[int]) -> None:
     inputs = inputs_of(counts)
-    found = run(make_experts(GroupedExperts, len(counts)), counts, inputs)
-    for name, value in run(make_experts(SequentialMLP, len(counts)), counts, inputs).items():
+    found = run(make_experts("grouped", len(counts)), counts, inputs)
+    for name, value in run(make_experts("sequential", len(counts)), counts, inputs).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_bfloat16_is_as_near_to_float32_as_experts_one_by_one(counts: list[int]) -> None:
     inputs = inputs_of(counts)
-    exact = run(make_experts(SequentialMLP, len(counts)), counts, inputs)
-    near = run(make_experts(SequentialMLP, len(counts), dtype=torch.bfloat16), counts, inputs)
-    found = run(make_experts(GroupedExperts, len(counts), dtype=torch.bfloat16), counts, inputs)
+    exact = run(make_experts("sequential", len(counts)), counts, inputs)
+    near = run(make_experts("sequential", len(counts), dtype=torch.bfloat16), counts, inputs)
+    found = run(make_experts("grouped", len(counts), dtype=torch.bfloat16), counts, inputs)
     for name, value in exact.items():
         assert found[name].dtype is near[name].dtype
         assert relative(found[name], value) < 1.2 * relative(near[name], value) + 1e-3 < 0.03, name
@@ -141,7 +147,7 @@ def test_bfloat16_is_as_near_to_float32_as_experts_one_by_one(counts: list[int])
 
 def test_experts_without_tokens_have_gradients_of_zero() -> None:
     counts = [4, 0, 2]
-    found = run(make_experts(GroupedExperts, 3), counts, inputs_of(counts))
+    found = run(make_experts("grouped", 3), counts, inputs_of(counts))
     weights = {name: value for name, value in found.items() if name.startswith("local_experts.")}
     assert len(weights) == 6
     for name, value in weights.items():
@@ -151,15 +157,15 @@ def test_experts_without_tokens_have_gradients_of_zero() -> None:
 def test_frozen_experts_pass_gradients_on() -> None:
     counts = [3, 0, 5]
     inputs = inputs_of(counts)
-    frozen = make_experts(GroupedExperts, 3).requires_grad_(False)
-    found, expected = run(frozen, counts, inputs), run(make_experts(SequentialMLP, 3), counts, inputs)
+    frozen = make_experts("grouped", 3).requires_grad_(False)
+    found, expected = run(frozen, counts, inputs), run(make_experts("sequential", 3), counts, inputs)
     for name in ("outputs", "hidden", "probs"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
     assert all(parameter.grad is None for parameter in frozen.parameters())
 
 
 def test_no_copy_of_the_weights_waits_for_the_backward_pass() -> None:
-    layer, counts, kept = make_experts(GroupedExperts, 4), [2, 2, 2, 2], []
+    layer, counts, kept = make_experts("grouped", 4), [2, 2, 2, 2], []
     states, probs, _ = inputs_of(counts)
 
     def keep(tensor: Tensor) -> Tensor:
@@ -177,6 +183,7 @@ def test_no_copy_of_the_weights_waits_for_the_backward_pass() -> None:
 def test_checkpoints_have_the_names_of_experts_one_by_one() -> None:
     metadata = {"dp_cp_group": OneRank()}
     found, expected = (
-        make_experts(made, 3).sharded_state_dict("mlp.experts.", (), metadata) for made in (GroupedExperts, SequentialMLP)
+        make_experts("grouped", 3).sharded_state_dict("mlp.experts.", (), metadata),
+        make_experts("sequential", 3).sharded_state_dict("mlp.experts.", (), metadata),
     )
     assert [(name, value.key) for name, value in found.items()] == [(name, value.key) for name, value in expected.items()]
