@@ -23,7 +23,7 @@ QWEN3: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 200,
 }
-MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 30}
+MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,9 @@ MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_
         (QWEN3, ParallelLayout(pp=2, vpp=4), "not divisible by vpp 4"),
         (QWEN3, ParallelLayout(dp=2, ep=2), "no experts, but ep is 2"),
         (MOE, ParallelLayout(dp=3, ep=3), "4 experts are not divisible by ep 3"),
-        (MOE, ParallelLayout(tp=4), "moe_intermediate_size 30 is not divisible by etp 4"),
+        (MOE, ParallelLayout(tp=4), "moe_intermediate_size 40 is not divisible by 8 times etp 4"),
+        ({**MOE, "moe_intermediate_size": 20}, ParallelLayout(), "moe_intermediate_size 20 is not .* by 8 times etp 1"),
+        ({**MOE, "hidden_size": 60}, ParallelLayout(), "hidden_size 60 of a model with experts is not divisible by 8"),
     ],
 )
 def test_a_layout_that_does_not_fit_says_what_to_change(

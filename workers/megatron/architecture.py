@@ -19,6 +19,7 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """What each `rope_type` needs besides `rope_theta`."""
+EXPERT_MULTIPLE = 8  # grouped matrix products of experts (`experts.py`) take rows of whole 16 bytes: 8 numbers in bfloat16
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,14 @@ def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[boo
         *rows,
         (model.experts % layout.ep == 0, f"{model.experts} experts are not divisible by ep {layout.ep}; choose another ep"),
         (
-            model.expert_ffn % etp == 0,
-            f"moe_intermediate_size {model.expert_ffn} is not divisible by etp {etp}; choose another etp",
+            model.expert_ffn % (etp * EXPERT_MULTIPLE) == 0,
+            f"moe_intermediate_size {model.expert_ffn} is not divisible by {EXPERT_MULTIPLE} times etp {etp}; "
+            "choose another etp",
+        ),
+        (
+            model.hidden % EXPERT_MULTIPLE == 0,
+            f"hidden_size {model.hidden} of a model with experts is not divisible by {EXPERT_MULTIPLE}; "
+            "choose another model",
         ),
     ]
 

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from dagrl.layout import ParallelLayout
 from workers.families.megatron import padded_vocabulary
 from workers.megatron.architecture import ROPE_PARAMETERS, Architecture
 from workers.megatron.attention import CausalAttention, RMSNorm
+from workers.megatron.experts import GroupedExperts
 from workers.megatron.groups import parallel_sizes
 from workers.megatron.logprobs import OutputLayer, VocabularyPart
 from workers.megatron.segments import Segments
@@ -227,7 +229,7 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
         "moe_router_topk": architecture.experts_per_token,
         "moe_ffn_hidden_size": architecture.expert_ffn,
         "moe_layer_freq": [int(experts) for experts in architecture.moe_layers],
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": False,  # Megatron's, of an extension; `layer_specs` puts ours in place of its sequential ones
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_permute_fusion": False,
@@ -259,7 +261,7 @@ def _build_chunk(
 
 
 def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
-    """Megatron's local layer specifications with our attention and norms."""
+    """Megatron's local layer specifications with our attention, norms and experts."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
@@ -268,6 +270,8 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if parts.mlp.module is MoELayer:
+            parts.mlp.submodules.experts.module = GroupedExperts
     return block
 
 

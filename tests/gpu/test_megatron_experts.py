@@ -1,0 +1,117 @@
+"""On one GPU: grouped products of experts in BF16 against experts one by one in float32, of a layer and in whole steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integration import megatron_reference as reference
+from tests.integration.test_megatron_experts import WAYS, step_of
+from tests.unit.test_megatron_experts import inputs_of, make_experts, relative, run
+
+pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+SMALL, WIDE = {"hidden": 128, "ffn": 40}, {"hidden": 2048, "ffn": 768}  # WIDE: Qwen3-30B-A3B's
+CASES = {
+    "odd": (SMALL, [3, 1, 129, 64, 7, 33]),
+    "empty": (SMALL, [0, 5, 0, 0, 130, 1, 0]),  # the first, the last, and some between
+    "all-empty": (SMALL, [0, 0, 0]),
+    "one": (SMALL, [77]),
+    "many": (WIDE, [0, 1, 250, 1031] * 8),
+    "few": (WIDE, [9, 0, 1, 30] * 8),  # below 128 a group torch's kernel has other tiles
+}
+
+
+def poison() -> None:
+    """Leave NaN in the memory that the allocator gives out next: what a kernel does not write would show."""
+    torch.full((1 << 28,), torch.nan, device="cuda")
+
+
+def run_on_gpu(way: Any, dtype: torch.dtype, case: str) -> dict[str, Tensor]:
+    sizes, counts = CASES[case]
+    layer = make_experts(way, len(counts), **sizes, dtype=torch.bfloat16).to("cuda", dtype)  # the same weights in both
+    poison()
+    return run(layer, counts, inputs_of(counts, sizes["hidden"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients_are_near_those_of_float32(case: str) -> None:
+    exact = run_on_gpu("sequential", torch.float32, case)
+    near = run_on_gpu("sequential", torch.bfloat16, case)
+    found = run_on_gpu("grouped", torch.bfloat16, case)
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        assert found[name].shape == value.shape and found[name].dtype is near[name].dtype
+        if value.any():
+            assert relative(found[name], value) < 1.2 * relative(near[name], value) + 1e-3 < 0.03, name
+        else:  # an expert without tokens
+            assert not found[name].any(), name
+
+
+@pytest.mark.parametrize("case", ["odd", "empty", "all-empty"])
+def test_float32_is_that_of_experts_one_by_one(case: str) -> None:
+    exact = run_on_gpu("sequential", torch.float32, case)
+    for name, value in run_on_gpu("grouped", torch.float32, case).items():
+        torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch has a grouped kernel for Hopper and Blackwell; elsewhere it goes from expert to expert")
+    sizes, counts = CASES["empty"]
+    layer = make_experts("grouped", len(counts), **sizes, dtype=torch.bfloat16).cuda()
+    states, probs, weights = (tensor.cuda() for tensor in inputs_of(counts, sizes["hidden"]))
+    hidden, weights, tokens = states.bfloat16().requires_grad_(), weights.bfloat16(), torch.tensor(counts)
+    layer(hidden, tokens, probs)[0].backward(weights)  # what the first call alone does
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(hidden, tokens, probs)[0].backward(weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: reference.make_model(name, directory) for name in ("qwen3_moe", "mixtral")}
+
+
+def error(found: dict[str, Any], expected: Any) -> float:
+    """Relative norm of the difference of all gradients together."""
+    difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
+    return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_bf16_steps_are_as_near_to_float32_as_with_experts_one_by_one(
+    name: str, way: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
+    truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)
+    found, loss, norm = step_of(models[name], "bfloat16", **WAYS[way])
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    monkeypatch.setattr("workers.megatron.model.GroupedExperts", SequentialMLP)
+    near, near_loss, near_norm = step_of(models[name], "bfloat16", **WAYS[way])
+    assert error(near, truth.gradients) < 0.05
+    assert error(found, truth.gradients) < 1.2 * error(near, truth.gradients) + 1e-3
+    assert loss == pytest.approx(near_loss, rel=2e-3)
+    assert norm == pytest.approx(near_norm, rel=2e-2)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_float32_steps_are_those_of_plain_torch(name: str, models: dict[str, Path]) -> None:
+    config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
+    truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)
+    found, loss, norm = step_of(models[name], "float32")
+    assert error(found, truth.gradients) < 1e-5
+    assert loss == pytest.approx(truth.losses[0], rel=1e-5)
+    assert norm == pytest.approx(truth.norms[0], rel=1e-4)
