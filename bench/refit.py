@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases", nargs="*", default=[], help='only cases whose names begin so, e.g. "4B" "30B EP2->TP2 fp8"'
     )
     parser.add_argument("--rounds", type=int, default=20, help="measured refits of each way")
-    parser.add_argument("--bucket-bytes", type=int, help="of a message; by default what a run would choose")
+    parser.add_argument("--bucket-bytes", type=int, help="of a bucket; by default what a run would choose")
+    parser.add_argument("--direct-bytes", type=int, help="of what goes straight from and into tensors, at least")
     parser.add_argument("--tune", action="store_true", help="first try ways of overlapping, and go on with the best")
     parser.add_argument("--described", action="store_true", help="tensors of the described shapes instead of real modules")
     parser.add_argument("--no-rivals", action="store_true", help="without broadcasts")
@@ -132,6 +133,7 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, dead
         control,
         ports,
         options.bucket_bytes,
+        options.direct_bytes,
         rivals=not (options.no_rivals or options.trial),
         tune=options.tune,
         until=deadline,

@@ -31,7 +31,7 @@ from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.connect import ChannelKind
 from dagrl.refit.fastest import TRIALS
-from dagrl.refit.moves import message_bytes
+from dagrl.refit.moves import DIRECT_BYTES, message_bytes
 from dagrl.refit.plan import IPC_BUCKET_BYTES
 from dagrl.refit.run import Record
 from dagrl.refit.slices import WeightSlice
@@ -58,6 +58,7 @@ class Settings:
     control_port: int
     ports: Sequence[int]
     bucket_bytes: int | None = None
+    direct_bytes: int | None = None
     timeout_s: float = 20.0
     rivals: bool = True
     tune: bool = False
@@ -233,6 +234,7 @@ class Rank:
             dtype="bfloat16",
             aliases=case.aliases,
             bucket_bytes=self.settings.bucket_bytes or (IPC_BUCKET_BYTES if case.colocated else None),
+            direct_bytes=self.settings.direct_bytes or DIRECT_BYTES,
         )
         mine, planned = plan.for_rank(self.rank), time.perf_counter()
         end: RefitSender | RefitReceiver
@@ -250,6 +252,8 @@ class Rank:
         more = {
             "staging_bytes": max(self.control.gather(end.rounds.staging_bytes + spares + mailboxes)),
             "bucket_bytes": max(bucket.nbytes for bucket in (*mine.sends, *mine.receives)),
+            "packed_bytes": max(self.control.gather(sum(memory.staged_bytes for memory in end.rounds.sends))),
+            "unpacked_bytes": max(self.control.gather(sum(memory.staged_bytes for memory in end.rounds.receives))),
             "rounds": plan.summary().rounds,
             "plan_s": planned - start,
             "prepare_s": prepared - planned,

@@ -79,7 +79,10 @@ class Channel(Protocol):
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Sequence[Pending]:
-        """Post several messages at once, `(tensor, peer)` each; one group where the backend has groups."""
+        """Post several messages at once, `(tensor, peer)` each; one group where the backend has groups.
+
+        Several to one peer must be posted there at once as well, in the same order.
+        """
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what `work` posts, waits for and launches, and return what does it again: at once, where the backend can.

@@ -16,7 +16,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,34 +104,41 @@ class IpcChannel:
 
     def send(self, tensor: torch.Tensor, peer: int) -> IpcPending:
         """Copy `tensor` into the peer's mailbox, waiting for a free slot; it may change when this returns."""
-        self._check_usable()
-        check_message(self.spec, tensor, peer, _device_type(tensor))
-        row = self._row(self.spec.rank, peer)
-        raw = as_bytes(tensor)
-        if peer not in self._outgoing or len(self._outgoing[peer].bytes) < SLOTS * len(raw):
-            self._make_mailbox(peer, row, raw)
-        number = int(self._table[row, _WRITTEN])
-        self._wait_until(lambda: number - int(self._table[row, _READ]) < SLOTS, peer, f"taking {len(raw)} bytes from")
-        _slot(self._outgoing[peer], number, len(raw)).copy_(raw)
-        self._finish_copies(tensor.device)
-        fence()
-        self._table[row, _WRITTEN] = number + 1
-        return IpcPending(lambda: None)
+        return self.exchange([(tensor, peer)], [])[0]
 
     def receive(self, tensor: torch.Tensor, peer: int) -> IpcPending:
         """Receive into `tensor`, when waited for."""
-        self._check_usable()
-        check_message(self.spec, tensor, peer, _device_type(tensor))
-        before = self._waiting.setdefault(peer, [])
-        pending = IpcPending(lambda: self._take(tensor, peer, pending))
-        before.append(pending)
-        return pending
+        return self.exchange([], [(tensor, peer)])[0]
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[IpcPending]:
-        """Post several messages at once."""
-        return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
+        """Post several messages at once; those with one peer take one slot of its mailbox, one behind the other."""
+        self._check_usable()
+        for tensor, peer in (*sends, *receives):
+            check_message(self.spec, tensor, peer, _device_type(tensor))
+        sent = [self._send(tensors, peer) for peer, tensors in _by_peer(sends).items()]
+        return [*sent, *(self._receive(tensors, peer) for peer, tensors in _by_peer(receives).items())]
+
+    def _send(self, tensors: Sequence[torch.Tensor], peer: int) -> IpcPending:
+        row = self._row(self.spec.rank, peer)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if peer not in self._outgoing or len(self._outgoing[peer].bytes) < SLOTS * nbytes:
+            self._make_mailbox(peer, row, nbytes, tensors[0].device)
+        number = int(self._table[row, _WRITTEN])
+        self._wait_until(lambda: number - int(self._table[row, _READ]) < SLOTS, peer, f"taking {nbytes} bytes from")
+        for tensor, place in zip(tensors, _places(self._outgoing[peer], number, tensors), strict=True):
+            place.copy_(as_bytes(tensor))
+        self._finish_copies(tensors[0].device)
+        fence()
+        self._table[row, _WRITTEN] = number + 1
+        return IpcPending(lambda: None)
+
+    def _receive(self, tensors: Sequence[torch.Tensor], peer: int) -> IpcPending:
+        before = self._waiting.setdefault(peer, [])
+        pending = IpcPending(lambda: self._take(tensors, peer, pending))
+        before.append(pending)
+        return pending
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """`work` itself: messages are posted by the host."""
@@ -206,14 +213,14 @@ class IpcChannel:
     def _row(self, sender: int, receiver: int) -> int:
         return sender * self.spec.size + receiver
 
-    def _make_mailbox(self, peer: int, row: int, raw: torch.Tensor) -> None:
-        """Memory for two messages as large as this one; the peer has taken everything out of an earlier mailbox."""
+    def _make_mailbox(self, peer: int, row: int, nbytes: int, device: torch.device) -> None:
+        """Memory for two times `nbytes`; the peer has taken everything out of an earlier mailbox."""
         number = int(self._table[row, _WRITTEN])
         self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, "emptying its mailbox by")
         if peer in self._outgoing:
             self._outgrow(peer, row)
         self._free_outgrown()
-        segment = self._outgoing[peer] = create_segment(SLOTS * len(raw), raw.device)
+        segment = self._outgoing[peer] = create_segment(SLOTS * nbytes, device)
         count = int(self._table[row, _MAILBOX]) + 1
         self._publish(f"mailbox/{row}/{count}", segment.handle)
         self._table[row, _MAILBOX] = count
@@ -240,18 +247,19 @@ class IpcChannel:
             self._table[self._row(sender, self.spec.rank), _MAPPED] = 0
         self._incoming = {}
 
-    def _take(self, tensor: torch.Tensor, peer: int, pending: IpcPending) -> None:
-        """Copy the next message of `peer` out of its mailbox, after those posted before."""
+    def _take(self, tensors: Sequence[torch.Tensor], peer: int, pending: IpcPending) -> None:
+        """Copy what `peer` posted next out of its mailbox, after what was posted before."""
         before = self._waiting[peer]
         while before[0] is not pending:
             before[0].wait()
         row = self._row(peer, self.spec.rank)
         number = int(self._table[row, _READ])
-        self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"sending {tensor.nbytes} bytes by")
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"sending {nbytes} bytes by")
         fence()
-        raw = as_bytes(tensor)
-        raw.copy_(_slot(self._mailbox(peer, row), number, len(raw)))
-        self._finish_copies(tensor.device)
+        for tensor, place in zip(tensors, _places(self._mailbox(peer, row), number, tensors), strict=True):
+            as_bytes(tensor).copy_(place)
+        self._finish_copies(tensors[0].device)
         fence()
         self._table[row, _READ] = number + 1
         before.pop(0)
@@ -345,6 +353,16 @@ def _device_type(tensor: torch.Tensor) -> str:
     return "cuda" if tensor.is_cuda else "cpu"
 
 
-def _slot(segment: Segment, number: int, nbytes: int) -> torch.Tensor:
+def _by_peer(messages: Sequence[tuple[torch.Tensor, int]]) -> dict[int, list[torch.Tensor]]:
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor, peer in messages:
+        found.setdefault(peer, []).append(tensor)
+    return found
+
+
+def _places(segment: Segment, number: int, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Where in the slot of message `number` the bytes of each of `tensors` are."""
     start = number % SLOTS * (len(segment.bytes) // SLOTS)
-    return segment.bytes[start : start + nbytes]
+    for tensor in tensors:
+        yield segment.bytes[start : start + tensor.nbytes]
+        start += tensor.nbytes

@@ -50,6 +50,8 @@ class Piece:
 
 def place(held: WeightSlice, box: Box) -> Box:
     """Where `box`, a part of `held.box`, lies in the local tensor that holds `held`."""
+    if box == held.box:
+        return held.local
     lead = len(held.local) - len(box)
     inner = zip(held.local[lead:], held.box, box, strict=True)
     return held.local[:lead] + tuple((at + lo - start, at + hi - start) for (at, _), (start, _), (lo, hi) in inner)
@@ -101,10 +103,12 @@ def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> SlicesOfRanks:
 
 
 def index_sources(sources: SlicesOfRanks) -> SourceIndex:
-    """Who holds what."""
+    """Who holds what; equal slices of several ranks are one object."""
     holders: dict[str, dict[Box, dict[int, WeightSlice]]] = defaultdict(lambda: defaultdict(dict))
+    slices_of: dict[WeightSlice, WeightSlice] = {}
     for slices, ranks in sources:
-        for held in slices:
+        for one in slices:
+            held = slices_of.setdefault(one, one)
             for rank in ranks:
                 holders[held.name][held.box].setdefault(rank, held)
     known: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal rank lists as one object: they are compared often

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError
 from dagrl.refit.copies import BatchedCopy
-from dagrl.refit.moves import Move, TransferBucket, bucket_offsets
+from dagrl.refit.moves import Message, Move, Side, TransferBucket, aligned, place_of_run
 from dagrl.refit.quantize import BlockQuantizer, scale_shape
 from dagrl.refit.slices import STACKED, Box, numbered
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from dagrl.refit.checksum_kernel import ChecksumTable
 
-Side = Literal["source", "target"]
 Tensors = Mapping[str, "torch.Tensor"]
 
 
@@ -51,62 +50,72 @@ def views(tensors: Tensors, name: str, local: Box, extents: Sequence[int]) -> li
 
 
 class BucketMemory:
-    """One side of one bucket: its parts of live tensors, the message that travels, and the copies between the two.
+    """One side of one bucket: its parts of live tensors, the messages that travel, and the copies between the two.
 
-    `side` says which half of each move is local. A bucket that is one contiguous part and needs no cast is its own
-    message (`direct`); any other is staged in a buffer given to `bind`.
+    `side` says which half of each move is local. A message that is one contiguous part of a tensor and needs no cast is that
+    part itself; any other is staged in a buffer given to `bind`.
     """
 
     def __init__(self, bucket: TransferBucket, tensors: Tensors, side: Side) -> None:
-        import torch
-
         self.bucket = bucket
         self.side = side
         self.live = [live_parts(move, tensors, side, bucket.relay) for move in bucket.moves]
         self._scales = [_live_scales(move, tensors, side) for move in bucket.moves]
-        self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live parts, and their places in the message
+        self._direct = [_in_one_piece(message, tensors, side) for message in bucket.messages]
+        self.staged_bytes = _memory_bytes(
+            [message for message, live in zip(bucket.messages, self._direct, strict=True) if live is None]
+        )
+        """What `bind` takes of its buffer, and what is copied to pack or unpack."""
+        self.messages: list[torch.Tensor] = []
+        """The bytes of each message, once bound."""
+        self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live parts, and their places in messages
         self._owners: list[int] = []  # the move of each of these pairs
         self._copies: dict[Side, BatchedCopy] = {}  # from this side to the other, made when first needed
         self._quantizer = BlockQuantizer([])
-        self.message = torch.empty(0, dtype=torch.uint8)
         self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
         self.alone = False  # nothing travels while it is packed or unpacked
-        part, move = self.live[0][0], bucket.moves[0]
-        alone = len(bucket.moves) == 1 and len(self.live[0]) == 1 and move.scales is None
-        self.direct = alone and part.is_contiguous() and part.dtype == wire_dtype(move)
         self.exact = all(
             move.scales is not None or part.dtype == wire_dtype(move)
             for move, parts in zip(bucket.moves, self.live, strict=True)
             for part in parts
         )
-        if self.direct:
-            self.message = as_bytes(part)
 
     def bind(self, staging: torch.Tensor) -> None:
-        """Use `staging` (uint8, at least `bucket.nbytes`) from now on."""
-        import torch
-
-        if self.direct:
-            return
-        self.message, self.checksums = staging[: self.bucket.nbytes], None
+        """Use `staging` (uint8, at least `staged_bytes`) from now on for what is not sent or received directly."""
+        self.messages, self.checksums = [], None
         self._pairs, self._owners, self._copies = ([], []), [], {}
         quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its place, its scales' place
-        offsets = bucket_offsets(self.bucket.moves)
-        for owner, (move, parts, scales) in enumerate(zip(self.bucket.moves, self.live, self._scales, strict=True)):
-            offset = offsets[owner]
-            name = move.source if self.side == "source" else move.target
-            places = _places(staging, offset, wire_dtype(move), move.extents, STACKED in name)
+        end = first = 0
+        for message, live in zip(self.bucket.messages, self._direct, strict=True):
+            if live is None:
+                memory = staging[end : end + message.nbytes]
+                end += aligned(message.nbytes)
+                quantized += self._stage(message, memory, first)
+            self.messages.append(memory if live is None else live)
+            first += len(message.moves)
+        self._quantizer = BlockQuantizer(quantized)
+        self.prepare(self.side)
+
+    def _stage(
+        self, message: Message, memory: torch.Tensor, first: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Pair the parts of a message, whose moves count from `first`, with their places; what is to be quantized."""
+        import torch
+
+        quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for owner, (move, offset) in enumerate(zip(message.moves, message.offsets, strict=True), first):
+            parts, scales = self.live[owner], self._scales[owner]
+            stacked = STACKED in move.half(self.side)[0]
+            places = _places(memory, offset, wire_dtype(move), move.extents, stacked)
             if move.scales is None:
                 self._pair(owner, parts, places)
                 continue
-            shape, where = scale_shape(move.extents), offset + move.scale_offset
-            stored = _places(staging, where, torch.float32, shape, STACKED in name)
+            stored = _places(memory, offset + move.scale_offset, torch.float32, scale_shape(move.extents), stacked)
             if scales:
                 self._pair(owner, [*parts, *scales], [*places, *stored])
             else:
                 quantized += zip(parts, places, stored, strict=True)
-        self._quantizer = BlockQuantizer(quantized)
-        self.prepare(self.side)
+        return quantized
 
     def pack(self) -> None:
         """Copy the live parts into the message, one launch for all where the backend has it; quantize where asked."""
@@ -121,14 +130,29 @@ class BucketMemory:
         """Copy what was unpacked back into the message, to compare it with what came."""
         self._copy("source")
 
-    def differing(self, message: torch.Tensor) -> list[Move]:
-        """The moves whose live parts are not what `message` would make of them."""
+    def bytes_of_moves(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The bytes of each move in `messages`, which are the bucket's own or others of its sizes."""
+        return [
+            memory[at : at + move.nbytes]
+            for message, memory in zip(self.bucket.messages, messages, strict=True)
+            for at, move in zip(message.offsets, message.moves, strict=True)
+        ]
+
+    def differing(self, came: Sequence[torch.Tensor]) -> list[Move]:
+        """The moves whose live parts are not what the messages `came` would make of them."""
         import torch
 
-        if self.direct:
-            return [] if torch.equal(self.message, message) else [self.bucket.moves[0]]
-        self.message.copy_(message)
+        staged = set(self._owners)
+        ours, theirs = self.bytes_of_moves(self.messages), self.bytes_of_moves(came)
         wrong = {
+            owner
+            for owner, pair in enumerate(zip(ours, theirs, strict=True))
+            if owner not in staged and not torch.equal(*pair)
+        }
+        for live, mine, other in zip(self._direct, self.messages, came, strict=True):
+            if live is None:
+                mine.copy_(other)
+        wrong |= {
             owner
             for owner, live, place in zip(self._owners, *self._pairs, strict=True)
             if not torch.equal(_bits(live), _bits(place.to(live.dtype)))
@@ -144,28 +168,49 @@ class BucketMemory:
 
     def _copy(self, side: Side) -> None:
         """As the source does, from the live parts to the message; or as the target does, back."""
-        if self.direct or not self._owners:
+        if not self._owners:
             return
         self.prepare(side)
         self._copies[side].run(self.alone)
 
     def prepare(self, side: Side) -> None:
         """Make the copies of `side` before a refit: their table's upload would wait for a message, without a deadline."""
-        if not self.direct and side not in self._copies:
+        if self._owners and side not in self._copies:
             live, places = self._pairs
             self._copies[side] = BatchedCopy(places, live) if side == "source" else BatchedCopy(live, places)
 
 
 def bind_staging(memories: Sequence[BucketMemory]) -> int:
-    """Give `memories`, in the order of their use, two buffers in turn, as large as the largest staged one; bytes of both."""
+    """Give `memories`, in the order of their use, two buffers in turn, as large as one of them needs; bytes of both."""
     import torch
 
-    staged = [memory.bucket.nbytes for memory in memories if not memory.direct]
+    largest = max((memory.staged_bytes for memory in memories), default=0)
     device = memories[0].live[0][0].device if memories else torch.device("cpu")
-    slots = [torch.empty(max(staged, default=0), dtype=torch.uint8, device=device) for _ in range(2)]
+    slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
     for index, memory in enumerate(memories):
         memory.bind(slots[index % 2])
-    return 2 * len(slots[0])
+    return 2 * largest
+
+
+def spare_messages(memories: Sequence[BucketMemory]) -> list[list[torch.Tensor]]:
+    """Other memory for the messages of each, in two buffers in turn."""
+    import torch
+
+    largest = max((_memory_bytes(memory.bucket.messages) for memory in memories), default=0)
+    device = memories[0].live[0][0].device if memories else torch.device("cpu")
+    spares = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+    found: list[list[torch.Tensor]] = []
+    for index, memory in enumerate(memories):
+        end, messages = 0, list[torch.Tensor]()
+        for message in memory.bucket.messages:
+            messages.append(spares[index % 2][end : end + message.nbytes])
+            end += aligned(message.nbytes)
+        found.append(messages)
+    return found
+
+
+def _memory_bytes(messages: Sequence[Message]) -> int:
+    return sum(aligned(message.nbytes) for message in messages)
 
 
 def wire_dtype(move: Move) -> torch.dtype:
@@ -179,11 +224,22 @@ def wire_dtype(move: Move) -> torch.dtype:
 
 def live_parts(move: Move, tensors: Tensors, side: Side, relay: bool = False) -> list[torch.Tensor]:
     """The local half of a move: one part, or one for each tensor of a stack. Raises RefitPlanError when it does not fit."""
-    name, local = (move.source, move.source_local) if side == "source" else (move.target, move.target_local)
-    parts = views(tensors, name, local, move.extents)
+    parts = views(tensors, *move.half(side), move.extents)
     for part in parts:
         _check_dtype(move, part, side, relay)
     return parts
+
+
+def _in_one_piece(message: Message, tensors: Tensors, side: Side) -> torch.Tensor | None:
+    """The bytes of a message where they lie one behind the other in one live tensor, as they travel; otherwise None."""
+    run = place_of_run(message.moves, side)
+    if run is None:
+        return None
+    name, local = run
+    part, *others = views(tensors, name, local, [stop - start for start, stop in local])
+    if others or not part.is_contiguous() or part.dtype != wire_dtype(message.moves[0]):
+        return None
+    return as_bytes(part)
 
 
 def _live_scales(move: Move, tensors: Tensors, side: Side) -> list[torch.Tensor]:
@@ -251,8 +307,7 @@ def moved_tensors(buckets: Sequence[TransferBucket], side: Side) -> Iterator[str
     """Names of the local tensors that the moves of `side` read or write."""
     for bucket in buckets:
         for move in bucket.moves:
-            name, local = (move.source, move.source_local) if side == "source" else (move.target, move.target_local)
-            yield from tensor_names(name, local)
+            yield from tensor_names(*move.half(side))
             scales = move.source_scales if side == "source" else move.scales
             if scales is not None:
                 yield from tensor_names(scales.tensor, scales.local)

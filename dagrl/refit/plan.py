@@ -15,8 +15,10 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dagrl.errors import RefitPlanError
+from dagrl.refit.block_moves import BlockMoves, Staged
 from dagrl.refit.cover import (
     Part,
     Piece,
@@ -27,21 +29,25 @@ from dagrl.refit.cover import (
     distinct_lists,
     extents,
     index_sources,
-    place,
     prove_covered,
     source_name,
 )
-from dagrl.refit.moves import ITEM_BYTES, Move, RankPlan, TransferBucket, aligned, message_bytes
+from dagrl.refit.moves import DIRECT_BYTES, ITEM_BYTES, RankPlan, TransferBucket, aligned, boxes_adjoin, message_bytes
 from dagrl.refit.order import Position, order_rounds
-from dagrl.refit.quantize import FP8, in_blocks
+from dagrl.refit.quantize import FP8
 from dagrl.refit.schedule import Block, LinkSpeeds, Pair, Placement, choose_routes, make_blocks
-from dagrl.refit.slices import Box, Scales, WeightSlice, volume
+from dagrl.refit.slices import Box, WeightSlice, volume
 from dagrl.refit.summary import PlanSummary
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
 """Smallest and largest default bucket. NCCL gives a message all its channels only above 128 MB: large ones travel faster."""
+IN_HOST_BUCKET_BYTES = 512 << 20
+"""Largest default bucket in a host, of which no end stages more than `BUCKET_BYTES`: a round's beginning takes as long as
+10 MB over NVLink. Between hosts that is nothing, and what is passed on should come in small buckets."""
 IPC_BUCKET_BYTES = 16 << 20
 """Default bucket between processes that share GPUs: a sender keeps two for each receiver, in memory that engines want."""
+BLOCKS = 4
+"""Into how many blocks what an end may stage of a bucket is cut at least where buckets may be larger, to fill them."""
 BUCKETS = 8
 """Into how many buckets a destination's bytes are cut at least, so that packing and unpacking overlap with messages."""
 
@@ -51,15 +57,24 @@ TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 CASTABLE = ("float64", "float32", "bfloat16", "float16")
 
 
+Contents = tuple[tuple[Block, ...], int, int, int]
+"""Blocks of a bucket, its bytes, and those that are packed and unpacked; see `PlannedBucket`."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class PlannedBucket:
-    """Blocks that go from `source` to `destination` as one message of `nbytes`, in round `round`."""
+    """Blocks that go from `source` to `destination` as one group of messages, `nbytes` in all, in round `round`.
+
+    The source packs `packed` bytes of them and the destination unpacks `unpacked`: what is in several pieces there.
+    """
 
     round: int
     source: int
     destination: int
     blocks: tuple[Block, ...]
     nbytes: int
+    packed: int
+    unpacked: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +86,7 @@ class RefitPlan:
     digest: str
     buckets: tuple[PlannedBucket, ...]
     hosts: tuple[int, ...]
-    _pieces: Mapping[int, Mapping[Part, Sequence[Piece]]] = field(repr=False)  # of each destination's channel rank
-    _dtype: str = field(repr=False)
+    _moves: BlockMoves = field(repr=False)
     _of_rank: dict[int, list[PlannedBucket]] = field(repr=False, default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -97,33 +111,13 @@ class RefitPlan:
     def summary(self, *, mailboxes: bool = False) -> PlanSummary:
         """Bytes per pair and link, balance, staging memory, time; `mailboxes`: over a channel that has some."""
         messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
-        return PlanSummary(messages, self.sources, self.destinations, self.hosts, mailboxes)
+        copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
+        return PlanSummary(messages, copied, self.sources, self.destinations, self.hosts, mailboxes)
 
     def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
-        moves = tuple(
-            self._move(bucket.source, piece)
-            for block in bucket.blocks
-            for part in block.parts
-            for piece in self._pieces[bucket.destination][part]
-        )
         relay = bucket.source >= self.sources
-        return TransferBucket(bucket.round, bucket.source, bucket.destination, moves, bucket.nbytes, relay)
-
-    def _move(self, sender: int, piece: Piece) -> Move:
-        part, target = piece.part, piece.target
-        relayed = self._pieces[sender][part][0].target if sender >= self.sources else None
-        held = relayed or part.replicas.slices[sender]
-        return Move(
-            target.name,
-            part.box,
-            _wire_dtype(part, target, self._dtype),
-            held.tensor,
-            place(held, part.box),
-            target.tensor,
-            piece.target_local,
-            _scales_of(target, part.box),
-            _scales_of(relayed, part.box) if relayed else None,
-        )
+        messages = self._moves.messages(bucket.source, bucket.destination, bucket.blocks)
+        return TransferBucket(bucket.round, bucket.source, bucket.destination, messages, relay)
 
 
 def plan_refit(
@@ -136,6 +130,7 @@ def plan_refit(
     hosts: Sequence[int] | None = None,
     replicate_in_host: bool = True,
     speeds: LinkSpeeds | None = None,
+    direct_bytes: int = DIRECT_BYTES,
 ) -> RefitPlan:
     """Plan the transfer of every box that `destinations[i]` describe from the ranks `sources[j]` that hold it.
 
@@ -143,6 +138,7 @@ def plan_refit(
     parameter to the one that feeds it where the sources lack its own name (`TIED_HEAD`). `hosts` has the host of each
     channel rank; then sources on the same host are preferred, and with `replicate_in_host` a byte goes to each other host
     once, to one of the ranks there that want it, which passes it on to the rest. `speeds` are what messages are ordered for.
+    What lies in one piece and has at least `direct_bytes` goes straight from and into tensors.
 
     Raises RefitPlanError naming the parameter when only one side has it, when shapes differ, when a part of it is held by
     no source, when an element would be written twice, when dtypes cannot be cast, or when FP8 blocks would be cut.
@@ -155,13 +151,24 @@ def plan_refit(
     index = index_sources(held)
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
-    limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), BUCKET_BYTES[1])
+    largest = BUCKET_BYTES[1] if hosts is not None and len(set(hosts)) > 1 else IN_HOST_BUCKET_BYTES
+    limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), largest)
+    staged = bucket_bytes or min(limit, BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
-    maker = _Planner(index, wanted, len(sources), dtype, aliases or {}, limit, placement, speeds or LinkSpeeds())
-    buckets = maker.buckets()
-    pieces = {len(sources) + rank: maker.pieces[number] for number, (_, ranks) in enumerate(wanted) for rank in ranks}
-    digest = _digest(held, wanted, buckets, (dtype, aliases, limit, replicate_in_host))
-    return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), pieces, dtype)
+    limits = _Limits(limit, staged, direct_bytes)
+    planner = _Planner(index, held, wanted, len(sources), dtype, aliases or {}, limits, placement, speeds or LinkSpeeds())
+    buckets = planner.buckets()
+    digest = _digest(held, wanted, buckets, (dtype, aliases, limits, replicate_in_host))
+    return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), planner.moves)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Bytes of a bucket at most, of what either end stages of it, and at least of a message that is sent directly."""
+
+    bucket: int
+    staged: int
+    direct: int
 
 
 class _Planner:
@@ -170,22 +177,26 @@ class _Planner:
     def __init__(
         self,
         index: SourceIndex,
+        held: SlicesOfRanks,
         wanted: SlicesOfRanks,
         sources: int,
         dtype: str,
         aliases: Mapping[str, str],
-        limit: int,
+        limits: _Limits,
         placement: Placement | None,
         speeds: LinkSpeeds,
     ) -> None:
         self._index, self._sources, self._dtype = index, sources, dtype
-        self._aliases, self._limit, self._placement, self._speeds = aliases, limit, placement, speeds
+        self._aliases, self._limits, self._placement, self._speeds = aliases, limits, placement, speeds
         self._ranks_of = [tuple(sources + rank for rank in ranks) for _, ranks in wanted]
         self._list_of = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
         self._covers: dict[tuple[str, Box, bool], list[Part]] = {}
         self._nbytes: dict[Part, int] = {}  # aligned
         self._exact: dict[Part, int] = {}
-        self.pieces = [self._pieces_of(slices) for slices, _ in wanted]
+        self._bytes_of: dict[tuple[int, Block], tuple[int, int]] = {}
+        self._runs: dict[tuple[int, Block], bool] = {}
+        self._pieces = [self._pieces_of(slices) for slices, _ in wanted]
+        self.moves = BlockMoves(held, wanted, self._pieces, sources, dtype, limits.direct)
 
     def _pieces_of(self, slices: Sequence[WeightSlice]) -> dict[Part, list[Piece]]:
         """The proved pieces of one destination description, by part."""
@@ -204,7 +215,7 @@ class _Planner:
         if parts is None:
             source = next(iter(next(iter(self._index[name].values())).slices.values()))
             wire = _check_dtypes(source, held, self._dtype)
-            limit = self._limit - (self._limit // 2048 if held.scales else 0)  # room for the scales
+            limit = self._limits.staged - (self._limits.staged // 2048 if held.scales else 0)  # room for the scales
             parts = self._covers[key] = cover(held, self._index, name, max(1, limit // ITEM_BYTES[wire]))
             for part in parts:
                 self._exact[part] = message_bytes(part.box, wire, held.scales is not None)
@@ -214,18 +225,19 @@ class _Planner:
     def buckets(self) -> tuple[PlannedBucket, ...]:
         """Buckets of all pairs, in rounds."""
         lists: dict[Part, list[int]] = defaultdict(list)
-        for number, pieces in enumerate(self.pieces):
+        for number, pieces in enumerate(self._pieces):
             for part in pieces:
                 lists[part].append(number)
         keys: dict[tuple[int, ...], tuple[int, ...]] = {}
         wanted_by = {part: keys.setdefault(key, key) for part, numbers in lists.items() for key in (tuple(numbers),)}
         replicas = {key: sum(len(self._ranks_of[number]) for number in key) for key in keys}
-        blocks = make_blocks(wanted_by, self._nbytes, replicas, self._limit)
-        routes = choose_routes(blocks, self._ranks_of, self._sources, self._limit, self._placement)
+        most = self._limits.staged if self._limits.staged == self._limits.bucket else self._limits.staged // BLOCKS
+        blocks = make_blocks(wanted_by, self._nbytes, replicas, most)
+        routes = choose_routes(blocks, self._ranks_of, self._sources, self._limits.staged, self._placement)
         filled = {pair: self._fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
         relayed, after = self._relays(filled, routes.relays)
         filled |= relayed
-        durations = {pair: [self._nanoseconds(pair, nbytes) for _, nbytes in buckets] for pair, buckets in filled.items()}
+        durations = {pair: [self._nanoseconds(pair, nbytes) for _, nbytes, *_ in some] for pair, some in filled.items()}
         ordered = tuple(
             PlannedBucket(number, source, to, *filled[source, to][position])
             for number, source, to, position in order_rounds(durations, after)
@@ -237,8 +249,8 @@ class _Planner:
         crosses = self._placement is not None and self._placement.crosses(*pair)
         return 1 + round(1e9 * self._speeds.seconds(nbytes, crosses))
 
-    def _fill(self, pair: Pair, blocks: Sequence[Block]) -> list[tuple[tuple[Block, ...], int]]:
-        """Buckets of one pair, `(blocks, bytes)`, each of at most `limit` bytes.
+    def _fill(self, pair: Pair, blocks: Sequence[Block]) -> list[Contents]:
+        """Buckets of one pair, within the limits.
 
         Large parts that are whole rows come first and last: they need no staging, so nothing has to be packed before the
         first message and unpacked after the last.
@@ -246,55 +258,84 @@ class _Planner:
         direct: list[tuple[Block, ...]] = [(block,) for block in blocks if self._is_direct(block)]
         buckets = direct[:1]
         some: list[Block] = []
-        end = 0
+        end = packed = unpacked = 0
         for block in blocks:
             if self._is_direct(block):
                 continue
-            nbytes = self._aligned_bytes(pair[1], block)
-            if some and end + nbytes > self._limit:
+            (nbytes, _), staged = self._block_bytes(pair[1], block), self._staged(pair, block)
+            most = max(packed + staged[0], unpacked + staged[1])
+            if some and (end + nbytes > self._limits.bucket or most > self._limits.staged):
                 buckets.append(tuple(some))
-                some, end = [], 0
+                some, end, packed, unpacked = [], 0, 0, 0
             some.append(block)
-            end += nbytes
+            end, packed, unpacked = end + nbytes, packed + staged[0], unpacked + staged[1]
         buckets += [tuple(some)] if some else []
-        return [(chosen, self._message_bytes(pair[1], chosen)) for chosen in [*buckets, *direct[1:]]]
+        return [self._contents(pair, chosen) for chosen in [*buckets, *direct[1:]]]
+
+    def _contents(self, pair: Pair, blocks: tuple[Block, ...]) -> Contents:
+        nbytes = sum(self._block_bytes(pair[1], block)[1] for block in blocks)
+        staged = [self._staged(pair, block, alone=len(blocks) == 1) for block in blocks]
+        return blocks, nbytes, sum(packed for packed, _ in staged), sum(unpacked for _, unpacked in staged)
+
+    def _staged(self, pair: Pair, block: Block, alone: bool = False) -> Staged:
+        """What the ends stage of a block; moves are only made where some of it may not be staged."""
+        if self._may_be_direct(pair[1], block):
+            return self.moves.staged_bytes(*pair, block, alone)
+        nbytes, _ = self._block_bytes(pair[1], block)
+        return nbytes, nbytes
+
+    def _may_be_direct(self, rank: int, block: Block) -> bool:
+        """Whether a part is large, or parts lie behind each other at a destination."""
+        number = self._list_of[rank]
+        found = self._runs.get((number, block))
+        if found is None:
+            pieces = [piece for part in block.parts for piece in self._pieces[number][part]]
+            found = self._runs[number, block] = (
+                len(pieces) == 1
+                or any(self._nbytes[part] >= self._limits.direct for part in block.parts)
+                or any(
+                    first.target.tensor == second.target.tensor and boxes_adjoin(first.target_local, second.target_local)
+                    for first, second in pairwise(pieces)
+                )
+            )
+        return found
 
     def _is_direct(self, block: Block) -> bool:
         """Whether it is likely one piece of memory on both sides, and large enough to be a message by itself."""
         part = block.parts[0]
-        if len(block.parts) > 1 or 4 * block.nbytes < self._limit:
+        if len(block.parts) > 1 or 4 * block.nbytes < self._limits.bucket:
             return False
         around = extents(self._index[part.name])
         return all(edges == end for edges, end in zip(part.box[1:], around[1:], strict=True))
 
-    def _aligned_bytes(self, rank: int, block: Block) -> int:
-        """Bytes of a block for one destination; through an alias it may want a part in two places."""
-        if not self._aliases:
-            return block.nbytes
-        pieces = self.pieces[self._list_of[rank]]
-        return sum(self._nbytes[part] * len(pieces[part]) for part in block.parts)
-
-    def _message_bytes(self, rank: int, blocks: Sequence[Block]) -> int:
-        """Bytes of a message: all parts aligned, but nothing after the last."""
-        last = blocks[-1].parts[-1]
-        return sum(self._aligned_bytes(rank, block) for block in blocks) - self._nbytes[last] + self._exact[last]
+    def _block_bytes(self, rank: int, block: Block) -> tuple[int, int]:
+        """Bytes of a block for one destination, aligned and exact; through an alias it may want a part in two places."""
+        key = self._list_of[rank] if self._aliases else -1, block
+        found = self._bytes_of.get(key)
+        if found is None:
+            pieces = self._pieces[self._list_of[rank]]
+            found = self._bytes_of[key] = (
+                sum(self._nbytes[part] * len(pieces[part]) for part in block.parts),
+                sum(self._exact[part] * len(pieces[part]) for part in block.parts),
+            )
+        return found
 
     def _relays(
-        self, filled: Mapping[Pair, Sequence[tuple[tuple[Block, ...], int]]], relays: Mapping[Pair, Sequence[Block]]
-    ) -> tuple[dict[Pair, list[tuple[tuple[Block, ...], int]]], dict[Position, Position]]:
+        self, filled: Mapping[Pair, Sequence[Contents]], relays: Mapping[Pair, Sequence[Block]]
+    ) -> tuple[dict[Pair, list[Contents]], dict[Position, Position]]:
         """For each bucket that a leader gets, one of what others on its host want of it; and which waits for which."""
         followers: dict[int, dict[int, set[int]]] = defaultdict(dict)
         for (leader, rank), blocks in relays.items():
             followers[leader][rank] = {id(block) for block in blocks}
-        out: dict[Pair, list[tuple[tuple[Block, ...], int]]] = defaultdict(list)
+        out: dict[Pair, list[Contents]] = defaultdict(list)
         after: dict[Position, Position] = {}
         for (source, leader), buckets in filled.items():
-            for position, (blocks, _) in enumerate(buckets):
+            for position, (blocks, *_) in enumerate(buckets):
                 for rank, wants in followers.get(leader, {}).items():
                     some = [block for block in blocks if id(block) in wants]
                     if some:
                         after[leader, rank, len(out[leader, rank])] = (source, leader, position)
-                        out[leader, rank].append((tuple(some), self._message_bytes(rank, some)))
+                        out[leader, rank].append(self._contents((leader, rank), tuple(some)))
         return dict(out), after
 
     def _check_complete(self, buckets: Sequence[PlannedBucket]) -> None:
@@ -304,7 +345,7 @@ class _Planner:
             planned[bucket.destination] += sum(len(block.parts) for block in bucket.blocks)
         for number, ranks in enumerate(self._ranks_of):
             for rank in ranks:
-                parts = len(self.pieces[number])
+                parts = len(self._pieces[number])
                 assert planned[rank] == parts, f"rank {rank}: {planned[rank]} of {parts} parts planned"
 
 
@@ -333,18 +374,6 @@ def _check_dtypes(source: WeightSlice, target: WeightSlice, dtype: str) -> str:
             f"{target.tensor!r}; {', '.join(CASTABLE)} are cast into each other, and into FP8 that has scales"
         )
     return sent
-
-
-def _wire_dtype(part: Part, target: WeightSlice, dtype: str) -> str:
-    return FP8 if target.scales is not None else next(iter(part.replicas.slices.values())).dtype or dtype
-
-
-def _scales_of(held: WeightSlice, box: Box) -> Scales | None:
-    """Where the scales of `box`, a part of `held`, lie."""
-    if held.scales is None:
-        return None
-    blocks = WeightSlice(held.name, in_blocks(held.box), held.scales.tensor, held.scales.local)
-    return Scales(held.scales.tensor, place(blocks, in_blocks(box)))
 
 
 def _digest(held: SlicesOfRanks, wanted: SlicesOfRanks, buckets: Sequence[PlannedBucket], options: object) -> str:

@@ -23,7 +23,7 @@ Seen = Callable[[BucketMemory], None]
 
 @dataclass
 class Round:
-    """What one rank does in round `number`: at most one message each way."""
+    """What one rank does in round `number`: at most one bucket each way."""
 
     number: int
     send: BucketMemory | None = None
@@ -79,8 +79,8 @@ class Rounds:
         """Whether a tensor was given new memory since, so that what is bound here is dead."""
         return [pointer() for pointer in self._pointers] != self._addresses
 
-    def run(self, packed: Seen, received: Seen, into: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Carry everything. `packed` sees each message before it goes, `received` each that has come, to unpack it.
+    def run(self, packed: Seen, received: Seen, into: Mapping[int, Sequence[torch.Tensor]] | None = None) -> None:
+        """Carry everything. `packed` sees each bucket before it goes, `received` each that has come, to unpack it.
 
         `into` has other memory to receive in, by the identity of the bucket's own.
         """
@@ -103,10 +103,11 @@ class Rounds:
         for one in self._rounds:
             wait_all(self._post(one, {}))
 
-    def _post(self, one: Round, into: Mapping[int, torch.Tensor]) -> Sequence[Pending]:
-        sends = [(one.send.message, one.send.bucket.destination)] if one.send else []
+    def _post(self, one: Round, into: Mapping[int, Sequence[torch.Tensor]]) -> Sequence[Pending]:
+        """One group: both ends of a bucket post its messages in one order."""
+        sends = [(message, one.send.bucket.destination) for message in one.send.messages] if one.send else []
         to = one.receive
-        receives = [(into.get(id(to), to.message), to.bucket.source)] if to else []
+        receives = [(message, to.bucket.source) for message in into.get(id(to), to.messages)] if to else []
         return self._channel.exchange(sends, receives)
 
     def _land(self, one: Round, pending: Sequence[Pending], received: Seen) -> None:

@@ -17,7 +17,7 @@ from dagrl.errors import RefitPlanError, RunError
 from dagrl.refit.fastest import Fastest
 from dagrl.refit.headers import Headers
 from dagrl.refit.moves import Move, RankPlan
-from dagrl.refit.pack import BucketMemory
+from dagrl.refit.pack import BucketMemory, spare_messages
 from dagrl.refit.rounds import Rounds
 from dagrl.refit.verify import Verify, check_mode, checksums, compare_checksums, differs, prepare_checksums
 
@@ -175,13 +175,8 @@ class _End:
 
     def _prove_bytes(self, version: int) -> None:
         """Everything once more, into memory of its own, compared with what is held."""
-        import torch
-
         receives = self.rounds.receives
-        largest = max((memory.bucket.nbytes for memory in receives), default=0)
-        spares = [torch.empty(largest, dtype=torch.uint8, device=self.rounds.device) for _ in range(2)]
-        again = {id(memory): spares[index % 2][: memory.bucket.nbytes] for index, memory in enumerate(receives)}
-
+        again = {id(memory): came for memory, came in zip(receives, spare_messages(receives), strict=True)}
         wrong: dict[int, list[Move]] = {}  # by sender
 
         def compare(memory: BucketMemory) -> None:

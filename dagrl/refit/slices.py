@@ -8,11 +8,14 @@ part of the stack in a tensor of its own; `expand` undoes both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, int], ...]
 """One `(start, stop)` for each dimension of a global tensor."""
+
+TensorShapes = Mapping[str, tuple[int, ...]]
+"""Of local tensors, as far as slices reach into them."""
 
 STACKED = "*"
 """What stands for a number in the name of a stack."""
@@ -103,3 +106,22 @@ def volume(box: Box) -> int:
     for start, stop in box:
         elements *= stop - start
     return elements
+
+
+def tensor_shapes(slices: Iterable[WeightSlice]) -> TensorShapes:
+    """The shapes of the tensors that slices lie in; rows behind the last slice are not seen."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for held in slices:
+        reached = tuple(stop for _, stop in held.local)
+        known = shapes.get(held.tensor, reached)
+        shapes[held.tensor] = reached if known == reached else tuple(map(max, known, reached))
+    return shapes
+
+
+def in_one_piece(tensor: str, local: Box, shapes: TensorShapes) -> bool:
+    """Whether `local` is one piece of the memory of a tensor that has its elements in order; a stack of tensors is none."""
+    dims = list(zip(local, shapes[tensor], strict=True))
+    if STACKED in tensor and local[0][1] - local[0][0] > 1:
+        return False
+    inner = next((dim for dim, (start, stop) in enumerate(local) if stop - start > 1), len(local))
+    return all(edges == (0, size) for edges, size in dims[inner + 1 :])

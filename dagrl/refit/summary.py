@@ -15,12 +15,15 @@ SHOWN_PAIRS = 64
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Bytes of a plan. `messages` are `(round, sender, receiver, bytes)`, in order, of channel ranks.
+    """Bytes of a plan. `messages` are `(round, sender, receiver, bytes)`, one for each bucket, in order, of channel ranks.
 
-    `hosts` is empty when unknown. With `mailboxes` messages pass through memory of the sender's (`channels/ipc.py`).
+    `copied` has how many bytes of each the sender packs and the receiver unpacks: all but what goes straight from or into
+    tensors, if they have their elements in order and the dtype that travels. `hosts` is empty when unknown. With `mailboxes`
+    messages pass through memory of the sender's (`channels/ipc.py`).
     """
 
     messages: Sequence[tuple[int, int, int, int]]
+    copied: Sequence[tuple[int, int]]
     sources: int
     destinations: int
     hosts: tuple[int, ...] = ()
@@ -36,16 +39,17 @@ class PlanSummary:
 
     @property
     def staging_bytes(self) -> int:
-        """The most that a rank may need: two of its largest buckets each way, and two in the mailbox of each receiver.
+        """The most that a rank needs: twice what it packs and unpacks of a bucket, and two in the mailbox of each receiver.
 
-        What turns out to need no packing takes less; `verify: bitwise` takes two of the largest received more for a while.
+        Tensors that do not have their elements in order take more, and so does `verify: bitwise` for a while: two of the
+        largest buckets that come.
         """
         largest: dict[tuple[int, int], int] = defaultdict(int)  # (rank, sends or receives)
         boxes: dict[Pair, int] = defaultdict(int)
-        for _, sender, receiver, nbytes in self.messages:
+        for (_, sender, receiver, nbytes), copied in zip(self.messages, self.copied, strict=True):
             boxes[sender, receiver] = max(boxes[sender, receiver], nbytes)
             for side, rank in enumerate((sender, receiver)):
-                largest[rank, side] = max(largest[rank, side], nbytes)
+                largest[rank, side] = max(largest[rank, side], copied[side])
         found: dict[int, int] = defaultdict(int)
         for (rank, _), nbytes in largest.items():
             found[rank] += 2 * nbytes
@@ -132,6 +136,8 @@ class PlanSummary:
         lines = [
             f"refit of {_mb(sum(self.received))} from {self.sources} to {self.destinations} ranks, "
             f"{len(self.messages)} buckets, at most {self.rounds} rounds and {_mb(self.staging_bytes)} of staging a rank",
+            f"packed by senders: {_mb(sum(packed for packed, _ in self.copied))}, unpacked by receivers: "
+            f"{_mb(sum(unpacked for _, unpacked in self.copied))}; the rest goes straight from and into tensors",
             f"sent by a rank: {_spread(self.sent)}; received by a rank: {_spread(self.received)}",
             f"schedule {_seconds(self.schedule_s(speeds))}, floor {_seconds(self.busiest_s(speeds))} of the busiest rank, "
             f"{_seconds(self.floor_s(speeds))} of the busiest link, at {speeds.in_host / 1e9:g} GB/s in a host"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dagrl.errors import RefitPlanError, RunError
-from dagrl.refit.moves import Move, bucket_offsets
+from dagrl.refit.moves import Move
 
 if TYPE_CHECKING:
     import torch
@@ -34,26 +34,20 @@ def prepare_checksums(memory: BucketMemory) -> None:
     """Upload the tables of `checksums`, and of what `repack` copies for them, to the GPU of a bucket that is bound."""
     if memory.side == "target" and memory.exact:
         memory.prepare("source")
-    message = memory.message
-    if message.is_cuda and message.data_ptr() % _WORD == 0:
+    parts = memory.bytes_of_moves(memory.messages)
+    if all(part.is_cuda and part.data_ptr() % _WORD == 0 for part in parts):
         from dagrl.refit.checksum_kernel import ChecksumTable
 
-        memory.checksums = ChecksumTable(_parts(memory), _COLUMNS, _WEIGHT)
+        memory.checksums = ChecksumTable(parts, _COLUMNS, _WEIGHT)
 
 
 def checksums(memory: BucketMemory) -> torch.Tensor:
-    """`[moves, 2]` int64: the two sums of each part of the bucket's message; with a table by one launch, into one tensor."""
+    """`[moves, 2]` int64: the two sums of each move of the bucket; with a table by one launch, into one tensor."""
     import torch
 
     if memory.checksums is not None:
         return memory.checksums.launch()
-    return torch.stack([checksum(part) for part in _parts(memory)])
-
-
-def _parts(memory: BucketMemory) -> list[torch.Tensor]:
-    """The bytes of each move in the message."""
-    moves = memory.bucket.moves
-    return [memory.message[at : at + move.nbytes] for at, move in zip(bucket_offsets(moves), moves, strict=True)]
+    return torch.stack([checksum(part) for part in memory.bytes_of_moves(memory.messages)])
 
 
 def checksum(raw: torch.Tensor) -> torch.Tensor:

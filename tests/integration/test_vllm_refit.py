@@ -16,7 +16,6 @@ from dagrl.channels.base import Pending
 from dagrl.errors import ChannelError, RunError
 from dagrl.ports import reserve_port
 from dagrl.refit import RefitPlan, RefitReport, RefitSender, WeightSlice, plan_refit
-from dagrl.refit.moves import bucket_offsets
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
@@ -73,10 +72,11 @@ class Trainer:
         """Let one bit of the next bucket to the last rank change on its way; the parameter that it belongs to."""
         receiver, send = self.plan.size - 1, self.channel.send
         bucket = next(one for one in self.plan.for_rank(0).sends if one.destination == receiver)
-        at = bucket_offsets(bucket.moves)[-1] + 5
+        message = bucket.messages[-1]
+        at = message.offsets[-1] + 5
 
         def flip(tensor: torch.Tensor, peer: int) -> Pending:
-            if peer == receiver and tensor.nbytes == bucket.nbytes:
+            if peer == receiver and tensor.nbytes == message.nbytes:
                 monkeypatch.undo()
                 tensor = tensor.clone()
                 tensor[at] ^= 4

@@ -82,8 +82,8 @@ def test_one_contiguous_part_goes_without_staging() -> None:
         rounds(plan_of(matrix()), 1, {"t": target}).receives[0]
         for target in (tensor, tensor.bfloat16(), tensor.view(10, 6).t())
     )
-    assert direct.direct and direct.message.data_ptr() == tensor.data_ptr()
-    assert not cast.direct and not strided.direct
+    assert direct.staged_bytes == 0 and direct.messages[0].data_ptr() == tensor.data_ptr()
+    assert cast.staged_bytes == strided.staged_bytes == tensor.nbytes
 
 
 def test_large_whole_parts_go_first_and_last_without_staging() -> None:
@@ -95,14 +95,15 @@ def test_large_whole_parts_go_first_and_last_without_staging() -> None:
     for rank in range(2):
         bound = rounds(plan, rank, tensors)
         memories = bound.sends or bound.receives
-        assert [memory.direct for memory in memories] == [True, False, False, True]
-        assert [memory.bucket.nbytes for memory in memories] == [240, 248, 248, 240]
+        assert [memory.staged_bytes == 0 for memory in memories] == [True, False, False, True]
+        assert [memory.bucket.nbytes for memory in memories] == [240, 240, 240, 240]
 
 
 def test_staging_is_two_buckets() -> None:
     plan = plan_of(*columns(), bucket_bytes=64)
     memories = rounds(plan, 0, {"s": source()}).sends
-    buffers = {memory.message.untyped_storage().data_ptr(): memory.message.untyped_storage().nbytes() for memory in memories}
+    storages = [message.untyped_storage() for memory in memories for message in memory.messages]
+    buffers = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert len(memories) == 4 and len(buffers) == 2
     assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
 
@@ -148,7 +149,7 @@ def test_staging_of_before_is_gone_when_moved_tensors_are_bound_again(monkeypatc
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     sent = torch.nn.Parameter(source())
     sender = RefitSender(plan_of(*columns(), bucket_bytes=64).for_rank(0), {"s": sent}, MemoryChannel(0, 2, queues))
-    before = [weakref.ref(memory.message) for memory in sender.rounds.sends]
+    before = [weakref.ref(message) for memory in sender.rounds.sends for message in memory.messages]
     there: list[int] = []
 
     def bind(memories: list[BucketMemory]) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dagrl.errors import ChannelError, RefitPlanError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
+from dagrl.refit.moves import DIRECT_BYTES
 from dagrl.refit.slices import Scales, WeightSlice
 from dagrl.refit.verify import Verify, checksum
 from tests.unit.memory_channel import Done, MemoryChannel, run_refit
@@ -34,19 +35,20 @@ class FlippingChannel(MemoryChannel):
         return super().send(tensor, peer)
 
 
-def two_parameters(bucket_bytes: int) -> tuple[RefitPlan, list[dict[str, Tensor]]]:
+def two_parameters(bucket_bytes: int, direct_bytes: int = DIRECT_BYTES) -> tuple[RefitPlan, list[dict[str, Tensor]]]:
     """`p` strided into columns of a stack, `q` contiguous; float32."""
     p, q = held(((0, 6), (0, 10))), WeightSlice("q", ((0, 40),), "u", ((0, 40),))
     halves = [WeightSlice("p", ((0, 6), (5 * i, 5 * i + 5)), "t", ((i, i + 1), (0, 6), (0, 5))) for i in range(2)]
-    plan = plan_refit([[p, q]], [[*halves, q]], dtype="float32", bucket_bytes=bucket_bytes)
+    plan = plan_refit([[p, q]], [[*halves, q]], dtype="float32", bucket_bytes=bucket_bytes, direct_bytes=direct_bytes)
     return plan, [{"t": torch.randn(6, 10), "u": torch.randn(40)}, {"t": torch.zeros(2, 6, 5), "u": torch.zeros(40)}]
 
 
 @pytest.mark.parametrize("verify", MODES)
 @pytest.mark.parametrize("bucket_bytes", [64, 200, 1 << 20])
-def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int) -> None:
+@pytest.mark.parametrize("direct_bytes", [1, 150, DIRECT_BYTES], ids=["all direct", "q direct", "one message"])
+def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int, direct_bytes: int) -> None:
     FlippingChannel.flipped = False
-    plan, tensors = two_parameters(bucket_bytes)
+    plan, tensors = two_parameters(bucket_bytes, direct_bytes)
     with pytest.raises(RunError, match=r"refit to version 7: parameter '[pq]' .* is not what rank 0 sent"):
         run_refit(plan, tensors, 7, verify, FlippingChannel)
     assert FlippingChannel.flipped

@@ -1,0 +1,201 @@
+"""Messages straight from and into tensors: which moves they are, at which end, and that both ends cut buckets alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dagrl.layout import ParallelLayout
+from dagrl.refit import RefitPlan, WeightSlice, plan_refit
+from dagrl.refit.moves import DIRECT_BYTES, Move, Side, aligned, cut_messages, place_of_run
+from dagrl.refit.pack import BucketMemory
+from dagrl.refit.rounds import Rounds
+from dagrl.refit.slices import Box, in_one_piece
+from tests.unit.memory_channel import MemoryChannel, run_refit
+from tests.unit.weight_reference import (
+    hf_weights,
+    megatron_layouts,
+    megatron_tensors,
+    model_configs,
+    vllm_sizes,
+    vllm_tensors,
+)
+from workers.families.vllm import VllmRank
+from workers.megatron.weights import megatron_weight_slices
+from workers.vllm.weights import vllm_weight_slices
+
+QWEN3_4B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def part(
+    name: str, tensor: str, rows: tuple[int, int], columns: tuple[int, int], at: tuple[int, int] = (0, 0)
+) -> WeightSlice:
+    """`rows` and `columns` of a matrix, whose first element lies at `at` of a tensor."""
+    local = tuple((start, start + stop - first) for start, (first, stop) in zip(at, (rows, columns), strict=True))
+    return WeightSlice(name, (rows, columns), tensor, local)
+
+
+def gated_mlp() -> tuple[RefitPlan, list[dict[str, Tensor]], Tensor, Tensor]:
+    """Gate and up, 4 x 8 each, behind each other on both sides; down, 8 x 4, whole at the destination only; a small norm."""
+    source = [
+        part("gate", "fc1", (0, 4), (0, 8)),
+        part("up", "fc1", (0, 4), (0, 8), (4, 0)),
+        part("down", "fc2", (0, 8), (0, 8)),
+        part("norm", "norm", (0, 1), (0, 5)),
+        part("bias", "bias", (0, 1), (0, 5)),
+    ]
+    target = [
+        part("gate", "gate_up", (0, 4), (0, 8)),
+        part("up", "gate_up", (0, 4), (0, 8), (4, 0)),
+        part("down", "down", (0, 8), (0, 4)),
+        part("down", "other", (0, 8), (4, 8)),
+        part("norm", "n", (0, 1), (0, 5)),
+        part("bias", "b", (0, 1), (0, 5)),
+    ]
+    plan = plan_refit([source], [target], dtype="float32", direct_bytes=128)
+    held = {"fc1": torch.randn(8, 8), "fc2": torch.randn(8, 8), "norm": torch.randn(1, 5), "bias": torch.randn(1, 5)}
+    shapes = {"gate_up": (8, 8), "down": (8, 4), "other": (8, 4), "n": (1, 5), "b": (1, 5)}
+    return plan, [held, {name: torch.zeros(shape) for name, shape in shapes.items()}], held["fc1"], held["fc2"]
+
+
+def memories(plan: RefitPlan, rank: int, tensors: dict[str, Tensor]) -> list[BucketMemory]:
+    bound = Rounds(plan.for_rank(rank), tensors, MemoryChannel(rank, plan.size, {}))
+    return bound.sends or bound.receives
+
+
+def test_runs_go_straight_and_the_rest_together() -> None:
+    plan, tensors, fc1, fc2 = gated_mlp()
+    [sent], [came] = (memories(plan, rank, tensors[rank]) for rank in range(2))
+    names = [[move.name for move in message.moves] for message in sent.bucket.messages]
+    assert names == [["gate", "up"], ["down"], ["down"], ["norm", "bias"]]
+    assert sent.messages[0].data_ptr() == fc1.data_ptr() and came.messages[0].data_ptr() == tensors[1]["gate_up"].data_ptr()
+    assert [came.messages[i].data_ptr() for i in (1, 2)] == [tensors[1][name].data_ptr() for name in ("down", "other")]
+    small = 32 + 20  # two vectors of 20 bytes, the second at a multiple of 16
+    assert sent.staged_bytes == 2 * 128 + 64 and came.staged_bytes == 64 >= small  # columns of `fc2` are packed
+    [bucket] = plan.buckets
+    assert (bucket.packed, bucket.unpacked) == (sent.staged_bytes, came.staged_bytes)
+    assert plan.summary().staging_bytes == 2 * sent.staged_bytes
+    run_refit(plan, tensors)
+    assert torch.equal(tensors[1]["gate_up"], fc1)
+    assert torch.equal(torch.cat([tensors[1]["down"], tensors[1]["other"]], 1), fc2)
+
+
+def test_a_tensor_that_turns_out_to_have_gaps_is_staged_by_its_end_alone() -> None:
+    plan, tensors, fc1, _ = gated_mlp()
+    tensors[1]["gate_up"] = torch.zeros(8, 16)[:, ::2]
+    tensors[1]["down"] = torch.zeros(8, 4, dtype=torch.bfloat16)
+    [sent], [came] = (memories(plan, rank, tensors[rank]) for rank in range(2))
+    assert sent.messages[0].data_ptr() == fc1.data_ptr()
+    assert came.staged_bytes == 256 + 128 + 64
+    assert [message.nbytes for message in sent.messages] == [message.nbytes for message in came.messages]
+    run_refit(plan, tensors, verify="bitwise")
+    assert torch.equal(tensors[1]["gate_up"], fc1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_both_ends_cut_alike_and_stage_what_was_planned(data: st.DataObject) -> None:
+    config = data.draw(model_configs())
+    layout, tp = data.draw(megatron_layouts(config)), data.draw(st.sampled_from(vllm_sizes(config)))
+    held = [megatron_weight_slices(config, layout, rank) for rank in range(layout.world_size)]
+    wanted = [vllm_weight_slices(config, VllmRank(tp, rank)) for rank in range(tp)]
+    size = data.draw(st.sampled_from([500, 4000, 1 << 20]))
+    plan = plan_refit(
+        held, wanted, dtype="float32", bucket_bytes=size, direct_bytes=data.draw(st.sampled_from([16, 300, 2000]))
+    )
+    weights = hf_weights(config)
+    tensors = [megatron_tensors(weights, config, layout, rank) for rank in range(layout.world_size)]
+    tensors += [vllm_tensors(weights, config, tp, rank) for rank in range(tp)]
+    ends: dict[tuple[int, int], list[list[int]]] = {}
+    for rank, held_here in enumerate(tensors):
+        live = {name: tensor.contiguous() for name, tensor in held_here.items()}
+        bound = Rounds(plan.for_rank(rank), live, MemoryChannel(rank, plan.size, {}))
+        for memory in (*bound.sends, *bound.receives):
+            bucket = memory.bucket
+            ends.setdefault((bucket.round, bucket.source), []).append([message.nbytes for message in memory.messages])
+            planned = next(one for one in plan.buckets if (one.round, one.source) == (bucket.round, bucket.source))
+            expected = planned.packed if memory.side == "source" else planned.unpacked
+            last = bucket.messages[-1]  # of what is small; if that is one run after all, it may go straight
+            assert memory.staged_bytes == expected or (
+                place_of_run(last.moves, memory.side) and memory.staged_bytes == expected - aligned(last.nbytes)
+            )
+            assert sum(move.nbytes for move in bucket.moves) == bucket.nbytes == planned.nbytes
+            assert memory.staged_bytes <= size or len(planned.blocks) == 1
+    assert all(len(both) == 2 and both[0] == both[1] for both in ends.values())
+
+
+def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
+    edges = [st.tuples(st.integers(0, size), st.integers(0, size)).filter(lambda pair: pair[0] < pair[1]) for size in shape]
+    return st.tuples(*edges)
+
+
+@given(st.data())
+def test_one_piece_is_what_torch_calls_contiguous(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    local = data.draw(boxes_of(shape))
+    assert in_one_piece("t", local, {"t": shape}) == cut(torch.zeros(shape), local).is_contiguous()
+
+
+def cut(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(*edges) for edges in box)]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_run_in_one_piece_is_its_moves_one_behind_the_other(data: st.DataObject) -> None:
+    """Boxes of a 3-d tensor, neighbours mostly: where a run is one piece, its bytes are those of its moves."""
+    shape = data.draw(st.tuples(*[st.integers(1, 4)] * 3))
+    tensor = torch.arange(4 * shape[0] * shape[1] * shape[2], dtype=torch.float32).view(*shape[:2], -1)
+    boxes = [data.draw(boxes_of(shape))]
+    for _ in range(data.draw(st.integers(1, 3))):
+        dim = data.draw(st.integers(0, 2))
+        start = boxes[-1][dim][1]
+        if start < shape[dim]:
+            stop = data.draw(st.integers(start + 1, shape[dim]))
+            boxes.append((*boxes[-1][:dim], (start, stop), *boxes[-1][dim + 1 :]))
+    moves = []
+    for box in boxes:
+        elements = tuple((4 * start, 4 * stop) if dim == 2 else (start, stop) for dim, (start, stop) in enumerate(box))
+        moves.append(Move("p", elements, "float32", "s", elements, "t", elements))
+    sides: tuple[Side, Side] = ("source", "target")
+    large, small = cut_messages(moves, 1)
+    assert not small and [move for message in large for move in message.moves] == moves
+    for message in large:
+        for side in sides:
+            run = place_of_run(message.moves, side)
+            if run is not None and in_one_piece(*run, {"s": tuple(tensor.shape), "t": tuple(tensor.shape)}):
+                parts = torch.cat([cut(tensor, move.box).flatten() for move in message.moves])
+                assert torch.equal(cut(tensor, run[1]).flatten(), parts)
+                assert message.nbytes == parts.nbytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed", "unpacked"),
+    [(ParallelLayout(tp=2), 0.24, 0.24), (ParallelLayout(pp=2), 0.46, 0.24), (ParallelLayout(dp=2), 0.46, 0.24)],
+    ids=["TP2", "PP2", "DP2"],
+)
+def test_most_of_a_real_model_goes_straight(layout: ParallelLayout, packed: float, unpacked: float) -> None:
+    """All but QKV, whose groups are interleaved, and o_proj, which is small; columns of down_proj are only packed."""
+    held = [megatron_weight_slices(QWEN3_4B, layout, rank) for rank in range(2)]
+    plan = plan_refit(held, [vllm_weight_slices(QWEN3_4B, VllmRank(2, rank)) for rank in range(2)], dtype="bfloat16")
+    total = sum(bucket.nbytes for bucket in plan.buckets)
+    assert sum(bucket.packed for bucket in plan.buckets) < packed * total
+    assert sum(bucket.unpacked for bucket in plan.buckets) < unpacked * total
+    for bucket in (one for rank in range(2) for one in plan.for_rank(rank).sends):
+        *large, _ = bucket.messages
+        assert all(message.nbytes >= DIRECT_BYTES for message in large)
