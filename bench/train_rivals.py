@@ -105,9 +105,10 @@ class DagrlSteps:
         self.group.wait(self._building, DEADLINE_S, "become")
         options = SchedulerOptions(fallback="error", warmup_s=DEADLINE_S)
         self._scheduler = self._case.enter_context(Scheduler([self.group], options))
-        rows = self._batch.rows // self.group.layout.dp
+        bucket = Bucket(self._batch.rows // self.group.layout.dp, self._batch.tokens)
+        token_ids = int(self._batch["tokens"].max()) + 1
         scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
-        self._scheduler.add(sft_step, buckets=[Bucket(rows, self._batch.tokens)], scalars=scalars)
+        self._scheduler.add(sft_step, buckets=[bucket], scalars=scalars, token_ids=token_ids)
         self._scheduler.compile()
         self._scheduler.warmup()
 

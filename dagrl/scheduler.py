@@ -79,6 +79,7 @@ class _Entry:
     graph: PhaseGraph
     buckets: tuple[Bucket, ...]
     scalars: Mapping[str, Scalar]
+    token_ids: int | None
     warmup_value: object
     limits: Limits
     fields: FieldTypes | None  # of its batches
@@ -127,15 +128,17 @@ class Scheduler:
         *,
         buckets: Sequence[Bucket] = (),
         scalars: Mapping[str, Scalar] | None = None,
+        token_ids: int | None = None,
         warmup_value: object = None,
         input_bytes: int | None = None,
         result_bytes: int | None = None,
     ) -> None:
         """Trace a phase and remember the shapes it will be replayed at.
 
-        A phase with `inputs` takes batches: give its `buckets` (of one shard), and the `scalars` that its warm-up batches
-        carry. Any other phase is warmed up with `warmup_value`. `input_bytes` and `result_bytes` size its channels;
-        inputs are sized from the largest bucket by default. Raises GraphError, also for a name that is taken.
+        A phase with `inputs` takes batches: give its `buckets` (of one shard), and what warm-up batches carry: `scalars`
+        and `tokens` below `token_ids` (all 1 without). Any other phase is warmed up with `warmup_value`. `input_bytes` and
+        `result_bytes` size its channels; inputs are sized from the largest bucket by default. Raises GraphError, also for a
+        name that is taken.
         """
         if phase.name in self._entries:
             raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
@@ -153,7 +156,8 @@ class Scheduler:
             result_key=f"result_bytes of Scheduler.add({phase.name})" if result_bytes else Limits.result_key,
         )
         fields = None if phase.inputs is None else field_types(phase.inputs)
-        self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), dict(scalars or {}), warmup_value, limits, fields)
+        carried = dict(scalars or {}), token_ids, warmup_value
+        self._entries[phase.name] = _Entry(phase, graph, tuple(buckets), *carried, limits, fields)
 
     def compile(self) -> None:
         """Compile every phase that is not compiled yet, in one graph for all shards on the same hosts.
@@ -286,7 +290,7 @@ class Scheduler:
         shards = entry.shards
         largest_first = sorted(entry.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
         whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
-        return [empty_batch(entry.phase.inputs, bucket, entry.scalars) for bucket in whole]
+        return [empty_batch(entry.phase.inputs, bucket, entry.scalars, entry.token_ids) for bucket in whole]
 
     def _compile(self, entry: _Entry) -> list[Compiled]:
         try:

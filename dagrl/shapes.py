@@ -176,13 +176,22 @@ def _types_text(types: FieldTypes) -> str:
     return ", ".join(texts) or "any other"
 
 
-def empty_batch(spec: InputSpec, bucket: Bucket, scalars: Mapping[str, Scalar] | None = None) -> Batch:
-    """A batch of `bucket`'s shape made from an input specification, for warm-up: every row full, tokens and values 1."""
+def empty_batch(
+    spec: InputSpec, bucket: Bucket, scalars: Mapping[str, Scalar] | None = None, token_ids: int | None = None
+) -> Batch:
+    """A batch of `bucket`'s shape made from an input specification, for warm-up: every row full, all values 1.
+
+    With `token_ids` the field `tokens` is drawn from so many ids, each time alike. A mixture of experts sends equal tokens
+    to the same few experts, whose workers would need more memory than they ever do in training.
+    """
     fields = {
         name: np.ones((bucket.sequences,) if item.extent == "row" else (bucket.sequences, bucket.tokens), item.dtype)
         for name, item in spec.items()
     }
     fields["lengths"] = np.full(bucket.sequences, bucket.tokens, dtype=np.int64)
+    if token_ids is not None and "tokens" in fields:
+        shape = fields["tokens"].shape
+        fields["tokens"] = np.random.default_rng(0).integers(token_ids, size=shape).astype(spec["tokens"].dtype)
     return Batch(fields, dict(scalars or {}))
 
 

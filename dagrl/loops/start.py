@@ -205,6 +205,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             load_phase(config.phases, plan.name),
             buckets=plan.buckets,
             scalars={**scalars, **plan.scalars},
+            token_ids=len(session.inputs.tokenizer),
             warmup_value=plan.value,
             result_bytes=plan.result_bytes,
         )

@@ -11,7 +11,8 @@ import pytest
 
 from bench.train_inputs import single_worker
 from dagrl.metrics import merge_step_metrics
-from dagrl.worker import ReplayContext, _current
+from dagrl.shapes import Bucket, empty_batch
+from dagrl.worker import ReplayContext, replay_context
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 
@@ -28,11 +29,8 @@ def step_of(model: Path, precision: str, **policy: Any) -> tuple[dict[str, Any],
     """Gradients by the names of checkpoints, loss and gradient norm of one step on one worker in this process."""
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **policy)
     with single_worker(config, TestedWorker) as made:
-        token = _current.set(ReplayContext("test", 0, True))  # gradients, but no update
-        try:
+        with replay_context(ReplayContext("test", 0, True)):  # gradients, but no update
             metrics = made.train_step(reference.make_batch(), "sft")
-        finally:
-            _current.reset(token)
         figures = merge_step_metrics([metrics]).flat()
         return reference.assemble([made.gradients()]), figures["loss"], figures["grad_norm"]
 
@@ -52,3 +50,31 @@ def test_steps_are_those_of_experts_one_by_one(
         np.testing.assert_allclose(found[key], gradient, rtol=1e-4, atol=1e-6, err_msg=key)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert norm == pytest.approx(expected_norm, rel=1e-6)
+
+
+def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of equal tokens uses as many as a token is sent to."""
+    from graphs.train import sft_step
+    from workers.megatron.experts import GroupedExperts
+
+    used: list[list[int]] = []
+    forward = GroupedExperts.forward
+
+    def counted(self: Any, hidden: Any, tokens_per_expert: Any, probs: Any) -> Any:
+        used.append(tokens_per_expert.tolist())
+        return forward(self, hidden, tokens_per_expert, probs)
+
+    monkeypatch.setattr(GroupedExperts, "forward", counted)
+    assert sft_step.inputs is not None
+    scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
+    experts = {}
+    with single_worker(reference.make_config(tiny_models["qwen3_moe"]), TestedWorker) as made:
+        for token_ids in (None, 64):
+            used.clear()
+            with replay_context(ReplayContext("sft_step", 0, True)):
+                made.train_step(empty_batch(sft_step.inputs, Bucket(8, 32), scalars, token_ids), "sft")
+            experts[token_ids] = [np.count_nonzero(counts) for counts in used]
+    assert set(experts[None]) == {2}, "each token goes to two experts"
+    assert min(experts[64]) > 2

@@ -117,6 +117,19 @@ def test_warmup_batches_are_full() -> None:
     }
     assert batch["lengths"].tolist() == [5, 5, 5]
     assert batch.scalars == {"lr": 1.0}
+    assert set(batch["tokens"].flat) == {1}
+
+
+@pytest.mark.parametrize("token_ids", [1, 2, 300, 151_936])
+def test_tokens_of_warmup_batches_are_spread_over_the_vocabulary(token_ids: int) -> None:
+    spec = {"tokens": Field("int32"), "lengths": Field("int64", "row")}
+    tokens, again = (empty_batch(spec, Bucket(64, 300), token_ids=token_ids)["tokens"] for _ in range(2))
+    np.testing.assert_array_equal(tokens, again)
+    assert (tokens.shape, tokens.dtype.name) == ((64, 300), "int32")
+    assert tokens.min() >= 0 and tokens.max() < token_ids
+    counts = np.unique(tokens, return_counts=True)[1]
+    assert len(counts) >= 0.9 * min(token_ids, tokens.size), "nearly all ids, or nearly all tokens different"
+    assert counts.max() <= 2 * max(tokens.size / token_ids, 4)
 
 
 # Choosing a bucket.
