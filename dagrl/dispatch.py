@@ -108,9 +108,12 @@ class QuantumSize:
     left_s: dict[int, float] = field(default_factory=dict)
 
     def record(self, engine_steps: Sequence[int], busy_s: Sequence[float], overhead_s: float) -> None:
-        """A quantum kept each shard's engine busy for `busy_s` with so many steps, and cost `overhead_s` beside that."""
+        """A quantum kept each shard's engine busy for `busy_s` with so many steps, and cost `overhead_s` beside that.
+
+        0 steps: nothing is learned of a shard, which ended early, and whose few steps had all the fixed costs to bear.
+        """
         for shard, (steps, seconds) in enumerate(zip(engine_steps, busy_s, strict=True)):
-            if steps > 0:
+            if steps > 0 and seconds > 0:
                 self.step_s[shard] = _smooth(self.step_s.get(shard), seconds / steps)
         if any(engine_steps):
             self.overhead_s = _smooth(self.overhead_s, overhead_s)
@@ -128,9 +131,9 @@ class QuantumSize:
         return tuple(self._steps(shard, self.step_s.get(shard, slowest), together_s) for shard in range(self.shards))
 
     def _steps(self, shard: int, step_s: float, seconds: float) -> int:
-        """Steps that a shard makes in so many seconds, with what its last quantum had left of them."""
+        """Steps that a shard makes in so many seconds, with what its last quantum had left of them, within the bound."""
         seconds += self.left_s.get(shard, 0.0)
-        steps = max(_down(seconds / step_s), 1)
+        steps = max(min(_down(seconds / step_s), _down(self.seconds / self.in_flight / step_s)), 1)
         self.left_s[shard] = min(max(seconds - steps * step_s, 0.0), step_s)
         return steps
 

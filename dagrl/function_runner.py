@@ -21,7 +21,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -191,6 +190,7 @@ class _FunctionProcess:
         self._patience_s = deadline.seconds + (0.0 if batched else GRACE_S)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._failure: RunError | None = None  # of a start that nobody waited for
         self._closed = False
         self._changing = threading.Lock()
 
@@ -200,9 +200,13 @@ class _FunctionProcess:
         return self._connection is not None
 
     def start(self) -> None:
-        """Have a process that has imported the function. Raises RunError as `ask` does."""
-        with suppress(EOFError, OSError):  # the first call says so
+        """Have a process that has imported the function; what goes wrong is told by the next `ask`."""
+        try:
             self._running()
+        except RunError as error:
+            self._failure = error
+        except (EOFError, OSError):  # another try tells
+            pass
 
     def ask(self, columns: Sequence[Sequence[str]]) -> Answers | str:
         """The answers to all rows, or what went wrong."""
@@ -232,6 +236,9 @@ class _FunctionProcess:
 
     def _running(self) -> Connection:
         """The connection to a process that has imported the function."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         connection = self._connection
         if connection is None:
             connection = self._begin()

@@ -24,7 +24,7 @@ from dagrl.preflight import load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
-from dagrl.settings import check_settings, is_colocated, layouts
+from dagrl.settings import check_settings, generation_dtype, is_colocated, layouts
 
 if TYPE_CHECKING:
     from dagrl.loops.start import PhasePlan
@@ -104,6 +104,7 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
         sources,
         destinations,
         dtype=config.policy.precision,
+        target_dtype=generation_dtype(config),
         aliases=TIED_HEAD if hf_config.get("tie_word_embeddings") else None,
         bucket_bytes=config.refit.bucket_bytes or (IPC_BUCKET_BYTES if shared else None),
         hosts=None if shared else _hosts(config, len(sources), len(destinations)),

@@ -45,6 +45,12 @@ def generation_config(config: Config) -> GenerationConfig:
     return config.policy.generation
 
 
+def generation_dtype(config: Config) -> str:
+    """The dtype of what generation workers do not hold in FP8."""
+    precision = generation_config(config).vllm_cfg.precision
+    return "bfloat16" if precision == "fp8" else precision or config.policy.precision
+
+
 def is_colocated(config: Config) -> bool:
     """Whether train and generation workers share their GPUs (`policy.generation.colocated.enabled`)."""
     generation = config.policy.generation

@@ -96,9 +96,9 @@ class Batch:
     def number(self, name: str, default: float | None = None) -> float:
         """A scalar that is a number; raises DataError where it is none, or missing without a default."""
         value = self.scalars.get(name, default)
-        if not isinstance(value, int | float):
+        if not isinstance(value, int | float | np.number):
             raise DataError(f"the scalar {name!r} of a batch is {value!r}; expected a number")
-        return value
+        return float(value)
 
     def with_scalars(self, **scalars: Scalar) -> Batch:
         """This batch with scalars added or replaced."""

@@ -96,7 +96,7 @@ class TorchStage:
             self.held[microbatch] = x, y
             return y.detach()
         mask = torch.as_tensor(rows["loss_mask"], device=self.config.device)
-        loss = loss_of(y, tokens, mask) / float(rows.scalars["global_valid_tokens"])
+        loss = loss_of(y, tokens, mask) / rows.number("global_valid_tokens")
         self.held[microbatch] = x, loss
         self.loss += loss.item()
         return None

@@ -21,11 +21,12 @@ from dagrl.rewards import RewardRunner
 
 def run_grpo(config: Config) -> None:
     """A short SFT phase if there is one, then GRPO, from start (or the newest checkpoint) to the final policy."""
-    with run_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+    with run_session(config, grpo_plans(config)) as session:
         if config.sft.max_num_steps:
             train_sft(session)
         train = train_async if config.grpo.async_grpo.enabled else train_grpo
-        train(session, reward)
+        with RewardRunner(config.reward) as reward:
+            train(session, reward)
 
 
 def train_grpo(session: Session, reward: RewardRunner) -> None:

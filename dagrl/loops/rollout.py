@@ -70,7 +70,7 @@ class Rollouts:
         self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting, or in an engine
         self._waiting: dict[int, Waiting] = {}
         self._asked: list[_Asked] = []
-        self._quanta: deque[Replay] = deque()
+        self._quanta: deque[tuple[tuple[int, ...], Replay]] = deque()  # with the engine steps that each shard was asked for
         self._next_request = 0
         self.generated_tokens = 0
 
@@ -113,7 +113,7 @@ class Rollouts:
         self._take_answers()
         self.look_ahead()
         if self._quanta:
-            self._read(self._quanta.popleft())
+            self._read()
         return self._take_complete()
 
     def look_ahead(self) -> None:
@@ -124,10 +124,10 @@ class Rollouts:
     def settle(self) -> list[RolloutGroup]:
         """Read the quanta in flight and bring the engines to rest; the groups that are complete by then."""
         while self._quanta:
-            self._read(self._quanta.popleft())
+            self._read()
         if any(shard.requests for shard in self._shards):
             self._start([], [np.arange(0, dtype=np.intp)] * len(self._shards), (0,) * len(self._shards))
-            self._read(self._quanta.popleft())
+            self._read()
         self._take_answers()
         return self._take_complete()
 
@@ -209,12 +209,14 @@ class Rollouts:
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Start a quantum of so many engine steps on each shard with these requests, of which it gets its `rows`."""
         batch = self._batch(requests).with_scalars(engine_steps=engine_steps)
-        self._quanta.append(self._session.submit("generate", batch, rows=rows))
+        self._quanta.append((engine_steps, self._session.submit("generate", batch, rows=rows)))
 
-    def _read(self, quantum: Replay) -> None:
+    def _read(self) -> None:
+        asked, quantum = self._quanta.popleft()
         found, counted = self._session.collect("generate", quantum)
         results = cast("Sequence[Generated]", found)
-        self._size.record([part.engine_steps for part in results], counted.timing.shards_busy_s, counted.overhead_s)
+        whole = [steps if part.engine_steps == steps else 0 for part, steps in zip(results, asked, strict=True)]
+        self._size.record(whole, counted.timing.shards_busy_s, counted.overhead_s)
         made = [part.request(row) for part in results for row in range(len(part))]
         self._ask([turn for request in made if (turn := self._finish(request)) is not None])
 

@@ -27,7 +27,7 @@ from dagrl.record import RunRecord, prepare_run_directory
 from dagrl.refit.connect import connect_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.settings import generation_config, is_colocated, layouts
+from dagrl.settings import generation_config, generation_dtype, is_colocated, layouts
 from dagrl.shapes import Bucket, Scalar
 from dagrl.timing import PhaseClock
 from dagrl.trace import DRIVER, TraceWriter
@@ -217,6 +217,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             session.train,
             session.generation,
             dtype=config.policy.precision,
+            target_dtype=generation_dtype(config),
             tied_embeddings=bool(session.inputs.hf_config.get("tie_word_embeddings")),
             kind=_channel_kind(config),
             timeout_s=config.timeouts.start_s,

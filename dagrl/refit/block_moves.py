@@ -35,7 +35,7 @@ class BlockMoves:
     """Makes moves when asked, once for all ranks that hold a block alike and all replicas that want it.
 
     Ranks are channel ranks, of which `sources` train; `held` and `wanted` have the descriptions of both sides. `pieces` are
-    those of each description in `wanted`; `dtype` is that of slices that name none.
+    those of each description in `wanted`; `dtypes` are those of held and of wanted slices that name none.
     """
 
     def __init__(
@@ -44,12 +44,17 @@ class BlockMoves:
         wanted: SlicesOfRanks,
         pieces: Sequence[PiecesOfParts],
         sources: int,
-        dtype: str,
+        dtypes: tuple[str, str],
         direct_bytes: int,
     ) -> None:
-        self._sources, self._dtype, self._direct_bytes = sources, dtype, direct_bytes
+        self._sources, self._dtype, self._direct_bytes = sources, dtypes[0], direct_bytes
         self._pieces: list[PiecesOfParts] = [*({} for _ in held), *pieces]  # of each description, of both sides
         self._shapes = [tensor_shapes(slices) for slices, _ in (*held, *wanted)]
+        self._dtypes = [
+            {one.tensor: one.dtype or default for one in slices}
+            for some, default in zip((held, wanted), dtypes, strict=True)
+            for slices, _ in some
+        ]
         ranks = [*(ranks for _, ranks in held), *([sources + rank for rank in ranks] for _, ranks in wanted)]
         self._description = {rank: number for number, some in enumerate(ranks) for rank in some}
         self._first_alike: dict[Block, dict[int, int]] = {}
@@ -62,10 +67,10 @@ class BlockMoves:
         return (*(message for cut in cuts for message in cut.large), *([Message(small)] if small else []))
 
     def staged_bytes(self, source: int, destination: int, block: Block, alone: bool) -> Staged:
-        """How much of a block its ends stage: what is in several pieces there; `alone`: if it fills a bucket by itself.
+        """How much of a block its ends stage: what is in several pieces there, or cast; `alone`: if it fills a bucket.
 
-        Tensors that do not have their elements in order, or another dtype, turn out to need more. Small moves of several
-        blocks count as staged, also where all of a bucket's turn out to be one run, which goes straight.
+        Tensors that do not have their elements in order turn out to need more. Small moves of several blocks count as
+        staged, also where all of a bucket's turn out to be one run, which goes straight.
         """
         cut = self._cut(source, destination, block)
         return cut.alone if alone else cut.among_others
@@ -93,8 +98,10 @@ class BlockMoves:
         return sum(aligned(message.nbytes) for message in messages if not self._is_direct(message, rank, side))
 
     def _is_direct(self, message: Message, rank: int, side: Side) -> bool:
-        run = place_of_run(message.moves, side)
-        return run is not None and in_one_piece(*run, self._shapes[self._description[rank]])
+        run, number = place_of_run(message.moves, side), self._description[rank]
+        if run is None or self._dtypes[number][run[0]] != message.moves[0].dtype:
+            return False
+        return in_one_piece(*run, self._shapes[number])
 
     def _alike(self, source: int, block: Block) -> int:
         """The first rank that holds `block` in the same places as `source`; of ranks that pass on, one below 0."""

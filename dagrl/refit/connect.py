@@ -24,6 +24,7 @@ def connect_refit(
     generation: WorkerGroup,
     *,
     dtype: str,
+    target_dtype: str | None = None,
     tied_embeddings: bool,
     kind: ChannelKind,
     timeout_s: float,
@@ -34,9 +35,10 @@ def connect_refit(
 ) -> RefitPlan:
     """Plan the refit from `train` to `generation` and prepare every worker of both for it.
 
-    `dtype` is that of the train weights. With `tied_embeddings` a generation head of its own is fed from the embedding.
-    Channel ranks are the train ranks, then the generation ranks. Workers that have `weight_config()` are asked for it: the
-    keys of the model's configuration, which must be equal. Workers of one host that share a GPU need `kind="ipc"`.
+    `dtype` is that of the train weights, `target_dtype` that of the generation weights not in FP8 (None: the same). With
+    `tied_embeddings` a generation head of its own is fed from the embedding. Channel ranks are the train ranks, then the
+    generation ranks. Workers that have `weight_config()` are asked for it: the keys of the model's configuration, which
+    must be equal. Workers of one host that share a GPU need `kind="ipc"`.
     Raises RefitPlanError before any channel is opened.
     """
     _check_same_model(train, generation)
@@ -46,6 +48,7 @@ def connect_refit(
         distinct_slices(train),
         distinct_slices(generation),
         dtype=dtype,
+        target_dtype=target_dtype,
         aliases=TIED_HEAD if tied_embeddings else None,
         bucket_bytes=bucket_bytes or (IPC_BUCKET_BYTES if kind == "ipc" else None),
         hosts=hosts,

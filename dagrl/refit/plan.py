@@ -125,6 +125,7 @@ def plan_refit(
     destinations: Sequence[Sequence[WeightSlice]],
     *,
     dtype: str,
+    target_dtype: str | None = None,
     aliases: Mapping[str, str] | None = None,
     bucket_bytes: int | None = None,
     hosts: Sequence[int] | None = None,
@@ -134,11 +135,12 @@ def plan_refit(
 ) -> RefitPlan:
     """Plan the transfer of every box that `destinations[i]` describe from the ranks `sources[j]` that hold it.
 
-    `dtype` is that of source tensors whose slices name none (`float32`, `bfloat16`, ...). `aliases` maps a destination's
-    parameter to the one that feeds it where the sources lack its own name (`TIED_HEAD`). `hosts` has the host of each
-    channel rank; then sources on the same host are preferred, and with `replicate_in_host` a byte goes to each other host
-    once, to one of the ranks there that want it, which passes it on to the rest. `speeds` are what messages are ordered for.
-    What lies in one piece and has at least `direct_bytes` goes straight from and into tensors.
+    `dtype` is that of source tensors whose slices name none (`float32`, `bfloat16`, ...), `target_dtype` that of such
+    destinations (None: the same); what has to be cast is staged. `aliases` maps a destination's parameter to the one that
+    feeds it where the sources lack its own name (`TIED_HEAD`). `hosts` has the host of each channel rank (None: all on one);
+    then sources on the same host are preferred, and with `replicate_in_host` a byte goes to each other host once, to one of
+    the ranks there that want it, which passes it on to the rest. `speeds` are what messages are ordered for. What lies in
+    one piece and has at least `direct_bytes` goes straight from and into tensors.
 
     Raises RefitPlanError naming the parameter when only one side has it, when shapes differ, when a part of it is held by
     no source, when an element would be written twice, when dtypes cannot be cast, or when FP8 blocks would be cut.
@@ -156,7 +158,8 @@ def plan_refit(
     staged = bucket_bytes or min(limit, BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
     limits = _Limits(limit, staged, direct_bytes)
-    planner = _Planner(index, held, wanted, len(sources), dtype, aliases or {}, limits, placement, speeds or LinkSpeeds())
+    dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
+    planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
     buckets = planner.buckets()
     digest = _digest(held, wanted, buckets, (dtype, aliases, limits, replicate_in_host))
     return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), planner.moves)
@@ -180,13 +183,13 @@ class _Planner:
         held: SlicesOfRanks,
         wanted: SlicesOfRanks,
         sources: int,
-        dtype: str,
+        dtypes: tuple[str, str],
         aliases: Mapping[str, str],
         limits: _Limits,
         placement: Placement | None,
         speeds: LinkSpeeds,
     ) -> None:
-        self._index, self._sources, self._dtype = index, sources, dtype
+        self._index, self._sources, self._dtype = index, sources, dtypes[0]
         self._aliases, self._limits, self._placement, self._speeds = aliases, limits, placement, speeds
         self._ranks_of = [tuple(sources + rank for rank in ranks) for _, ranks in wanted]
         self._list_of = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
@@ -196,7 +199,7 @@ class _Planner:
         self._bytes_of: dict[tuple[int, Block], tuple[int, int]] = {}
         self._runs: dict[tuple[int, Block], bool] = {}
         self._pieces = [self._pieces_of(slices) for slices, _ in wanted]
-        self.moves = BlockMoves(held, wanted, self._pieces, sources, dtype, limits.direct)
+        self.moves = BlockMoves(held, wanted, self._pieces, sources, dtypes, limits.direct)
 
     def _pieces_of(self, slices: Sequence[WeightSlice]) -> dict[Part, list[Piece]]:
         """The proved pieces of one destination description, by part."""
@@ -252,17 +255,20 @@ class _Planner:
     def _fill(self, pair: Pair, blocks: Sequence[Block]) -> list[Contents]:
         """Buckets of one pair, within the limits.
 
-        Large parts that are whole rows come first and last: they need no staging, so nothing has to be packed before the
-        first message and unpacked after the last.
+        Large parts that are whole rows come first and last: where nothing is cast they need no staging, so nothing has to be
+        packed before the first message and unpacked after the last.
         """
-        direct: list[tuple[Block, ...]] = [(block,) for block in blocks if self._is_direct(block)]
+        direct: list[tuple[Block, ...]] = [(block,) for block in blocks if self._fills_a_bucket(block)]
         buckets = direct[:1]
         some: list[Block] = []
         end = packed = unpacked = 0
+        staged = 0, 0
         for block in blocks:
-            if self._is_direct(block):
+            if self._fills_a_bucket(block):
                 continue
-            (nbytes, _), staged = self._block_bytes(pair[1], block), self._staged(pair, block)
+            nbytes, _ = self._block_bytes(pair[1], block)
+            if self._limits.staged < self._limits.bucket:  # otherwise the bucket's own limit is reached first
+                staged = self._staged(pair, block)
             most = max(packed + staged[0], unpacked + staged[1])
             if some and (end + nbytes > self._limits.bucket or most > self._limits.staged):
                 buckets.append(tuple(some))
@@ -300,8 +306,8 @@ class _Planner:
             )
         return found
 
-    def _is_direct(self, block: Block) -> bool:
-        """Whether it is likely one piece of memory on both sides, and large enough to be a message by itself."""
+    def _fills_a_bucket(self, block: Block) -> bool:
+        """Whether it is likely one piece of memory on both sides, and large enough to be a bucket by itself."""
         part = block.parts[0]
         if len(block.parts) > 1 or 4 * block.nbytes < self._limits.bucket:
             return False

@@ -96,11 +96,13 @@ def test_bf16_steps_are_as_near_to_float32_as_with_experts_one_by_one(
 ) -> None:
     config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
     truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)
-    found, loss, norm = step_of(models[name], "bfloat16", **WAYS[way])
     from megatron.core.transformer.moe.experts import SequentialMLP
 
+    from workers.megatron.experts import GroupedExperts
+
+    found, loss, norm = step_of(models[name], "bfloat16", GroupedExperts, **WAYS[way])
     monkeypatch.setattr("workers.megatron.model.GroupedExperts", SequentialMLP)
-    near, near_loss, near_norm = step_of(models[name], "bfloat16", **WAYS[way])
+    near, near_loss, near_norm = step_of(models[name], "bfloat16", SequentialMLP, **WAYS[way])
     assert error(near, truth.gradients) < 0.05
     assert error(found, truth.gradients) < 1.2 * error(near, truth.gradients) + 1e-3
     assert loss == pytest.approx(near_loss, rel=2e-3)
@@ -109,9 +111,11 @@ def test_bf16_steps_are_as_near_to_float32_as_with_experts_one_by_one(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_float32_steps_are_those_of_plain_torch(name: str, models: dict[str, Path]) -> None:
+    from workers.megatron.experts import GroupedExperts
+
     config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
     truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)
-    found, loss, norm = step_of(models[name], "float32")
+    found, loss, norm = step_of(models[name], "float32", GroupedExperts)
     assert error(found, truth.gradients) < 1e-5
     assert loss == pytest.approx(truth.losses[0], rel=1e-5)
     assert norm == pytest.approx(truth.norms[0], rel=1e-4)

@@ -25,10 +25,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def step_of(model: Path, precision: str, **policy: Any) -> tuple[dict[str, Any], float, float]:
-    """Gradients by the names of checkpoints, loss and gradient norm of one step on one worker in this process."""
+def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[dict[str, Any], float, float]:
+    """Gradients by the names of checkpoints, loss and gradient norm of one step on one worker in this process.
+
+    `experts`: of which kind its layers must be.
+    """
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **policy)
     with single_worker(config, TestedWorker) as made:
+        modules = [module for chunk in made._ready().model.chunks for module in chunk.modules()]
+        assert {type(module) for module in modules if hasattr(module, "local_experts")} == {experts}
         with replay_context(ReplayContext("test", 0, True)):  # gradients, but no update
             metrics = made.train_step(reference.make_batch(), "sft")
         figures = merge_step_metrics([metrics]).flat()
@@ -40,11 +45,13 @@ def step_of(model: Path, precision: str, **policy: Any) -> tuple[dict[str, Any],
 def test_steps_are_those_of_experts_one_by_one(
     name: str, way: str, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, loss, norm = step_of(tiny_models[name], "float32", **WAYS[way])
     from megatron.core.transformer.moe.experts import SequentialMLP
 
+    from workers.megatron.experts import GroupedExperts
+
+    found, loss, norm = step_of(tiny_models[name], "float32", GroupedExperts, **WAYS[way])
     monkeypatch.setattr("workers.megatron.model.GroupedExperts", SequentialMLP)
-    expected, expected_loss, expected_norm = step_of(tiny_models[name], "float32", **WAYS[way])
+    expected, expected_loss, expected_norm = step_of(tiny_models[name], "float32", SequentialMLP, **WAYS[way])
     assert found.keys() == expected.keys()
     for key, gradient in expected.items():
         np.testing.assert_allclose(found[key], gradient, rtol=1e-4, atol=1e-6, err_msg=key)

@@ -130,3 +130,21 @@ def test_quanta_of_unequal_shards_take_the_same_time() -> None:
     assert steps[0] == steps[3] == 6 and steps[2] == 12, "60 ms each"
     assert seconds[1:] == pytest.approx(seconds[0], rel=0.02), "also where a step is no whole part of a quantum"
     assert max(size.left_s.values()) <= max(taken), "what is left of a quantum is less than a step"
+
+
+def test_no_quantum_is_longer_than_the_bound() -> None:
+    """Two in flight within 0.5 s: what a shard's quantum leaves of its 0.25 s is not made up for beyond them."""
+    size = QuantumSize(None, seconds=0.5, in_flight=2, shards=2)
+    for _ in range(20):
+        assert size.next() == (1, 1) or size.step_s == {}
+        size.record([1, 1], [0.25, 0.2], 0.001)
+
+
+def test_a_shard_that_ended_early_is_not_taken_to_be_slow() -> None:
+    size = QuantumSize(None, seconds=1.0, in_flight=1, shards=2)
+    size.record([10, 10], [0.1, 0.1], 0.0002)
+    for _ in range(50):
+        size.record([10, 0], [0.1, 0.03], 0.0002)
+    assert size.next() == (6, 6)
+    size.record([10, 10], [0.0, 0.1], 0.0002)
+    assert size.next() == (6, 6), "a time of zero says nothing"

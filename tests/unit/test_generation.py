@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from dagrl.errors import RunError
-from dagrl.generation import FinishedRequest, Generated, Progress, checksum, merge_generated, pack_generated
+from dagrl.generation import (
+    FIRST_QUANTUM,
+    FinishedRequest,
+    Generated,
+    Progress,
+    checksum,
+    merge_generated,
+    pack_generated,
+    steps_of_shard,
+)
+from dagrl.shapes import Batch
 
 ROWS = [
     FinishedRequest(9, [4, 5, 6], [-1.0, -2.0, -0.5], [0, 0, 1], "length"),
@@ -83,3 +93,10 @@ def test_a_request_that_goes_on_differently_is_named(running: list[Progress], me
 
 def test_a_checksum_goes_on_from_the_one_before() -> None:
     assert checksum([4, 5], checksum([1, 2, 3])) == checksum([1, 2, 3, 4, 5]) != checksum([1, 2, 3, 5, 4])
+
+
+def test_engine_steps_are_those_of_all_shards_or_of_each() -> None:
+    rows = Batch({"lengths": np.zeros(0, np.int64)})
+    assert [steps_of_shard(rows.with_scalars(engine_steps=5), shard) for shard in range(3)] == [5, 5, 5]
+    assert [steps_of_shard(rows.with_scalars(engine_steps=(1, 2, 0)), shard) for shard in range(3)] == [1, 2, 0]
+    assert steps_of_shard(rows, 1) == FIRST_QUANTUM

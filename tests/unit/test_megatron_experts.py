@@ -154,6 +154,26 @@ def test_experts_without_tokens_have_gradients_of_zero() -> None:
         assert bool(value.any()) is (".1." not in name), name
 
 
+@pytest.mark.parametrize("counts", [[2, 2], [4, 4]], ids=str)
+def test_counts_that_are_not_of_the_rows_are_refused(counts: list[int]) -> None:
+    with pytest.raises(AssertionError, match="6 rows, of which experts were to get"):
+        make_experts("grouped", 2)(torch.randn(6, HIDDEN), torch.tensor(counts), torch.rand(6))
+
+
+def test_rows_and_gradients_may_lie_in_any_order() -> None:
+    counts, layer = [3, 0, 5], make_experts("grouped", 3)
+    states, probs, weights = inputs_of(counts)
+    expected = run(layer, counts, (states, probs, weights))
+    layer.zero_grad()
+    hidden = states.t().contiguous().t().requires_grad_()
+    outputs, _ = layer(hidden, torch.tensor(counts), probs)
+    outputs.backward(weights.t().contiguous().t())
+    assert not hidden.is_contiguous()
+    torch.testing.assert_close(hidden.grad, expected["hidden"])
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
 def test_frozen_experts_pass_gradients_on() -> None:
     counts = [3, 0, 5]
     inputs = inputs_of(counts)

@@ -14,6 +14,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitPlan, WeightSlice, plan_refit
 from dagrl.refit.moves import DIRECT_BYTES, Move, Side, aligned, cut_messages, place_of_run
 from dagrl.refit.pack import BucketMemory
+from dagrl.refit.plan import BUCKET_BYTES
 from dagrl.refit.rounds import Rounds
 from dagrl.refit.slices import Box, in_one_piece
 from tests.unit.memory_channel import MemoryChannel, run_refit
@@ -199,3 +200,22 @@ def test_most_of_a_real_model_goes_straight(layout: ParallelLayout, packed: floa
     for bucket in (one for rank in range(2) for one in plan.for_rank(rank).sends):
         *large, _ = bucket.messages
         assert all(message.nbytes >= DIRECT_BYTES for message in large)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_is_cast_is_staged_within_the_bound(named: bool) -> None:
+    """4 GB of matrices in float32 that generation has in bfloat16, by its slices or by what all of its tensors have."""
+    whole, numbers = ((0, 1024), (0, 4096)), range(256)
+    held = [WeightSlice(f"w{number}", whole, f"w{number}", whole) for number in numbers]
+    wanted = [WeightSlice(one.name, whole, one.tensor, whole, "bfloat16" if named else "") for one in held]
+    plan = plan_refit([held], [wanted], dtype="float32", target_dtype=None if named else "bfloat16")
+    tensors = {
+        dtype: {one.tensor: torch.empty(1024, 4096, dtype=dtype, device="meta") for one in held}
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    sends = [BucketMemory(bucket, tensors[torch.float32], "source") for bucket in plan.for_rank(0).sends]
+    receives = [BucketMemory(bucket, tensors[torch.bfloat16], "target") for bucket in plan.for_rank(1).receives]
+    assert {memory.staged_bytes for memory in sends} == {0}
+    assert [memory.staged_bytes for memory in receives] == [bucket.unpacked for bucket in plan.buckets]
+    assert {memory.staged_bytes for memory in receives} == {BUCKET_BYTES[1]}
+    assert plan.summary().staging_bytes == 2 * BUCKET_BYTES[1]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +279,37 @@ def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pyte
             (answered,) = runner(["p"], ["c"], ["r"]).values
             assert {path.stem for path in tmp_path.glob("*.pid")} > {str(int(answered))}
     assert not [path for path in Path("/proc").glob("[0-9]*") if module in _command(path)]
+
+
+def test_a_process_that_starts_while_the_runner_closes_ends_too(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    starting, closing, popen = threading.Event(), threading.Event(), subprocess.Popen
+
+    def held_back(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        starting.set()
+        closing.wait(5.0)
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("dagrl.function_runner.subprocess.Popen", held_back)
+    runner = RewardRunner(RewardConfig(function=f"{functions}:pid"))
+    with runner:
+        assert starting.wait(30.0)
+        threading.Timer(0.5, closing.set).start()  # by then the runner is closing
+    assert [process.wait(30.0) for process in started] == [-signal.SIGKILL]
+
+
+def test_a_start_that_fails_is_told_by_the_first_call_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = "open(f'{os.path.dirname(__file__)}/{os.getpid()}.tried', 'w').close(); time.sleep(60)"
+    slow = f"import os, sys, time\nif 'function_process' in sys.argv[0]: {noted}\ndef reward(*texts): return [1.0]\n"
+    (tmp_path / "slow_once.py").write_text(slow)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function="slow_once:reward", start_timeout_s=3.0)) as runner:
+        with pytest.raises(RunError, match=r"was not imported within reward\.start_timeout_s = 3 s"):
+            runner(["p"], ["c"], ["r"])
+    assert len(list(tmp_path.glob("*.tried"))) == 1
 
 
 def _command(process: Path) -> str:

@@ -26,7 +26,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     """Megatron's `SequentialMLP`, computed for all experts of this worker at once.
 
     Experts that are cut themselves (etp) and experts on other workers (ep) are the token dispatcher's matter: what arrives
-    here is multiplied by the parts of weights that are here, without a collective.
+    here is multiplied by the parts of weights that are here, without a collective. The experts' own linear layers are never
+    called, so what hooks on them would do (Megatron's overlapped gathering of parameters) does not happen.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +42,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         """
         if self.config.moe_apply_probs_on_input:
             hidden, probs = (probs.unsqueeze(-1) * hidden).to(hidden.dtype), torch.ones_like(probs)
-        groups = RowGroups.of(tokens_per_expert, hidden.device)
+        groups = RowGroups.of(tokens_per_expert, hidden)
         layers = [(expert.linear_fc1.weight, expert.linear_fc2.weight) for expert in self.local_experts]
         first, second = (_linear(weights, groups) for weights in zip(*layers, strict=True))
         output, _ = MLP.forward(_MlpParts(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
@@ -70,12 +71,13 @@ class RowGroups:
     offsets: Tensor
 
     @classmethod
-    def of(cls, tokens_per_expert: Tensor, device: torch.device) -> RowGroups:
-        """Made of counts on the host, without waiting for the device."""
+    def of(cls, tokens_per_expert: Tensor, rows: Tensor) -> RowGroups:
+        """Made of counts on the host, without waiting for the device of `rows`, all of which they must count."""
         counts: list[int] = tokens_per_expert.tolist()
+        assert sum(counts) == len(rows), f"{len(rows)} rows, of which experts were to get {counts}"
         experts = tuple(expert for expert, count in enumerate(counts) if count)
         offsets = torch.tensor([counts[expert] for expert in experts]).cumsum(0, dtype=torch.int32)
-        return cls(experts, offsets.to(device, non_blocking=True))
+        return cls(experts, offsets.to(rows.device, non_blocking=True))
 
     def stack(self, weights: Sequence[Tensor]) -> Tensor:
         """Weights of the experts that have rows, [len(experts), outputs, inputs]."""

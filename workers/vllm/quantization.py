@@ -13,6 +13,7 @@ from dagrl.config import Config, Json
 from dagrl.errors import ConfigError
 from dagrl.refit.quantize import BLOCK, quantize_blocks
 from dagrl.refit.slices import WeightSlice, expand
+from dagrl.settings import generation_dtype
 from workers.families.vllm import VllmRank
 from workers.vllm.environment import require_generation
 from workers.vllm.weights import vllm_weight_slices
@@ -46,7 +47,7 @@ def in_fp8(config: Config, hf_config: Mapping[str, Json]) -> bool:
 def compute_dtype(config: Config, hf_config: Mapping[str, Json]) -> str:
     """The dtype in which the engine computes, by vLLM's name. Raises ConfigError for one that FP8 cannot be used with."""
     vllm = require_generation(config).vllm_cfg
-    dtype = "bfloat16" if in_fp8(config, hf_config) else vllm.precision or config.policy.precision
+    dtype = "bfloat16" if in_fp8(config, hf_config) else generation_dtype(config)
     if vllm.kv_cache_dtype == "fp8" and dtype != "bfloat16":
         raise ConfigError(
             f"policy.generation.vllm_cfg.kv_cache_dtype is fp8, but the engine computes in {dtype}; set "
