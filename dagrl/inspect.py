@@ -21,7 +21,7 @@ from dagrl.imports import did_you_mean
 from dagrl.layout import ParallelLayout
 from dagrl.model_init import load_tokenizer, model_description
 from dagrl.preflight import load_phase, trace_phases, worker_classes
-from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, no_collections, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
 from dagrl.settings import check_settings, generation_dtype, is_colocated, layouts
@@ -67,7 +67,8 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
     reports = phase_reports(config, phase)
     texts = [str(report) for report in reports]
     if any(report.plan.name == REFIT for report in reports):
-        texts.append(_refit_text(config))
+        with no_collections():
+            texts.append(_refit_text(config))
     picture = draw([report.drawing for report in reports])
     if output is None:
         comments = "\n".join(f"%% {line}".rstrip() for line in "\n".join(texts).splitlines())

@@ -11,9 +11,11 @@ are channel ranks: sources come first, then destinations.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -159,10 +161,23 @@ def plan_refit(
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
     limits = _Limits(limit, staged, direct_bytes)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
-    planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
-    buckets = planner.buckets()
+    with no_collections():
+        planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
+        buckets = planner.buckets()
     digest = _digest(held, wanted, buckets, (dtype, aliases, limits, replicate_in_host))
     return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), planner.moves)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Planning leaves no garbage in circles, and looking for it among its millions of objects takes a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
