@@ -12,7 +12,7 @@ from dagrl.refit.schedule import Block
 from dagrl.refit.slices import Box, Scales, WeightSlice, in_one_piece, tensor_shapes
 
 PiecesOfParts = Mapping[Part, Sequence[Piece]]
-
+"""What a destination makes of each part, at one place or several."""
 
 Staged = tuple[int, int]
 """Bytes that the source packs and the destination unpacks."""

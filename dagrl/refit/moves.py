@@ -37,7 +37,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def message_bytes(box: Box, dtype: str, scaled: bool) -> int:
+def move_bytes(box: Box, dtype: str, scaled: bool) -> int:
     """Bytes of a box on the wire; scales follow the box, aligned."""
     nbytes = volume(box) * ITEM_BYTES[dtype]
     return aligned(nbytes) + volume(in_blocks(box)) * _SCALE_BYTES if scaled else nbytes
@@ -69,7 +69,7 @@ class Move:
     @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return message_bytes(self.box, self.dtype, self.scales is not None)
+        return move_bytes(self.box, self.dtype, self.scales is not None)
 
     @property
     def extents(self) -> tuple[int, ...]:

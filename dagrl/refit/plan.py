@@ -34,7 +34,7 @@ from dagrl.refit.cover import (
     prove_covered,
     source_name,
 )
-from dagrl.refit.moves import DIRECT_BYTES, ITEM_BYTES, RankPlan, TransferBucket, aligned, boxes_adjoin, message_bytes
+from dagrl.refit.moves import DIRECT_BYTES, ITEM_BYTES, RankPlan, TransferBucket, aligned, boxes_adjoin, move_bytes
 from dagrl.refit.order import Position, order_rounds
 from dagrl.refit.quantize import FP8
 from dagrl.refit.schedule import Block, LinkSpeeds, Pair, Placement, choose_routes, make_blocks
@@ -236,7 +236,7 @@ class _Planner:
             limit = self._limits.staged - (self._limits.staged // 2048 if held.scales else 0)  # room for the scales
             parts = self._covers[key] = cover(held, self._index, name, max(1, limit // ITEM_BYTES[wire]))
             for part in parts:
-                self._exact[part] = message_bytes(part.box, wire, held.scales is not None)
+                self._exact[part] = move_bytes(part.box, wire, held.scales is not None)
                 self._nbytes[part] = aligned(self._exact[part])
         return parts
 
@@ -306,7 +306,7 @@ class _Planner:
         return nbytes, nbytes
 
     def _may_be_direct(self, rank: int, block: Block) -> bool:
-        """Whether a part is large, or parts lie behind each other at a destination."""
+        """Whether `cut_messages` could find a run in it: a cheap look, which says no only where there is none."""
         number = self._list_of[rank]
         found = self._runs.get((number, block))
         if found is None:

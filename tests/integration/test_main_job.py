@@ -17,6 +17,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.loops.rollout import IN_FLIGHT
 from dagrl.preflight import preflight
 from dagrl.shapes import Batch
+from dagrl.trace import _ORIGIN_PERIOD_NS
 from tests.integration.main_job import GRPO, ROOT, SFT, SMALL, Metrics, Run, copy_run, train, untimed
 from tests.integration.megatron_pool import MegatronPool
 
@@ -117,6 +118,14 @@ def test_the_trace_has_every_replay_on_every_worker(learned: Run) -> None:
     assert {phase: counts[phase] for phase in REPLAYS} == REPLAYS
     recorded = sum(line.get("replays", 0) for line in learned.metrics)
     assert recorded <= sum(counts.values()) <= recorded + IN_FLIGHT  # quanta that nobody waited for at the end
+
+
+def test_the_first_step_is_timed_from_the_end_of_the_warm_up(learned: Run) -> None:
+    events = json.loads((learned.directory / "trace.json").read_text())
+    warm = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X" and event["cat"] == "warm-up")
+    first = next(line for line in learned.metrics if "timing_s/total" in line)
+    origin = first["time"] // (_ORIGIN_PERIOD_NS / 1e9) * (_ORIGIN_PERIOD_NS / 1e9)
+    assert first["time"] - first["timing_s/total"] >= origin + warm / 1e6 - 2e-3, "the time is written to a millisecond"
 
 
 def test_the_plot_is_a_picture(learned: Run) -> None:
