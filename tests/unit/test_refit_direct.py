@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.refit_mappings import QWEN3_4B
 from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitPlan, WeightSlice, plan_refit
 from dagrl.refit.moves import DIRECT_BYTES, Move, Side, aligned, cut_messages, place_of_run
@@ -29,18 +28,6 @@ from tests.unit.weight_reference import (
 from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.weights import vllm_weight_slices
-
-QWEN3_4B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
 
 
 def part(
