@@ -6,6 +6,7 @@ something picklable. Used by tests/integration/test_channel_{gloo,ipc}.py and te
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -77,7 +78,7 @@ def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0,
         device = {"nccl": f"cuda:{rank}", "ipc on a GPU": "cuda:0"}.get(kind, "cpu")
         place = Place(ChannelSpec(backend, address, rank, size, channel_timeout_s), ports, device)
         ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(case, place, theirs))
+        process = context.Process(target=_run, args=(case, place, limit_s, theirs))
         process.start()
         theirs.close()
         running.append((process, ours))
@@ -98,7 +99,8 @@ def _result(connection: Connection, deadline: float) -> object:
         return None  # killed
 
 
-def _run(case: Case, place: Place, connection: Connection) -> None:
+def _run(case: Case, place: Place, limit_s: float, connection: Connection) -> None:
+    faulthandler.dump_traceback_later(0.9 * limit_s)  # where it hangs
     torch.set_num_threads(1)
     if place.device != "cpu":
         torch.cuda.set_device(place.device)

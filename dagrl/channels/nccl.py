@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dagrl.channels.agreement import Agreement
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
 _POLL_S = 50e-6
+_ABORT_S = 5.0  # for NCCL to end a communicator that was aborted
 
 
 class NcclPending:
@@ -54,14 +56,17 @@ class NcclChannel:
         self._device = torch.cuda.current_device()
         # Of high priority: its kernels are few and need whole multiprocessors, which others shall not take first.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # over what stands: the communicator, and why it is broken
         self._reason: str | None = None
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._communicator: Any = None
+        self._aborting: threading.Thread | None = None
+        self._graphs_lock = threading.RLock()  # held while a graph is launched, or all are let go
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._recording = False
         store = open_store(spec)
         self._agreement = Agreement(store, spec)
         self._within_deadline(lambda: self._connect(store))
-        self._posting_until: float | None = None
+        self._host_until: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="nccl-watch", daemon=True).start()
 
@@ -92,10 +97,22 @@ class NcclChannel:
         if self._communicator is None:
             raise cannot_join(self.spec, TimeoutError("some rank did not come"))
 
+    @contextmanager
+    def _host_may_wait(self) -> Iterator[None]:
+        """The block has the deadline: in it NCCL and CUDA may wait for a peer on the host.
+
+        The first message to a peer waits until the peer posts its side too; recorded messages have their memory registered
+        with the peer; a launch may wait for what was launched before.
+        """
+        outermost, self._host_until = self._host_until, self._host_until or time.monotonic() + self.spec.timeout_s
+        try:
+            yield
+        finally:
+            self._host_until = outermost
+
     def _watch(self) -> None:
-        """The first message to a peer blocks the host until the peer posts its side too: give that a deadline as well."""
         while not self._closed.wait(min(1.0, self.spec.timeout_s / 4)):
-            until = self._posting_until
+            until = self._host_until
             if until is not None and time.monotonic() > until:
                 self.abort(f"a peer did not take part within {self.spec.timeout_s} s")
 
@@ -131,16 +148,15 @@ class NcclChannel:
 
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         nccl, stream, communicator = self._nccl, self._stream.cuda_stream, self._communicator
-        self._posting_until = time.monotonic() + self.spec.timeout_s
-        nccl.groupStart()
-        try:
-            for tensor, peer in sends:
-                communicator.send(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, peer, stream)
-            for tensor, peer in receives:
-                communicator.recv(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, peer, stream)
-        finally:
-            nccl.groupEnd()
-            self._posting_until = None
+        with self._host_may_wait():
+            nccl.groupStart()
+            try:
+                for tensor, peer in sends:
+                    communicator.send(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, peer, stream)
+                for tensor, peer in receives:
+                    communicator.recv(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, peer, stream)
+            finally:
+                nccl.groupEnd()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Capture `work` in a CUDA graph, which one launch replays on the current stream."""
@@ -148,24 +164,37 @@ class NcclChannel:
 
         self._check_usable()
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        with self._lock:
-            self._graphs.add(graph)
+        try:
+            with self._host_may_wait():
+                self._capture(graph, work)
+            with self._graphs_lock:
+                self._check_usable()  # an abort let go of the graphs that it knew
+                self._graphs.add(graph)
+        except BaseException:
+            graph.reset()  # at once: the error's traceback refers to it, and NCCL's abort waits for its end
+            raise
         return lambda: self._launch(graph)
 
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
+        import torch
+
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        self._recording = True
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+        finally:
+            self._recording = False
+
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._check_usable()
-        with self._lock:  # an abort frees graphs
-            if self._reason is None:
-                graph.replay()
-        self._check_usable()
+        with self._graphs_lock, self._host_may_wait():
+            self._check_usable()
+            graph.replay()
 
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         """See `Channel.agree`."""
@@ -197,13 +226,15 @@ class NcclChannel:
             time.sleep(0 if waited < _SPIN_S else _POLL_S)
 
     def _check_usable(self) -> None:
-        communicator = self._communicator
-        if communicator is None or self._reason is not None:
-            raise ChannelError(f"{self._name()} is closed or broken: {self._reason}; open a new channel")
-        try:
-            communicator.check_async_error()
-        except self._nccl.NcclError as error:
-            raise self._broken(f"a peer failed: {error}") from error
+        with self._lock:  # an abort frees the communicator
+            if self._communicator is None or self._reason is not None:
+                raise ChannelError(f"{self._name()} is closed or broken: {self._reason}; open a new channel")
+            try:
+                self._communicator.check_async_error()
+                return
+            except self._nccl.NcclError as error:
+                failure = error
+        raise self._broken(f"a peer failed: {failure}") from failure
 
     def _broken(self, found: str) -> ChannelError:
         self.abort(found)
@@ -214,19 +245,32 @@ class NcclChannel:
         return f"nccl channel rank {self.spec.rank} of {self.spec.size} ({self.spec.address})"
 
     def abort(self, reason: str) -> None:
-        """Break the channel from any thread; kernels that wait for a peer end."""
+        """Break the channel from any thread; kernels that wait for a peer end.
+
+        NCCL tells them at once, and then waits for graphs that refer to the communicator: hence in a thread of its own.
+        """
         with self._lock:
-            if self._reason is None and self._communicator is not None:
-                self._reason = reason
-                self._free_graphs()
-                self._communicator.abort()
-                self._agreement.abort(reason)
+            if self._reason is not None or self._communicator is None:
+                return
+            self._reason = reason
+            self._aborting = threading.Thread(target=self._communicator.abort, name="nccl-abort", daemon=True)
+            self._aborting.start()
+        self._agreement.abort(reason)
+        if not self._recording:  # else `record` lets go of its graph, and `close` of the others
+            self._free_graphs()
+            self._aborting.join(_ABORT_S)
 
     def _free_graphs(self) -> None:
         """Graphs refer to the communicator, whose end waits for theirs (NCCL's `commDestroySync`)."""
-        for graph in list(self._graphs):
-            graph.reset()
-        self._graphs.clear()
+        if not self._graphs_lock.acquire(timeout=_ABORT_S):
+            logger.warning("%s: a launch of recorded messages did not return within %s s", self._name(), _ABORT_S)
+            return
+        try:
+            for graph in list(self._graphs):
+                graph.reset()
+            self._graphs.clear()
+        finally:
+            self._graphs_lock.release()
 
     def close(self) -> None:
         """Destroy the communicator; where messages do not end within the deadline, abort it."""
@@ -240,9 +284,13 @@ class NcclChannel:
                 self._wait_for(done)
             except ChannelError as error:
                 logger.warning("closing: %s", error)
+        self._free_graphs()
         with self._lock:
-            if self._communicator is not None and self._reason is None:
-                self._free_graphs()
+            if self._aborting is not None:
+                self._aborting.join(_ABORT_S)
+                if self._aborting.is_alive():
+                    logger.warning("%s: NCCL did not end the communicator within %s s", self._name(), _ABORT_S)
+            elif self._communicator is not None:
                 self._communicator.destroy()
             self._communicator = None
             self._agreement.close()

@@ -187,3 +187,41 @@ def test_a_recorded_message_that_nobody_sends_ends_at_the_deadline() -> None:
     assert isinstance(result, tuple), result
     error, seconds = result
     assert "messages did not end within 3" in error and seconds < 10
+
+
+def broken_while_recorded(place: Place) -> object:
+    """An abort in the middle of a recording, after a message of it: its graph refers to the communicator already."""
+    from dagrl.errors import ChannelError
+
+    channel = place.open()
+    message = torch.zeros(1 << 20, device=place.device)
+
+    def work() -> None:
+        (channel.send(message, 1) if place.rank == 0 else channel.receive(message, 0)).wait()
+
+    def work_and_break() -> None:
+        work()
+        channel.abort("the test said so")
+        work()
+
+    work()
+    channel.synchronize()
+    replay = channel.record(work)
+    start = time.monotonic()
+    errors = []
+    for act in (lambda: channel.record(work_and_break), replay):
+        try:
+            act()
+        except ChannelError as caught:
+            errors.append(str(caught))
+    channel.close()
+    return errors, time.monotonic() - start
+
+
+@two_gpus
+def test_an_abort_while_messages_are_recorded_returns() -> None:
+    pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
+    for result in run_case(broken_while_recorded, "nccl", 2, channel_timeout_s=20):
+        assert isinstance(result, tuple), result
+        errors, seconds = result
+        assert len(errors) == 2 and all("the test said so" in error for error in errors) and seconds < 4, result
