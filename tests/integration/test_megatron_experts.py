@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,16 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
             experts[token_ids] = [np.count_nonzero(counts) for counts in used]
     assert set(experts[None]) == {2}, "each token goes to two experts"
     assert min(experts[64]) > 2
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_worker_that_was_shut_down_keeps_no_memory(name: str, tiny_models: dict[str, Path]) -> None:
+    """A process may serve another model next."""
+    with single_worker(reference.make_config(tiny_models[name]), TestedWorker) as made:
+        made.train_step(reference.make_batch(), "sft")
+        trainer = made._ready()
+        held = [*trainer.model.parameters().values(), *trainer.gradient_tensors(), *trainer.optimizer_tensors()]
+        alive = [weakref.ref(tensor) for tensor in held]
+        del trainer, held
+    gc.collect()
+    assert not [reference for reference in alive if reference() is not None]

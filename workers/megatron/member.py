@@ -125,6 +125,8 @@ class GroupMember:
 
         if self._channel is not None:
             self._channel.close()
+        if self._trainer is not None:
+            self._trainer.model.forget_microbatches()
         self._trainer = self._sender = self._channel = self._reference = self._saving = None
         self._checkpoint_group = None
         end_groups()

@@ -120,6 +120,17 @@ class Model:
         """The live tensors of `parameters()`."""
         return {name: parameter.data for name, parameter in self.parameters().items()}
 
+    def forget_microbatches(self) -> None:
+        """Drop what Megatron's layers keep of the last microbatch, so that the model can be collected.
+
+        Dispatchers of experts keep the router's probabilities, and those their autograd graph, at whose leaves are hooks that
+        refer to the whole model: a cycle through C++, where Python's collector sees none.
+        """
+        for chunk in self.chunks:
+            for layer in chunk.modules():
+                if isinstance(layer, MoELayer):
+                    layer.token_dispatcher.probs = None
+
 
 def build_model(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout, device: torch.device) -> Model:
     """This rank's part of the model on `device`; Megatron's model parallel groups must be initialised."""
