@@ -123,7 +123,7 @@ class Model:
     def forget_microbatches(self) -> None:
         """Drop what Megatron's layers keep of the last microbatch, so that the model can be collected.
 
-        Dispatchers of experts keep the router's probabilities, and those their autograd graph, at whose leaves are hooks that
+        Dispatchers of experts keep the router's probabilities, and those their autograd graph, whose leaves have hooks that
         refer to the whole model: a cycle through C++, where Python's collector sees none.
         """
         for chunk in self.chunks:
