@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import threading
 import time
 import weakref
@@ -51,6 +52,9 @@ class NcclChannel:
         nccl = _import_nccl()
         import torch
 
+        # Else NCCL registers the memory of recorded messages with peers, which waits for them on the host, and they would
+        # go on writing to it after it was given back and other memory was taken at its address.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         self.spec = spec
         self._nccl = nccl
         self._device = torch.cuda.current_device()
@@ -101,8 +105,8 @@ class NcclChannel:
     def _host_may_wait(self) -> Iterator[None]:
         """The block has the deadline: in it NCCL and CUDA may wait for a peer on the host.
 
-        The first message to a peer waits until the peer posts its side too; recorded messages have their memory registered
-        with the peer; a launch may wait for what was launched before.
+        The first message to a peer waits until the peer posts its side too, and a launch may wait for what was launched
+        before.
         """
         outermost, self._host_until = self._host_until, self._host_until or time.monotonic() + self.spec.timeout_s
         try:

@@ -103,8 +103,25 @@ def tried(place: Place) -> object:
     return _refits(place, 3 + 2 * TRIALS, record="auto", verify="checksum")
 
 
-def _refits(place: Place, versions: int, record: Record, verify: Verify, moves: tuple[int, ...] = ()) -> int:
-    """How often this rank recorded. At the first version of `moves` the sender's tensors move, at the second the other's."""
+def emptied(place: Place) -> object:
+    """Recorded refits between tensors that lose their memory and get other memory at the same addresses."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # addresses stay when the memory behind them goes
+    return _refits(place, 6, record=True, verify="checksum", empties=(3, 4))
+
+
+def _refits(
+    place: Place,
+    versions: int,
+    record: Record,
+    verify: Verify,
+    moves: tuple[int, ...] = (),
+    empties: tuple[int, ...] = (),
+) -> int:
+    """How often this rank recorded.
+
+    At the first version of `moves` the sender's tensors move, at the second the other's. At those of `empties` memory is
+    given back and taken again, with what was in it.
+    """
     from dagrl.refit import RefitReceiver, RefitSender
     from tests.unit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
 
@@ -119,11 +136,16 @@ def _refits(place: Place, versions: int, record: Record, verify: Verify, moves: 
     else:
         expected = vllm_tensors(weights, cases.CONFIG, 1, 0)
         held = zeros_like(expected)
-    live = {name: torch.nn.Parameter(tensor.to(place.device)) for name, tensor in held.items()}
+    if empties:
+        live = _in_one_storage(held, place.device)
+    else:
+        live = {name: torch.nn.Parameter(tensor.to(place.device)) for name, tensor in held.items()}
     end = (RefitSender if place.rank == 0 else RefitReceiver)(plan.for_rank(place.rank), live, channel, verify, record)
     for version in range(versions):
         if version in moves:
             _move(live, place.rank == moves.index(version))
+        if version in empties and place.rank == empties.index(version):
+            _empty(live)
         if isinstance(end, RefitSender):
             end.send(version)
             for parameter in live.values():
@@ -140,6 +162,36 @@ def _move(live: dict[str, torch.nn.Parameter], mine: bool) -> None:
     if mine:
         for parameter in live.values():
             parameter.data = parameter.data.clone()
+
+
+def _in_one_storage(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.nn.Parameter]:
+    """As Megatron's buffers have them; large enough to have its memory for itself."""
+    storage, used = torch.empty(64 << 20, dtype=torch.uint8, device=device), 0
+    live = {}
+    for name, tensor in tensors.items():
+        part = storage[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        live[name] = torch.nn.Parameter(part.copy_(tensor))
+        used += -(-tensor.nbytes // 256) * 256
+    return live
+
+
+def _empty(live: dict[str, torch.nn.Parameter]) -> None:
+    storage = next(iter(live.values())).untyped_storage()
+    address, size, reserved = storage.data_ptr(), storage.nbytes(), torch.cuda.memory_reserved()
+    kept = [parameter.data.cpu() for parameter in live.values()]
+    storage.resize_(0)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - size
+    storage.resize_(size)
+    assert storage.data_ptr() == address, "else this is a test of memory that moves"
+    for parameter, values in zip(live.values(), kept, strict=True):
+        parameter.data.copy_(values)
+
+
+@two_gpus
+def test_a_recorded_refit_goes_to_memory_that_was_given_back_and_taken_again() -> None:
+    pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
+    assert run_case(emptied, "nccl", 2) == [1, 1]
 
 
 @two_gpus
