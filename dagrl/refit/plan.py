@@ -17,10 +17,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from dagrl.errors import RefitPlanError
-from dagrl.refit.block_moves import BlockMoves, Staged
+from dagrl.refit.block_moves import BlockMoves
 from dagrl.refit.cover import (
     Part,
     Piece,
@@ -29,12 +28,12 @@ from dagrl.refit.cover import (
     check_parameters,
     cover,
     distinct_lists,
-    extents,
     index_sources,
     prove_covered,
     source_name,
 )
-from dagrl.refit.moves import DIRECT_BYTES, ITEM_BYTES, RankPlan, TransferBucket, aligned, boxes_adjoin, move_bytes
+from dagrl.refit.fill import BucketFilling, Contents, Limits, PartBytes
+from dagrl.refit.moves import DIRECT_BYTES, ITEM_BYTES, RankPlan, TransferBucket, aligned, move_bytes
 from dagrl.refit.order import Position, order_rounds
 from dagrl.refit.quantize import FP8
 from dagrl.refit.schedule import Block, LinkSpeeds, Pair, Placement, choose_routes, make_blocks
@@ -57,10 +56,6 @@ TIED_HEAD = {"lm_head.weight": "model.embed_tokens.weight"}
 """Alias for models with tied embeddings: a destination that keeps a head of its own gets the embedding."""
 
 CASTABLE = ("float64", "float32", "bfloat16", "float16")
-
-
-Contents = tuple[tuple[Block, ...], int, int, int]
-"""Blocks of a bucket, its bytes, and those that are packed and unpacked; see `PlannedBucket`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -159,7 +154,7 @@ def plan_refit(
     limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), largest)
     staged = bucket_bytes or min(limit, BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
-    limits = _Limits(limit, staged, direct_bytes)
+    limits = Limits(limit, staged, direct_bytes)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
     with no_collections():
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
@@ -180,15 +175,6 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Bytes of a bucket at most, of what either end stages of it, and at least of a message that is sent directly."""
-
-    bucket: int
-    staged: int
-    direct: int
-
-
 class _Planner:
     """The steps of `plan_refit`."""
 
@@ -200,21 +186,21 @@ class _Planner:
         sources: int,
         dtypes: tuple[str, str],
         aliases: Mapping[str, str],
-        limits: _Limits,
+        limits: Limits,
         placement: Placement | None,
         speeds: LinkSpeeds,
     ) -> None:
         self._index, self._sources, self._dtype = index, sources, dtypes[0]
         self._aliases, self._limits, self._placement, self._speeds = aliases, limits, placement, speeds
         self._ranks_of = [tuple(sources + rank for rank in ranks) for _, ranks in wanted]
-        self._list_of = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
+        self._description = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
         self._covers: dict[tuple[str, Box, bool], list[Part]] = {}
-        self._nbytes: dict[Part, int] = {}  # aligned
-        self._exact: dict[Part, int] = {}
-        self._bytes_of: dict[tuple[int, Block], tuple[int, int]] = {}
-        self._runs: dict[tuple[int, Block], bool] = {}
+        self._nbytes: dict[Part, PartBytes] = {}
         self._pieces = [self._pieces_of(slices) for slices, _ in wanted]
         self.moves = BlockMoves(held, wanted, self._pieces, sources, dtypes, limits.direct)
+        self._filling = BucketFilling(
+            index, self._description, self._pieces, self._nbytes, self.moves, limits, in_several_places=bool(aliases)
+        )
 
     def _pieces_of(self, slices: Sequence[WeightSlice]) -> dict[Part, list[Piece]]:
         """The proved pieces of one destination description, by part."""
@@ -236,8 +222,8 @@ class _Planner:
             limit = self._limits.staged - (self._limits.staged // 2048 if held.scales else 0)  # room for the scales
             parts = self._covers[key] = cover(held, self._index, name, max(1, limit // ITEM_BYTES[wire]))
             for part in parts:
-                self._exact[part] = move_bytes(part.box, wire, held.scales is not None)
-                self._nbytes[part] = aligned(self._exact[part])
+                exact = move_bytes(part.box, wire, held.scales is not None)
+                self._nbytes[part] = PartBytes(exact, aligned(exact))
         return parts
 
     def buckets(self) -> tuple[PlannedBucket, ...]:
@@ -250,9 +236,9 @@ class _Planner:
         wanted_by = {part: keys.setdefault(key, key) for part, numbers in lists.items() for key in (tuple(numbers),)}
         replicas = {key: sum(len(self._ranks_of[number]) for number in key) for key in keys}
         most = self._limits.staged if self._limits.staged == self._limits.bucket else self._limits.staged // BLOCKS
-        blocks = make_blocks(wanted_by, self._nbytes, replicas, most)
+        blocks = make_blocks(wanted_by, {part: one.aligned for part, one in self._nbytes.items()}, replicas, most)
         routes = choose_routes(blocks, self._ranks_of, self._sources, self._limits.staged, self._placement)
-        filled = {pair: self._fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
+        filled = {pair: self._filling.fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
         relayed, after = self._relays(filled, routes.relays)
         filled |= relayed
         durations = {pair: [self._nanoseconds(pair, nbytes) for _, nbytes, *_ in some] for pair, some in filled.items()}
@@ -266,80 +252,6 @@ class _Planner:
     def _nanoseconds(self, pair: Pair, nbytes: int) -> int:
         crosses = self._placement is not None and self._placement.crosses(*pair)
         return 1 + round(1e9 * self._speeds.seconds(nbytes, crosses))
-
-    def _fill(self, pair: Pair, blocks: Sequence[Block]) -> list[Contents]:
-        """Buckets of one pair, within the limits.
-
-        Large parts that are whole rows come first and last: where nothing is cast they need no staging, so nothing has to be
-        packed before the first message and unpacked after the last.
-        """
-        direct: list[tuple[Block, ...]] = [(block,) for block in blocks if self._fills_a_bucket(block)]
-        buckets = direct[:1]
-        some: list[Block] = []
-        end = packed = unpacked = 0
-        staged = 0, 0
-        for block in blocks:
-            if self._fills_a_bucket(block):
-                continue
-            nbytes, _ = self._block_bytes(pair[1], block)
-            if self._limits.staged < self._limits.bucket:  # otherwise the bucket's own limit is reached first
-                staged = self._staged(pair, block)
-            most = max(packed + staged[0], unpacked + staged[1])
-            if some and (end + nbytes > self._limits.bucket or most > self._limits.staged):
-                buckets.append(tuple(some))
-                some, end, packed, unpacked = [], 0, 0, 0
-            some.append(block)
-            end, packed, unpacked = end + nbytes, packed + staged[0], unpacked + staged[1]
-        buckets += [tuple(some)] if some else []
-        return [self._contents(pair, chosen) for chosen in [*buckets, *direct[1:]]]
-
-    def _contents(self, pair: Pair, blocks: tuple[Block, ...]) -> Contents:
-        nbytes = sum(self._block_bytes(pair[1], block)[1] for block in blocks)
-        staged = [self._staged(pair, block, alone=len(blocks) == 1) for block in blocks]
-        return blocks, nbytes, sum(packed for packed, _ in staged), sum(unpacked for _, unpacked in staged)
-
-    def _staged(self, pair: Pair, block: Block, alone: bool = False) -> Staged:
-        """What the ends stage of a block; moves are only made where some of it may not be staged."""
-        if self._may_be_direct(pair[1], block):
-            return self.moves.staged_bytes(*pair, block, alone)
-        nbytes, _ = self._block_bytes(pair[1], block)
-        return nbytes, nbytes
-
-    def _may_be_direct(self, rank: int, block: Block) -> bool:
-        """Whether `cut_messages` could find a run in it: a cheap look, which says no only where there is none."""
-        number = self._list_of[rank]
-        found = self._runs.get((number, block))
-        if found is None:
-            pieces = [piece for part in block.parts for piece in self._pieces[number][part]]
-            found = self._runs[number, block] = (
-                len(pieces) == 1
-                or any(self._nbytes[part] >= self._limits.direct for part in block.parts)
-                or any(
-                    first.target.tensor == second.target.tensor and boxes_adjoin(first.target_local, second.target_local)
-                    for first, second in pairwise(pieces)
-                )
-            )
-        return found
-
-    def _fills_a_bucket(self, block: Block) -> bool:
-        """Whether it is likely one piece of memory on both sides, and large enough to be a bucket by itself."""
-        part = block.parts[0]
-        if len(block.parts) > 1 or 4 * block.nbytes < self._limits.bucket:
-            return False
-        around = extents(self._index[part.name])
-        return all(edges == end for edges, end in zip(part.box[1:], around[1:], strict=True))
-
-    def _block_bytes(self, rank: int, block: Block) -> tuple[int, int]:
-        """Bytes of a block for one destination, aligned and exact; through an alias it may want a part in two places."""
-        key = self._list_of[rank] if self._aliases else -1, block
-        found = self._bytes_of.get(key)
-        if found is None:
-            pieces = self._pieces[self._list_of[rank]]
-            found = self._bytes_of[key] = (
-                sum(self._nbytes[part] * len(pieces[part]) for part in block.parts),
-                sum(self._exact[part] * len(pieces[part]) for part in block.parts),
-            )
-        return found
 
     def _relays(
         self, filled: Mapping[Pair, Sequence[Contents]], relays: Mapping[Pair, Sequence[Block]]
@@ -356,7 +268,7 @@ class _Planner:
                     some = [block for block in blocks if id(block) in wants]
                     if some:
                         after[leader, rank, len(out[leader, rank])] = (source, leader, position)
-                        out[leader, rank].append(self._contents((leader, rank), tuple(some)))
+                        out[leader, rank].append(self._filling.contents((leader, rank), tuple(some)))
         return dict(out), after
 
     def _check_complete(self, buckets: Sequence[PlannedBucket]) -> None:
