@@ -73,10 +73,13 @@ _KEPT = re.compile(r"(NCCL|CUDA_VISIBLE|CUDA_DEVICE_MAX|VLLM|RAY|TORCH_SYMM|NVSH
 
 
 def _output(*command: str) -> list[str]:
-    """Lines of a command's output; none where it is not installed or fails."""
+    """Lines of a command's output; none where it is not installed, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return []
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 

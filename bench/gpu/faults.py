@@ -46,8 +46,8 @@ class Fault:
 
     The step before that one is `resumed_from_step`, whose checkpoint the run went on from.
 
-    `loss_difference` is the largest relative one of the steps from the restart to the next death, against the same steps of
-    the undisturbed run; `phase` is where the driver's error says that it happened.
+    `loss_difference` and `grad_norm_difference` are the largest relative ones of the steps from the restart to the next
+    death, against the same steps of the undisturbed run; `phase` is where the driver's error says that it happened.
     """
 
     place: str
@@ -58,6 +58,7 @@ class Fault:
     resumed_from_step: int
     steps_compared: int
     loss_difference: float
+    grad_norm_difference: float
 
 
 def main() -> None:
@@ -134,12 +135,15 @@ def run_together(runs: Sequence[BaseProcess], deadline_s: float) -> None:
     for run in runs:
         run.start()
     try:
-        while running := [run for run in runs if run.exitcode is None]:
+        while True:
+            running = [run for run in runs if run.exitcode is None]
+            if failed := [run for run in runs if run.exitcode]:
+                raise RunError(f"run {failed[0].name} ended with exit code {failed[0].exitcode}; its messages are above")
+            if not running:
+                return
             if not wait([run.sentinel for run in running], max(0.0, deadline - time.monotonic())):
                 names = ", ".join(run.name for run in running)
                 raise RunError(f"not at its end after {deadline_s:.0f} s: run {names}; give more by --deadline")
-            if failed := [run for run in runs if run.exitcode]:
-                raise RunError(f"run {failed[0].name} ended with exit code {failed[0].exitcode}; its messages are above")
     finally:
         _end(runs)
 
@@ -186,15 +190,17 @@ def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
             "steps than that, and algorithm grpo for any place but all_reduce"
         )
     died = died_at(directory / "deaths", place)
-    heard = next(line for line in _lines(directory / "heard.jsonl") if line["time"] > died)
+    told = directory / "heard.jsonl"
+    heard = next((line for line in (_lines(told) if told.exists() else ()) if line["time"] > died), None)
+    if heard is None:
+        raise RunError(f"no replay of the driver failed after the death in {place}; its messages are above")
     ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
     later = places[places.index(place) + 1 :]
     until = died_at(directory / "deaths", later[0]) if later else math.inf
     compared = [step for step, line in ours.items() if died < line["time"] < until]
     if not compared:
-        raise RunError(f"no step was trained after the death in {place} and before the next; see {directory}/disturbed")
+        raise RunError(f"no step was trained after the death in {place} and before the next: let them lie further apart")
     first = min(compared)
-    losses = [(ours[step]["loss"], theirs[step]["loss"]) for step in compared]
     return Fault(
         place=place,
         role=heard["role"],
@@ -203,8 +209,16 @@ def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
         training_again_s=round(ours[first]["time"] - died, 1),
         resumed_from_step=first - 1,
         steps_compared=len(compared),
-        loss_difference=max(abs(one - other) / max(abs(other), 1e-9) for one, other in losses),
+        loss_difference=max(_difference(ours[step]["loss"], theirs[step]["loss"]) for step in compared),
+        grad_norm_difference=max(_difference(ours[step]["grad_norm"], theirs[step]["grad_norm"]) for step in compared),
     )
+
+
+def _difference(found: float, expected: float) -> float:
+    """Relative; infinite where either is no number, which `max` could pass over."""
+    if not (math.isfinite(found) and math.isfinite(expected)):
+        return math.inf
+    return abs(found - expected) / max(abs(expected), 1e-9)
 
 
 def _steps(directory: Path) -> dict[int, Metrics]:
@@ -230,13 +244,14 @@ def print_table(faults: Sequence[Fault]) -> None:
         "from step",
         "steps",
         "loss",
+        "grad norm",
     ):
         table.add_column(name, justify="right")
     for fault in faults:
         table.add_row(
             fault.place, fault.role, fault.phase, f"{fault.detected_s:.3f}", f"{fault.training_again_s:.1f}",
             str(fault.resumed_from_step), str(fault.steps_compared),
-            f"{fault.loss_difference:.1e}",
+            f"{fault.loss_difference:.1e}", f"{fault.grad_norm_difference:.1e}",
         )  # fmt: skip
     Console(width=120).print(table)
 

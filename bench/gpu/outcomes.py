@@ -1,13 +1,14 @@
 """What became of the pieces of `run_all`, kept beside their results: `pieces.json`, and the page made from it.
 
 Parts that run one after another, also on different days of one directory, add up: an outcome takes the place of the earlier
-one of its piece, and a piece that could not run takes nobody's place.
+one of its piece, with its files, and a piece that could not run, or had no time for anything, takes nobody's place.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,11 +39,15 @@ def kept(out: Path) -> dict[str, Outcome]:
     return {row["piece"]: Outcome(**row) for row in json.loads(path.read_text())} if path.exists() else {}
 
 
-def keep(outcome: Outcome, order: Sequence[str], here: Environment, out: Path) -> None:
-    """Add an outcome to those in `out`, and write its page anew, in the order of `order`."""
+def keep(outcome: Outcome, made: Path, order: Sequence[str], here: Environment, out: Path) -> None:
+    """Add an outcome, and its files in `made`, to those in `out`, and write its page anew, in the order of `order`."""
     every = kept(out)
     if outcome.result not in NOT_RUN or every.get(outcome.piece, outcome).result in NOT_RUN:
         every[outcome.piece] = outcome
+        for path in _files(outcome.piece, out):
+            path.unlink()
+        for path in _files(outcome.piece, made):
+            shutil.move(path, out / path.name)
     places = {name: place for place, name in enumerate(order)}
     rows = sorted(every.values(), key=lambda row: places.get(row.piece, len(places)))
     (out / PIECES).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
@@ -53,7 +58,7 @@ def page(outcomes: Sequence[Outcome], here: Environment, out: Path) -> str:
     """The page of a results' directory."""
     lines = [f"# {here.slug}, {out.name}", "", "```", here.text().rstrip(), "```", ""]
     lines += ["| piece | result | seconds | | commit | files |", "|---|---|---|---|---|---|"]
-    files = _files(outcomes, out)
+    files = {row.piece: _files(row.piece, out) for row in outcomes}
     for row in outcomes:
         links = " ".join(f"[{path.name.removeprefix(row.piece)[1:]}]({path.name})" for path in files[row.piece])
         seconds = f"{row.seconds:.0f}" if row.seconds else ""
@@ -63,6 +68,6 @@ def page(outcomes: Sequence[Outcome], here: Environment, out: Path) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _files(outcomes: Sequence[Outcome], out: Path) -> Mapping[str, list[Path]]:
-    """The files that each piece left: `<piece>.json`, `.png`, `.log` and those of a run."""
-    return {row.piece: sorted(out.glob(f"{row.piece}.*")) for row in outcomes}
+def _files(piece: str, directory: Path) -> list[Path]:
+    """What a piece left: `<piece>.json`, `.png`, `.log` and what is kept of a run."""
+    return sorted(directory.glob(f"{piece}.*"))

@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,10 +61,23 @@ def main() -> int:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="dagrl-models-") as models:
         for piece in wanted:
-            outcomes.append(_survived(piece, here, out, Path(models)))
-            _tell(outcomes[-1], out)
-            keep(outcomes[-1], [known.name for known in every], here, out)
+            with _room_of_its_own(out) as room:
+                outcomes.append(_survived(piece, here, room, Path(models)))
+                _tell(outcomes[-1], room)
+                keep(outcomes[-1], room, [known.name for known in every], here, out)
     return sum(outcome.result in FAILURES for outcome in outcomes)
+
+
+@contextmanager
+def _room_of_its_own(out: Path) -> Iterator[Path]:
+    """A directory for what one piece writes, beside the results, so that a piece that fails spoils none of them."""
+    room = out / "unfinished"
+    shutil.rmtree(room, ignore_errors=True)
+    room.mkdir()
+    try:
+        yield room
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
 
 
 def _arguments() -> argparse.Namespace:

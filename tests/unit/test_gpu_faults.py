@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -26,7 +27,7 @@ def test_workers_die_in_the_order_of_versions() -> None:
 def write_run(directory: Path, lines: dict[int, tuple[float, float]]) -> None:
     """`lines`: time and loss of each step."""
     directory.mkdir()
-    text = [json.dumps({"step": step, "loss": loss, "time": when}) for step, (when, loss) in lines.items()]
+    text = [json.dumps({"step": step, "loss": loss, "grad_norm": 1.0, "time": when}) for step, (when, loss) in lines.items()]
     (directory / "metrics.jsonl").write_text("\n".join(text) + "\n")
 
 
@@ -69,6 +70,18 @@ def test_an_older_checkpoint_than_was_due_is_seen(tmp_path: Path) -> None:
     (tmp_path / "heard.jsonl").write_text(json.dumps({"time": 300.1, "role": "generation", "phase": "generate"}) + "\n")
     with pytest.raises(RunError, match="no step was trained after the death in quantum"):
         _fault("quantum", ["quantum"], tmp_path)
+    write_death(tmp_path, "quantum", 400.0)
+    with pytest.raises(RunError, match="no replay of the driver failed after the death in quantum"):
+        _fault("quantum", ["quantum"], tmp_path)
+
+
+def test_a_loss_that_is_no_number_is_no_equal_one(tmp_path: Path) -> None:
+    write_run(tmp_path / "undisturbed", {step: (100.0 + step, 1.0) for step in range(1, 5)})
+    write_run(tmp_path / "disturbed", {1: (201.0, 1.0), 2: (202.0, 1.0), 3: (203.0, 1.0), 4: (204.0, math.nan)})
+    write_death(tmp_path, "quantum", 202.5)
+    (tmp_path / "heard.jsonl").write_text(json.dumps({"time": 202.6, "role": "generation", "phase": "generate"}) + "\n")
+    fault = _fault("quantum", ["quantum"], tmp_path)
+    assert (fault.loss_difference, fault.grad_norm_difference) == (math.inf, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_what_cannot_be_removed_or_read_is_told_and_the_next_piece_runs(
     rmtree = shutil.rmtree
 
     def busy(path: Path, *args: Any, **keys: Any) -> None:
-        if path == tmp_path / "runs":
+        if path == tmp_path / "unfinished" / "runs":
             raise OSError(39, "Directory not empty", str(path))
         rmtree(path, *args, **keys)
 
@@ -114,7 +114,10 @@ def test_what_cannot_be_removed_or_read_is_told_and_the_next_piece_runs(
     monkeypatch.setattr(sys, "argv", ["run_all", "--out", str(tmp_path)])
     assert run_all.main() == 1
     found = {name: (row.result, row.note) for name, row in kept(tmp_path).items()}
-    assert found["run-sync"] == ("passed", f"not removed: [Errno 39] Directory not empty: '{tmp_path / 'runs'}'")
+    assert found["run-sync"] == (
+        "passed",
+        f"not removed: [Errno 39] Directory not empty: '{tmp_path / 'unfinished' / 'runs'}'",
+    )
     assert found["torn"][0] == "FAILED" and found["torn"][1].startswith("JSONDecodeError")
     assert found["good"] == ("passed", "")
 
@@ -141,16 +144,20 @@ def test_what_a_piece_has_left_is_less_by_what_made_it_ready(tmp_path: Path) -> 
 
 def test_parts_that_run_one_by_one_add_up(tmp_path: Path) -> None:
     order = ["first", "second", "third"]
-    (tmp_path / "second.json").write_text("{}")
-    (tmp_path / "second.png").write_bytes(b"")
-    for outcome in (
-        Outcome("third", "FAILED", 2.0, "exit code 1"),
-        Outcome("second", "passed", 3.0),
-        Outcome("first", "left out", note="needs 8 GPUs, this host has 2"),
-        Outcome("third", "passed", 4.0),
-        Outcome("second", "left out", note="a later run with fewer GPUs"),
+    made = tmp_path / "made"
+    made.mkdir()
+    for number, (outcome, files) in enumerate(
+        (
+            (Outcome("third", "FAILED", 2.0, "exit code 1"), ("third.log", "third.png")),
+            (Outcome("second", "passed", 3.0), ("second.json", "second.png")),
+            (Outcome("first", "left out", note="needs 8 GPUs, this host has 2"), ()),
+            (Outcome("third", "passed", 4.0), ("third.json",)),
+            (Outcome("second", "left out", note="a later run with less time"), ("second.json",)),
+        )
     ):
-        keep(outcome, order, HERE, tmp_path)
+        for name in files:
+            (made / name).write_text(str(number))
+        keep(outcome, made, order, HERE, tmp_path)
     assert [(row.piece, row.result, row.seconds) for row in kept(tmp_path).values()] == [
         ("first", "left out", 0.0),
         ("second", "passed", 3.0),
@@ -159,6 +166,8 @@ def test_parts_that_run_one_by_one_add_up(tmp_path: Path) -> None:
     page = (tmp_path / "README.md").read_text()
     assert "| third | passed | 4 |" in page and "FAILED" not in page
     assert "[json](second.json) [png](second.png)" in page and "![second](second.png)" in page
+    left = {path.name: path.read_text() for path in tmp_path.glob("*.*") if path.stem in order}
+    assert left == {"second.json": "1", "second.png": "1", "third.json": "3"}, "files are those of the outcome that is told"
 
 
 def test_parts_and_pieces_are_chosen_by_name() -> None:
@@ -168,7 +177,7 @@ def test_parts_and_pieces_are_chosen_by_name() -> None:
     with pytest.raises(SystemExit, match="there are no parts"):
         _wanted("stepp", every)
     assert len({found.name for found in every}) == len(every)
-    assert max(found.limit_s for found in every) <= 600
+    assert max(found.limit_s for found in every) + 2 * run_all.SESSION_S + 10 <= 600
 
 
 def test_every_layout_that_is_to_be_proved_has_a_piece() -> None:
