@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from dagrl.config import Config
 from dagrl.shapes import Batch
@@ -113,6 +114,7 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     from workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
     cpu.adapt()
+    _take_norms_at_once()
     if not hasattr(moe_utils, "te_general_gemm"):  # as `workers.megatron.model.build_model`
         moe_utils.te_general_gemm = None
     layout, device = context.layout, _device()
@@ -138,6 +140,27 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     cut = cut_batch(batch, rule, Place(layout, context.coordinates, *groups, device))
     forward = partial(_forward_chunked, built.output_layer(1.0, None)) if built else _forward
     return Loop(wrapped, optimizer, make_scheduler(optimizer, config), cut, forward)
+
+
+def _take_norms_at_once() -> None:
+    """Where neither Transformer Engine nor Apex is installed, Megatron reads the norm of each gradient to the host alone.
+
+    Nobody would measure against that: torch does what their kernels do.
+    """
+    from megatron.core.optimizer import clip_grads
+
+    if clip_grads.l2_norm_impl.__name__.startswith("local_"):
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+
+
+def _norm(chunk: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    return get_total_norm(tensors[0]).float().reshape(1), None
+
+
+def _scale(chunk: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    """In place: Megatron gives the gradients as source and as destination."""
+    assert all(source is target for source, target in zip(*tensors, strict=True))
+    torch._foreach_mul_(tensors[0], factor)
 
 
 def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.device) -> Any:

@@ -20,10 +20,11 @@ Started = tuple[Engine, list[Path]]
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:
-    """An engine with room for prompts of more than one block of the KV cache (128 tokens on CPUs)."""
+    """An engine of two slots, with room for prompts of more than one block of the KV cache (128 tokens on CPUs)."""
     root = tmp_path_factory.mktemp("models")
     checkpoints = [make_checkpoint(root / str(seed), seed=seed) for seed in range(3)]
-    with vllm_ranks.engine(make_config(checkpoints[0], length=320), request.param) as engine:
+    config = make_config(checkpoints[0], {"vllm_cfg": {"max_num_seqs": 2, "kv_cache_memory_bytes": 16 << 20}}, length=320)
+    with vllm_ranks.engine(config, request.param) as engine:
         yield engine, checkpoints
 
 
@@ -45,6 +46,21 @@ def test_running_requests_go_on_and_new_ones_see_no_old_prefix(started: Started)
     assert after.versions == [1] * 4 + [2] * 8
     new = chosen(hf_logprobs(checkpoints[1], LONG_PROMPT, after.tokens), after.tokens)
     assert (torch.tensor(after.logprobs).double() - new)[:4].abs().max() < 1e-5
+
+
+def test_requests_that_wait_for_a_slot_see_no_old_prefix(started: Started) -> None:
+    """They came before the update, and others of their prompt run on with what the older weights made of it."""
+    engine, checkpoints = started
+    engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)
+    waiting = requests([21, 22, 23, 24], [LONG_PROMPT] * 4, new=12, steps=5)
+    assert len(engine.generate(waiting)) == 0
+    engine.on_all(vllm_calls.write_weights, checkpoints[1], 1)
+    rows = {row.request_id: row for row in engine.run(requests([], []))}
+    assert [rows[name].versions for name in (21, 22)] == [[0] * 5 + [1] * 7] * 2
+    for name in (23, 24):
+        assert rows[name].versions == [1] * 12
+        new = chosen(hf_logprobs(checkpoints[1], LONG_PROMPT, rows[name].tokens), rows[name].tokens)
+        assert (torch.tensor(rows[name].logprobs).double() - new).abs().max() < 1e-5
 
 
 def test_no_token_from_torn_weights(started: Started) -> None:

@@ -9,7 +9,7 @@ and the policy version of each of its tokens is known, because versions change o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import GenerationConfig
@@ -37,14 +37,15 @@ class Request:
 
 @dataclass
 class _Running:
-    """`starts` are `(version, tokens made before it)` of each version that has worked on the request.
+    """What `request` has come to.
 
-    `progress` is what the last quantum said of it.
+    `starts` are `(version, tokens made before it)` of each version that has worked on it, `progress` what the last quantum
+    said of it.
     """
 
-    request_id: int
+    request: Request
     progress: Progress
-    starts: list[tuple[int, int]] = field(default_factory=list)
+    starts: list[tuple[int, int]]
 
 
 class QuantumEngine:
@@ -159,14 +160,26 @@ class QuantumEngine:
         """From now on tokens are made by `version`; the engine is at rest.
 
         Running requests go on from the KV cache that they have, or with `recompute` have it made anew by the new weights.
+        Those without a token yet begin anew.
         """
-        for name, made in self._tokens_made():
-            self._running[name].starts.append((version, made))
+        made = dict(self._tokens_made())
         self._version = version
+        for name, tokens in made.items():
+            if tokens:
+                self._running[name].starts.append((version, tokens))
+        self._begin_anew([name for name, tokens in made.items() if not tokens])
         if recompute:
             self._engine.reset_prefix_cache(reset_running_requests=True)
         else:
             self.reset_prefix_cache()
+
+    def _begin_anew(self, names: Sequence[str]) -> None:
+        """Add requests again, under the cache key of the version that is now: those that wait for a slot would otherwise
+        find prefixes that older weights made for others of their prompt."""
+        requests = [self._running.pop(name).request for name in names]
+        self._engine.abort_request(list(names))
+        for request in requests:
+            self._add(request)
 
     def sleep(self, level: int) -> None:
         """Give up the KV cache and the weights (level 1: they go to host memory; 2: they are dropped).
@@ -220,7 +233,7 @@ class QuantumEngine:
         # The version is part of the cache key: a prefix computed by older weights is never matched by a newer request.
         prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {self._version}"}
         self._engine.add_request(name, prompt, self._sampling(request))
-        self._running[name] = _Running(request.request_id, Progress(request.request_id), [(self._version, 0)])
+        self._running[name] = _Running(request, Progress(request.request_id), [(self._version, 0)])
 
     def _sampling(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
@@ -247,7 +260,7 @@ class QuantumEngine:
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         return FinishedRequest(
-            request_id=running.request_id,
+            request_id=running.request.request_id,
             tokens=tokens,
             logprobs=list(_sampled_logprobs(completion)),
             versions=_token_versions(running.starts, len(tokens)),
@@ -259,7 +272,7 @@ class QuantumEngine:
         table = state.logprobs_processor.logprobs if tokens else []
         logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, table, strict=True)]
         versions = _token_versions(running.starts, len(tokens))
-        return FinishedRequest(running.request_id, tokens, logprobs, versions, "unfinished")
+        return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished")
 
     def _states(self) -> dict[str, Any]:
         """What vLLM knows of each request, by our name for it."""
