@@ -50,7 +50,7 @@ class Agreement:
         self._number += 1
         with _named_errors(self._spec):
             if refusal:
-                self._refuse(number, refusal)
+                self._refuse(self._store, number, refusal)
             elif self._store.add(f"agree/{number}/votes", 1) == self._spec.size:
                 self._store.set(f"agree/{number}/outcome", _ALL)
                 self._forget(number - 1)
@@ -82,8 +82,11 @@ class Agreement:
 
     def abort(self, reason: str) -> None:
         """Let those that wait know that this rank will not vote; from any thread, and when the store is gone already."""
+        store = self._open_store
+        if store is None:
+            return
         try:
-            self._refuse(self._number, reason)
+            self._refuse(store, self._number, reason)
         except RuntimeError as error:  # torch's DistError is one
             logger.debug("%s, aborting: %s", _name(self._spec), error)
 
@@ -102,8 +105,8 @@ class Agreement:
         except RuntimeError as error:  # torch's DistError is one: rank 0 left first
             logger.debug("%s, closing: %s", _name(self._spec), error)
 
-    def _refuse(self, number: int, reason: str) -> None:
-        self._store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} could not do its part: {reason}")
+    def _refuse(self, store: Store, number: int, reason: str) -> None:
+        store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} could not do its part: {reason}")
 
     def _forget(self, number: int) -> None:
         """An agreement that everybody has left: all of them voted in the next."""

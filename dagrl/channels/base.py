@@ -8,6 +8,7 @@ both sides know dtype and size beforehand.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -84,6 +85,9 @@ class Channel(Protocol):
         Several to one peer must be posted there at once as well, in the same order.
         """
 
+    def guarded(self) -> AbstractContextManager[None]:
+        """The block, which launches work around messages, has the deadline: after it the channel is aborted."""
+
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record what `work` posts, waits for and launches, and return what does it again: at once, where the backend can.
 
@@ -114,8 +118,8 @@ class Channel(Protocol):
 
 
 def wait_all(pending: Sequence[Pending]) -> None:
-    """Wait for several messages."""
-    for message in pending:
+    """Wait for several messages; those of one group may be one and the same."""
+    for message in dict.fromkeys(pending):
         message.wait()
 
 

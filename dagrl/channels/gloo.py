@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -64,6 +65,10 @@ class GlooChannel:
         """Post several messages at once."""
         posted = [self.receive(tensor, peer) for tensor, peer in receives]
         return [*posted, *(self.send(tensor, peer) for tensor, peer in sends)]
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Nothing more: every wait of a Gloo message has it."""
+        return nullcontext()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """`work` itself: every Gloo message is posted by the host."""

@@ -17,6 +17,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,6 +140,10 @@ class IpcChannel:
         pending = IpcPending(lambda: self._take(tensors, peer, pending))
         before.append(pending)
         return pending
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Nothing more: every wait for a peer has it."""
+        return nullcontext()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """`work` itself: messages are posted by the host."""

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from dagrl.channels.agreement import Agreement
@@ -30,6 +30,15 @@ logger = logging.getLogger(__name__)
 _SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
 _POLL_S = 50e-6
 _ABORT_S = 5.0  # for NCCL to end a communicator that was aborted
+
+
+def nccl_environment() -> dict[str, str]:
+    """Variables of a process that opens such a channel, to be set before NCCL first records anything in it.
+
+    Otherwise NCCL registers the memory of recorded messages with peers, which waits for them on the host, and they go on
+    writing to it after it was given back and other memory was taken at its address.
+    """
+    return {"NCCL_GRAPH_REGISTER": os.environ.get("NCCL_GRAPH_REGISTER", "0")}
 
 
 class NcclPending:
@@ -52,9 +61,7 @@ class NcclChannel:
         nccl = _import_nccl()
         import torch
 
-        # Else NCCL registers the memory of recorded messages with peers, which waits for them on the host, and they would
-        # go on writing to it after it was given back and other memory was taken at its address.
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        os.environ.update(nccl_environment())
         self.spec = spec
         self._nccl = nccl
         self._device = torch.cuda.current_device()
@@ -102,11 +109,11 @@ class NcclChannel:
             raise cannot_join(self.spec, TimeoutError("some rank did not come"))
 
     @contextmanager
-    def _host_may_wait(self) -> Iterator[None]:
-        """The block has the deadline: in it NCCL and CUDA may wait for a peer on the host.
+    def guarded(self) -> Iterator[None]:
+        """See `Channel.guarded`: NCCL and CUDA may wait for a peer on the host.
 
-        The first message to a peer waits until the peer posts its side too, and a launch may wait for what was launched
-        before.
+        The first message to a peer waits until the peer posts its side too, and a launch waits for what was launched before
+        when there is no room for more.
         """
         outermost, self._host_until = self._host_until, self._host_until or time.monotonic() + self.spec.timeout_s
         try:
@@ -152,7 +159,7 @@ class NcclChannel:
 
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         nccl, stream, communicator = self._nccl, self._stream.cuda_stream, self._communicator
-        with self._host_may_wait():
+        with self.guarded():
             nccl.groupStart()
             try:
                 for tensor, peer in sends:
@@ -169,7 +176,7 @@ class NcclChannel:
         self._check_usable()
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._host_may_wait():
+            with self.guarded():
                 self._capture(graph, work)
             with self._graphs_lock:
                 self._check_usable()  # an abort let go of the graphs that it knew
@@ -190,13 +197,16 @@ class NcclChannel:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     work()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # it says that work is not joined, which is not why
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             self._recording = False
 
     def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
-        with self._graphs_lock, self._host_may_wait():
+        with self._graphs_lock, self.guarded():
             self._check_usable()
             graph.replay()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -54,6 +54,11 @@ class Episode:
         self.logprobs += made.logprobs
         self.versions += made.versions
         self.sampled += [True] * len(made.tokens)
+
+    def take_back(self, count: int) -> None:
+        """Forget the last `count` tokens, which are made again."""
+        for column in (self.tokens, self.logprobs, self.versions, self.sampled):
+            del column[len(column) - count :]
 
     def answer(self, tokens: Sequence[int]) -> None:
         """Take up what the environment wrote; a new turn begins."""
@@ -107,6 +112,17 @@ def samples_of(session: Session, group: RolloutGroup) -> list[Sample]:
     """A complete group's sequences with their texts."""
     texts = session.inputs.tokenizer.batch_decode([episode.tokens for episode in group.episodes], skip_special_tokens=True)
     return [Sample(episode.prompt, episode, text) for episode, text in zip(group.episodes, texts, strict=True)]
+
+
+def half_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
+    """How many tokens at the end may begin one of the strings `stops`: their text ends with the beginning of one."""
+    text = decode(tokens)
+    beginnings = (stop[:length] for stop in stops for length in range(1, len(stop)))
+    begun = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
+    count = 0
+    while begun and count < len(tokens) and len(decode(tokens[: len(tokens) - count])) > len(text) - begun:
+        count += 1
+    return count
 
 
 def request_seeds(seed: int, stream: int, count: int) -> list[int]:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
 from dagrl.environments import ENDED, EnvironmentRunner, Reply
 from dagrl.generation import FinishedRequest, Generated
-from dagrl.loops.episodes import Episode, RolloutGroup, token_rows, turn_seed
+from dagrl.loops.episodes import Episode, RolloutGroup, half_stop, token_rows, turn_seed
 from dagrl.loops.session import Session
 from dagrl.replay import Replay
 from dagrl.settings import bucket_widths, generation_config
@@ -192,6 +193,10 @@ class Rollouts:
         return RolloutGroup(group.number, group.key, episodes, group.cohort)
 
     def _request(self, group: RolloutGroup, episode: Episode) -> None:
+        if stops := generation_config(self._session.config).stop_strings:
+            # Engines look for them in what a request makes: what begins one is made again.
+            decode = partial(self._session.inputs.tokenizer.decode, skip_special_tokens=True)
+            episode.take_back(half_stop(episode.tokens[episode.turn_start :], stops, decode))
         request, self._next_request = self._next_request, self._next_request + 1
         self._requests[request] = (group, episode)
         expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)

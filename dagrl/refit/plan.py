@@ -273,13 +273,14 @@ class _Planner:
 
     def _check_complete(self, buckets: Sequence[PlannedBucket]) -> None:
         """Every part that a destination wants is in exactly one of its buckets."""
-        planned: dict[int, int] = defaultdict(int)
+        planned: dict[int, list[Part]] = defaultdict(list)
         for bucket in buckets:
-            planned[bucket.destination] += sum(len(block.parts) for block in bucket.blocks)
+            planned[bucket.destination] += [part for block in bucket.blocks for part in block.parts]
         for number, ranks in enumerate(self._ranks_of):
+            wanted = self._pieces[number].keys()
             for rank in ranks:
-                parts = len(self._pieces[number])
-                assert planned[rank] == parts, f"rank {rank}: {planned[rank]} of {parts} parts planned"
+                found = planned[rank]
+                assert len(found) == len(wanted) and set(found) == wanted, f"rank {rank}: not each part is planned once"
 
 
 def _item_bytes(dtype: str) -> int:

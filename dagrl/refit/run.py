@@ -117,15 +117,18 @@ class _End:
     def _carry(self) -> None:
         """All rounds, to their end: the first time one by one, which also opens connections, then in the faster way."""
         if not self._carried_once:
-            self._run_rounds()
-            self._channel.synchronize()
+            self._do(self._run_rounds)
             self._carried_once = True
             return
         if self._ways is None:
             self._ways = Fastest(self._make_ways())
         with self._ways.turn() as carry:
+            self._do(carry)
+
+    def _do(self, carry: Callable[[], None]) -> None:
+        with self._channel.guarded():
             carry()
-            self._channel.synchronize()
+        self._channel.synchronize()
 
     def _make_ways(self) -> list[Callable[[], None]]:
         """Recorded as one unit, or one by one; both where the two are to be compared."""

@@ -253,6 +253,7 @@ def broken_while_recorded(place: Place) -> object:
 
     def work_and_break() -> None:
         work()
+        _ = channel.send(message, 1) if place.rank == 0 else channel.receive(message, 0)  # nobody waits for it yet
         channel.abort("the test said so")
         work()
 

@@ -76,6 +76,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(vllm_ranks: Ranks, model: Path) -> Iterator[Engine]:
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        pytest.skip("vLLM's FP8 KV cache needs AVX-512 or AMX on a CPU")
     with vllm_ranks.engine(with_fp8_cache(make_config(model), "bfloat16"), 1) as engine:
         yield engine
 

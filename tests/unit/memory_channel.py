@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from queue import Queue
 
@@ -41,6 +42,9 @@ class MemoryChannel:
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
         return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
+
+    def guarded(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return work

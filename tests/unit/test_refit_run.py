@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from queue import Queue
 
 import pytest
@@ -265,6 +267,34 @@ class ToldChannel(MemoryChannel):
     def release(self) -> None:
         if self.at_release is not None:
             raise self.at_release
+
+
+class GuardedChannel(MemoryChannel):
+    """Notes which messages were posted within its deadline."""
+
+    def __init__(self, rank: int, size: int, queues: Queues) -> None:
+        super().__init__(rank, size, queues)
+        self.inside, self.posted = False, list[bool]()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
+        self.posted.append(self.inside)
+        return super().exchange(sends, receives)
+
+
+def test_rounds_are_carried_within_the_deadline() -> None:
+    """Launches of copies and waits of streams too, which a stuck GPU blocks on the host; the header is a message alone."""
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    channel = GuardedChannel(0, 2, queues)
+    sender = RefitSender(plan_of(matrix()).for_rank(0), {"s": source()}, channel)
+    for version in (1, 2):
+        sender.send(version)
+    assert channel.posted == [False, True] * 2
 
 
 def test_reports_merge() -> None:

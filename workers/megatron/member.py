@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError, RunError
 from dagrl.layout import ParallelLayout
@@ -74,7 +75,7 @@ class GroupMember:
     def environment(config: Config) -> dict[str, str]:
         """Variables that must stand before torch is imported."""
         threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads}
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads, **nccl_environment()}
 
     def setup(self, address: str) -> None:
         """Join the group at `address`, build this rank's part of the model and load its weights."""

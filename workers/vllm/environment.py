@@ -6,6 +6,7 @@ import os
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
+from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, GenerationConfig
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count
@@ -56,6 +57,7 @@ def vllm_environment(config: Config) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         # vLLM indexes GPUs by the host's numbering, and Ray's graph loop looks for the actor's GPU in the same list.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        **nccl_environment(),
     }
     if generation.vllm_cfg.enforce_eager:
         variables["TORCHDYNAMO_DISABLE"] = "1"

@@ -9,13 +9,14 @@ hook has vLLM make that something again, in the same memory where it is a tensor
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
-from dagrl.refit.slices import WeightSlice
+from dagrl.refit.slices import WeightSlice, volume
 from workers.families.model import Derived
 from workers.vllm.derived import Hook, derive
 from workers.vllm.loader import LoadedParameter
@@ -53,6 +54,7 @@ def find_destinations(
     wanted -= derived.inputs.keys()
     _check_names(wanted, named, loaded, model, {f"{rule.module}.{name}" for rule in rules for name in rule.tensors})
     live = dict(model.named_parameters(remove_duplicate=False))
+    described = _described(slices)
     tensors: dict[str, torch.Tensor] = {}
     kept: dict[str, torch.Tensor] = {}
     for name in sorted(wanted):
@@ -63,6 +65,7 @@ def find_destinations(
                 "kernel that does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
             )
         tensors[name] = parameter.tensor
+        _check_filled(named[name], parameter.tensor, described[name], model)
         if not _same_memory(parameter.tensor, live.get(named[name])):
             kept[named[name]] = parameter.tensor
     hooks = (*_hooks(model, kept, wanted, vllm_config), *derived.hooks)
@@ -85,6 +88,30 @@ def _check_names(
         raise ConfigError(
             f"{type(model).__name__} in this vLLM lacks tensors of its weight layout ({missing[:4]}) "
             f"or has others ({unknown[:4]}). Use a plain checkpoint of a known family, or extend workers/families"
+        )
+
+
+def _described(slices: Sequence[WeightSlice]) -> Mapping[str, int]:
+    """How many elements of each tensor slices name; no two of them overlap."""
+    found: dict[str, int] = defaultdict(int)
+    for piece in slices:
+        found[piece.tensor] += volume(piece.local)
+        if piece.scales is not None:
+            found[piece.scales.tensor] += volume(piece.scales.local)
+    return found
+
+
+def _check_filled(name: str, tensor: torch.Tensor, described: int, model: torch.nn.Module) -> None:
+    """Raise ConfigError where a refit would leave elements as they were; padding rows of a vocabulary are nobody's."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if described == tensor.numel():
+        return
+    padded = isinstance(model.get_submodule(name.rpartition(".")[0]), VocabParallelEmbedding)
+    if not padded or described > tensor.numel() or described % tensor[0].numel():
+        raise ConfigError(
+            f"{name!r} has {tensor.numel()} elements in this vLLM, shape {tuple(tensor.shape)}, and its weight layout names "
+            f"{described}; vLLM has padded or changed it. Extend workers/families, or choose a kernel that does not"
         )
 
 
