@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -117,6 +118,8 @@ def _wanted(names: str | None, every: Sequence[Piece]) -> list[Piece]:
 
 def _obstacle(piece: Piece, here: Environment) -> str:
     """Why a piece cannot run here; empty when it can."""
+    if piece.part == "tests" and find_spec("pytest") is None:
+        return "missing: pytest is not installed (dagrl[dev])"
     if piece.bench and piece.bench not in BENCHES:
         return f"missing: there is no `dagrl bench {piece.bench}`"
     if piece.gpus > len(here.gpus):
@@ -154,10 +157,22 @@ def _run_commands(piece: Piece, out: Path, models: Path) -> tuple[int | None, fl
         for command in filter(None, (piece.before, piece.command)):
             left = piece.limit_s - (time.monotonic() - started)
             places = {"out": out, "models": models, "seconds": max(1, int(left - PLOT_AND_END_S))}
-            code = _run(_filled(command, places), log, left)
+            code = _run(_filled(with_what_is_installed(command), places), log, left)
             if code != 0:
                 break
     return code, time.monotonic() - started
+
+
+def with_what_is_installed(command: Sequence[str]) -> list[str]:
+    """A command that draws, and that notes for TensorBoard, only where that can be: numbers need no extra for it."""
+    words, draws = list(command), find_spec("matplotlib") is not None
+    if "--plot" in words and not draws:
+        place = words.index("--plot")
+        del words[place : place + 2]
+    if "train" in words[1:4] and "dagrl.cli" in words:
+        words += [] if draws else ["logger.plot_enabled=false"]
+        words += [] if find_spec("tensorboard") is not None else ["logger.tensorboard_enabled=false"]
+    return words
 
 
 def _filled(command: Sequence[str], places: Mapping[str, object]) -> list[str]:

@@ -20,7 +20,7 @@ from bench.gpu.environment import Environment
 from bench.gpu.models import CHARACTERS
 from bench.gpu.outcomes import Outcome, keep, kept
 from bench.gpu.parts import ROOT, Piece, pieces
-from bench.gpu.run_all import _wanted, run_piece
+from bench.gpu.run_all import _wanted, run_piece, with_what_is_installed
 from bench.gpu.runs import run_tables
 from bench.models import SHAPES
 from dagrl.config import Config
@@ -190,6 +190,25 @@ def test_every_layout_that_is_to_be_proved_has_a_piece() -> None:
         "run-colocated-ep4-to-tp4": 4, "run-tp2pp2-to-tp2dp2": 8,
         "run-ep4-to-tp4": 8, "tests-refit_gpu": 1, "tests-megatron_nccl": 2,
     }.items() <= gpus.items()  # fmt: skip
+
+
+def test_numbers_need_no_package_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = {found.name: found for found in pieces(2)}
+    assert with_what_is_installed(every["refit"].command) == list(every["refit"].command)
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)
+    assert not [
+        word
+        for found in every.values()
+        for word in with_what_is_installed(found.command)
+        if "plot" in word and "=" not in word
+    ]
+    for name, found in every.items():
+        added = with_what_is_installed(found.command)[-2:]
+        if found.part == "runs":
+            assert added == ["logger.plot_enabled=false", "logger.tensorboard_enabled=false"], name
+        else:
+            assert not any(word.startswith("logger.") for word in added), name
+    assert run_all._obstacle(every["tests-refit_gpu"], HERE) == "missing: pytest is not installed (dagrl[dev])"
 
 
 def test_files_of_tests_say_how_many_gpus_they_need() -> None:
