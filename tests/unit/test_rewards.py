@@ -163,10 +163,15 @@ def test_sample_that_hangs_or_ends_the_process_costs_itself(functions: str) -> N
     assert (values, failed) == ([2.0, 0.0, 3.0, 0.0], 2)
 
 
-def test_many_hangs_end(functions: str) -> None:
-    values, failed, message = run(f"{functions}:picky", ["ab", *["hang"] * 50], timeout_s=0.7)
-    assert (values[0], failed) == (2.0, 50)
-    assert "timeout_s = 0.7" in message
+@pytest.mark.parametrize("hangs, good", [(4, 12), (5, 0)], ids=["good ones after them", "nothing else"])
+def test_many_hangs_end(functions: str, tmp_path: Path, hangs: int, good: int) -> None:
+    """And cost themselves alone. What a call can take is bounded: all together once, then each alone once."""
+    noted, completions = tmp_path / "calls", ["hang"] * hangs + ["abc"] * good
+    with RewardRunner(RewardConfig(function=f"{functions}:noted", timeout_s=0.7)) as runner:
+        rewards = rewards_of(runner.submit([str(noted)] * len(completions), completions, ["r"] * len(completions)).result())
+    assert rewards.values.tolist() == [0.0] * hangs + [3.0] * good
+    assert (rewards.failed, rewards.message) == (hangs, "no answer within reward.timeout_s = 0.7 s")
+    assert noted.read_text().splitlines() == ["hang", *completions]
 
 
 def test_wrong_results(functions: str) -> None:
@@ -242,13 +247,13 @@ def test_a_coroutine_that_hangs_costs_itself_and_no_second_call(functions: str, 
 
 
 def test_a_function_of_single_samples_has_the_deadline_for_each(functions: str, tmp_path: Path) -> None:
-    """Six samples take longer together than one may; none is asked twice, and one that hangs costs itself."""
-    noted = tmp_path / "calls"
+    """Nine samples take longer together than one may; none is asked twice, and those that hang cost themselves."""
+    noted, completions = tmp_path / "calls", ["ab", *["hang"] * 4, *["ab"] * 4]
     with RewardRunner(RewardConfig(function=f"{functions}:steady", batched=False, timeout_s=1.0)) as runner:
-        rewards = runner([str(noted)] * 6, ["ab", "ab", "hang", "ab", "ab", "ab"], ["r"] * 6)
-    assert noted.read_text() == "ababhangababab"
-    assert rewards.values.tolist() == [2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
-    assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
+        rewards = runner([str(noted)] * 9, completions, ["r"] * 9)
+    assert noted.read_text() == "".join(completions)
+    assert rewards.values.tolist() == [2.0, *[0.0] * 4, *[2.0] * 4]
+    assert (rewards.failed, rewards.message) == (4, "no answer within reward.timeout_s = 1 s")
 
 
 def test_a_function_whose_module_takes_too_long_to_import_ends_the_run(
