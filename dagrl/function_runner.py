@@ -4,7 +4,8 @@ A function that hangs (a regular expression can, holding the interpreter's lock)
 raises costs the row it raised for: such rows are answered with `Failed`. Functions take lists of texts and return a list
 (`batched`), or take one text of each list and return one answer; either may be a coroutine function. The coroutines of
 single rows run side by side, and one that hangs is cancelled alone; other functions of single rows are asked row by row,
-each under the deadline.
+each under the deadline. A process whose first start fails makes the call a RunError, as it may be that the function cannot
+be imported; a later one, in place of a process that was lost, costs the rows that waited for it.
 
 Every call ends. Where a function fails for all rows of a call together, each of them is asked once more, alone and under
 the same deadline, whatever became of those before it. A call of n rows so asks its process n + 1 times at most, and takes
@@ -191,6 +192,7 @@ class _FunctionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._failure: RunError | None = None  # of a start that nobody waited for
+        self._imported = False  # by this process, or by one before it that was lost
         self._closed = False
         self._changing = threading.Lock()
 
@@ -201,21 +203,29 @@ class _FunctionProcess:
         except RunError as error:
             self._failure = error
         except (EOFError, OSError):  # another try tells
-            pass
+            self.close()
 
     def ask(self, columns: Sequence[Sequence[str]]) -> Answers | str:
-        """The answers to all rows, or what went wrong."""
+        """The answers to all rows, or what went wrong; where that ended the process, the next call starts another.
+
+        Raises RunError when the function is not imported in time and never was, as it may be that it cannot be.
+        """
         try:
-            connection = self._running()
-            connection.send([list(column) for column in columns])
-            if not connection.poll(self._patience_s):
-                self.close()
-                return self._deadline.missed
-            pickled = connection.recv_bytes()
+            return self._answers(self._running(), columns)
+        except RunError as error:
+            if not self._imported:
+                raise
+            return str(error)
         except (EOFError, OSError):
             self.close()
             return "the process that runs it ended"
-        return _unpickled(pickled)
+
+    def _answers(self, connection: Connection, columns: Sequence[Sequence[str]]) -> Answers | str:
+        connection.send([list(column) for column in columns])
+        if not connection.poll(self._patience_s):
+            self.close()
+            return self._deadline.missed
+        return _unpickled(connection.recv_bytes())
 
     def close(self, *, for_good: bool = False) -> None:
         """End the process; nothing happens when there is none."""
@@ -244,6 +254,7 @@ class _FunctionProcess:
                     f"{self._start.seconds:g} s; raise it, or have the module do less when it is imported"
                 )
             connection.recv()
+            self._imported = True
         return connection
 
     def _begin(self) -> Connection:

@@ -317,6 +317,33 @@ def test_a_start_that_fails_is_told_by_the_first_call_and_not_tried_again(
     assert len(list(tmp_path.glob("*.tried"))) == 1
 
 
+def test_a_process_that_cannot_be_started_again_costs_the_samples_that_waited_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second import takes too long, as on a machine that is busy; the third does not."""
+    source = """
+import os, sys, time
+here = os.path.dirname(__file__)
+if "function_process" in sys.argv[0]:
+    open(f"{here}/{os.getpid()}.tried", "w").close()
+    if len([name for name in os.listdir(here) if name.endswith(".tried")]) == 2:
+        time.sleep(60)
+def reward(prompts, completions, references):
+    if "hang" in completions:
+        time.sleep(60)
+    return [1.0] * len(prompts)
+"""
+    (tmp_path / "slow_at_second.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardConfig(function="slow_at_second:reward", timeout_s=1.0, start_timeout_s=5.0)
+    with RewardRunner(config) as runner:
+        hung, waited, asked = (rewards_of(runner.submit(["p"], [text], ["r"]).result()) for text in ("hang", "a", "b"))
+    assert (hung.failed, hung.message) == (1, "no answer within reward.timeout_s = 1 s")
+    assert waited.failed == 1 and "was not imported within reward.start_timeout_s = 5 s" in waited.message
+    assert (asked.failed, asked.values.tolist()) == (0, [1.0])
+    assert len(list(tmp_path.glob("*.tried"))) == 3
+
+
 def _command(process: Path) -> str:
     try:
         return (process / "cmdline").read_text()
