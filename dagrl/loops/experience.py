@@ -192,7 +192,10 @@ class Experience:
             self.work()
 
     def validate(self) -> dict[str, float]:
-        """Mean reward on held-out prompts, one completion each, sampled as in training."""
+        """Mean reward on held-out prompts, one completion each, sampled as in training.
+
+        Raises RunError when the reward function or the environment failed for a larger share than it may.
+        """
         prompts = self._session.inputs.validation_prompts
         if not prompts:
             return {}
@@ -206,8 +209,8 @@ class Experience:
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
         samples = [sample for item in scored for sample in item.samples]
         rewards = join_rewards([rewards_of(item.answers.result()) for item in scored])
-        self._reward.check(rewards)
-        self._check_environment(samples)
+        self._reward.check(rewards, may_all_fail=True)
+        self._check_environment(samples, may_all_fail=True)
         return {
             VALIDATION + "reward": _mean(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
@@ -325,10 +328,10 @@ class Experience:
         self._reward.check(join_rewards([group.rewards for group in scored]))
         self._check_environment([sample for group in scored for sample in group.samples])
 
-    def _check_environment(self, samples: Sequence[Sample]) -> None:
+    def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:
         failures = [sample.completion.failure for sample in samples if not _answered(sample)]
-        limit = self._session.config.environment.max_failed_share
-        check_failures("environment", len(failures), len(samples), next(iter(failures), ""), limit)
+        limit, message = self._session.config.environment.max_failed_share, next(iter(failures), "")
+        check_failures("environment", len(failures), len(samples), message, limit, may_all_fail=may_all_fail)
 
     def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
         """Samples that the environment failed for, as a metric; none where there is no environment."""

@@ -18,13 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.checkpoint import Checkpoint
-from dagrl.config import Config, RewardShapingConfig
+from dagrl.config import Config, RewardConfig, RewardShapingConfig
+from dagrl.errors import RunError
 from dagrl.loops.episodes import Episode
 from dagrl.loops.experience import ScoredGroup
 from dagrl.loops.grpo_step import refit
 from dagrl.loops.rollout import IN_FLIGHT
 from dagrl.loops.trajectory_file import read_trajectories
-from tests.unit.simulated_run import Run, logprob_of
+from dagrl.tokenization import Prompt
+from tests.unit.simulated_run import UNANSWERED, Run, logprob_of
 
 STEPS, PROMPTS, GENERATIONS = 4, 3, 2
 seeds = st.integers(0, 1 << 30)
@@ -58,6 +60,7 @@ def configuration(
                 "async_grpo": dict(loop),
             },
             "environment": {"function": "simulated:environment" if turns else None},
+            "reward": {"max_failed_share": 1.0},
         }
     )
 
@@ -140,6 +143,21 @@ def test_held_out_prompts_are_scored_side_by_side(loop: Mapping[str, Any]) -> No
         counted = [len(text) for text in texts[2 * step : 2 * step + 2] if not text.endswith("9")]
         assert metrics["validation/reward"] == pytest.approx(np.mean(counted) if counted else 0.0)
         assert metrics["validation/reward_failures"] == 2 - len(counted)
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_validation_without_any_reward_ends_a_run_only_where_the_share_says_so(loop: Mapping[str, Any]) -> None:
+    """With a single held-out prompt one sample that fails is all of them."""
+    config = configuration(loop)
+    tolerant, strict = Run(config, seed=3), Run(config.model_copy(update={"reward": RewardConfig(max_failed_share=0.9)}), 3)
+    for run in (tolerant, strict):
+        run.session.inputs.validation_prompts = [Prompt(UNANSWERED, np.array([4, 5]), "", "row 0")]
+    assert tolerant.train() is None
+    found = [metrics for metrics in tolerant.metrics if "validation/reward" in metrics]
+    assert len(found) == STEPS // 2
+    assert all((line["validation/reward"], line["validation/reward_failures"]) == (0.0, 1.0) for line in found)
+    with pytest.raises(RunError, match=r"1 of 1 samples, a larger share than reward\.max_failed_share = 0\.9"):
+        strict.train()
 
 
 def check_metrics(run: Run) -> None:

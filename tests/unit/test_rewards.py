@@ -369,6 +369,14 @@ def test_more_failures_than_tolerated_end_the_run() -> None:
         check_failures("environment", 2, 2, "why", 1.0)
 
 
+@pytest.mark.parametrize("total", [1, 2])
+def test_where_all_samples_may_fail_the_share_alone_counts(total: int, caplog: pytest.LogCaptureFixture) -> None:
+    check_failures("reward", total, total, "why", 1.0, may_all_fail=True)
+    assert f"reward.function failed for {total} of {total} samples: why" in caplog.text
+    with pytest.raises(RunError, match=rf"{total} of {total} samples, a larger share than reward\.max_failed_share = 0\.9"):
+        check_failures("reward", total, total, "why", 0.9, may_all_fail=True)
+
+
 def test_failures_of_a_call_are_held_against_the_tolerated_share(functions: str) -> None:
     with RewardRunner(RewardConfig(function=f"{functions}:picky", max_failed_share=0.4)) as runner:
         assert runner(["p"] * 3, ["raise", "a", "b"], ["r"] * 3).failed == 1
