@@ -109,8 +109,7 @@ class Experience:
         self.rollouts = Rollouts(session, self._environment())
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
-        self._scored: list[ScoredGroup] = []  # since the last batch was taken, dropped groups included
-        self._equal_groups = 0  # of these, dropped for their equal rewards
+        self._equal: list[ScoredGroup] = []  # dropped for their equal rewards since the last batch was taken
         self._dropped_before: Counter[str] = Counter()  # by processes before this one, by reason
 
     def __enter__(self) -> Self:
@@ -153,15 +152,17 @@ class Experience:
     def take(self) -> list[ScoredGroup] | None:
         """A batch for the next training step, or None while there is none.
 
-        Raises RunError when the reward function or the environment failed for too many samples, or dynamic sampling finds no
-        groups to learn from.
+        Raises RunError when the reward function or the environment failed for too many samples of the batch and of what was
+        dropped on the way to it, or dynamic sampling finds no groups to learn from.
         """
         taken = self.buffer.take()
         if taken is None:
             self._check_yield()
             return None
-        self._check_failures()
-        return [group.payload for group in taken]
+        groups = [group.payload for group in taken]
+        self._check_failures([*self._equal, *groups])
+        self._equal = []
+        return groups
 
     def next_batch(self) -> NextBatch:
         """What there is by now of the groups that the next batch is certain to have, unless they are dropped."""
@@ -312,9 +313,8 @@ class Experience:
         config = self._session.config
         for item in done:
             group = _scored_group(config, item, rewards_of(item.answers.result()))
-            self._scored.append(group)
             if config.grpo.use_dynamic_sampling and zero_variance_groups([group.rewards.values], [group.counted])[0]:
-                self._equal_groups += 1
+                self._equal.append(group)
                 self.buffer.drop(item.group.number, ZERO_VARIANCE)
             else:
                 self.buffer.finish(item.group.number, group)
@@ -323,10 +323,9 @@ class Experience:
         """Groups given up since the run began, by reason."""
         return self._dropped_before + Counter(self.buffer.counts().dropped)
 
-    def _check_failures(self) -> None:
-        scored, self._scored, self._equal_groups = self._scored, [], 0
-        self._reward.check(join_rewards([group.rewards for group in scored]))
-        self._check_environment([sample for group in scored for sample in group.samples])
+    def _check_failures(self, groups: Sequence[ScoredGroup]) -> None:
+        self._reward.check(join_rewards([group.rewards for group in groups]))
+        self._check_environment([sample for group in groups for sample in group.samples])
 
     def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:
         failures = [sample.completion.failure for sample in samples if not _answered(sample)]
@@ -342,11 +341,11 @@ class Experience:
     def _check_yield(self) -> None:
         """End a run whose groups are all dropped, rather than generate for ever."""
         config = self._session.config.grpo
-        if self._equal_groups > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
-            scored, equal = len(self._scored), self._equal_groups
-            self._check_failures()
+        if len(self._equal) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
+            scored = [*self._equal, *(group.payload for group in self.buffer.finished())]
+            self._check_failures(scored)
             raise RunError(
-                f"{equal} of {scored} groups generated for one step, of grpo.num_prompts_per_step = "
+                f"{len(self._equal)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step = "
                 f"{config.num_prompts_per_step}, were dropped because their rewards are equal: the task is too hard or too "
                 "easy, or its reward is wrong. Raise grpo.dynamic_sampling_max_gen_batches, or set "
                 "grpo.use_dynamic_sampling=false"

@@ -129,6 +129,7 @@ class Reward:
     def __init__(self, world: World, max_failed_share: float) -> None:
         self._world, self._max_failed_share, self.closed = world, max_failed_share, False
         self.asked: list[tuple[str, ...]] = []  # the completions of each call
+        self.checked: list[int] = []  # samples of each check of a training step
 
     def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Any]:
         assert not self.closed, "the processes that score have ended"
@@ -139,6 +140,7 @@ class Reward:
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
         """As `RewardRunner.check`."""
         total, limit = len(rewards.values), self._max_failed_share
+        self.checked += [] if may_all_fail else [total]
         check_failures("reward", rewards.failed, total, rewards.message, limit, may_all_fail=may_all_fail)
 
     @staticmethod

@@ -108,6 +108,7 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
     assert counts.started == counts.trained + counts.generating + counts.finished + sum(counts.dropped.values())
     if not dynamic:
         assert sorted(numbers) == list(range(STEPS * PROMPTS)), "nothing is started in vain"
+        assert run.reward.checked == [PROMPTS * GENERATIONS] * STEPS, "failures are a share of the step that has them"
     else:
         assert not any(group.samples[0].prompt.text == "3=" for groups in run.trained.values() for group in groups)
     assert not run.session.savers[1:]
