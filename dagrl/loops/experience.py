@@ -55,7 +55,9 @@ logger = logging.getLogger(__name__)
 VALIDATION_STREAM = 1 << 32
 """Numbers of validation groups start here; those of training groups count from 0."""
 
-ZERO_VARIANCE = "zero_variance"
+ZERO_VARIANCE, FAILED = "zero_variance", "failed"
+"""Why dynamic sampling drops a group: equal rewards, or fewer than two samples that count."""
+
 WAIT_S = 1.0  # between two looks at the stop signal while there is nothing to generate
 
 
@@ -109,7 +111,7 @@ class Experience:
         self.rollouts = Rollouts(session, self._environment())
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
-        self._equal: list[ScoredGroup] = []  # dropped for their equal rewards since the last batch was taken
+        self._useless: list[ScoredGroup] = []  # dropped by dynamic sampling since the last batch was taken
         self._dropped_before: Counter[str] = Counter()  # by processes before this one, by reason
 
     def __enter__(self) -> Self:
@@ -160,8 +162,8 @@ class Experience:
             self._check_yield()
             return None
         groups = [group.payload for group in taken]
-        self._check_failures([*self._equal, *groups])
-        self._equal = []
+        self._check_failures([*self._useless, *groups])
+        self._useless = []
         return groups
 
     def next_batch(self) -> NextBatch:
@@ -313,9 +315,9 @@ class Experience:
         config = self._session.config
         for item in done:
             group = _scored_group(config, item, rewards_of(item.answers.result()))
-            if config.grpo.use_dynamic_sampling and zero_variance_groups([group.rewards.values], [group.counted])[0]:
-                self._equal.append(group)
-                self.buffer.drop(item.group.number, ZERO_VARIANCE)
+            if config.grpo.use_dynamic_sampling and (reason := _no_use(group)):
+                self._useless.append(group)
+                self.buffer.drop(item.group.number, reason)
             else:
                 self.buffer.finish(item.group.number, group)
 
@@ -341,15 +343,25 @@ class Experience:
     def _check_yield(self) -> None:
         """End a run whose groups are all dropped, rather than generate for ever."""
         config = self._session.config.grpo
-        if len(self._equal) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
-            scored = [*self._equal, *(group.payload for group in self.buffer.finished())]
+        if len(self._useless) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
+            scored = [*self._useless, *(group.payload for group in self.buffer.finished())]
             self._check_failures(scored)
+            reasons = Counter(_no_use(group) for group in self._useless)
             raise RunError(
-                f"{len(self._equal)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step = "
-                f"{config.num_prompts_per_step}, were dropped because their rewards are equal: the task is too hard or too "
-                "easy, or its reward is wrong. Raise grpo.dynamic_sampling_max_gen_batches, or set "
+                f"{len(self._useless)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step = "
+                f"{config.num_prompts_per_step}, were dropped: {reasons[ZERO_VARIANCE]} because their rewards are equal "
+                "(the task is too hard or too easy, or its reward is wrong), "
+                f"{reasons[FAILED]} because reward.function or environment.function failed for all of their samples but one "
+                "at most. Mend what is at fault, raise grpo.dynamic_sampling_max_gen_batches, or set "
                 "grpo.use_dynamic_sampling=false"
             )
+
+
+def _no_use(group: ScoredGroup) -> str:
+    """Why a group has nothing to learn from; "" where it has."""
+    if np.count_nonzero(group.counted) < 2:
+        return FAILED
+    return ZERO_VARIANCE if zero_variance_groups([group.rewards.values], [group.counted])[0] else ""
 
 
 def _scored_group(config: Config, item: _Scoring, rewards: Rewards) -> ScoredGroup:

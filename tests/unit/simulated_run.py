@@ -129,13 +129,18 @@ class Reward:
     def __init__(self, world: World, max_failed_share: float) -> None:
         self._world, self._max_failed_share, self.closed = world, max_failed_share, False
         self.asked: list[tuple[str, ...]] = []  # the completions of each call
+        self.answers: list[Sequence[float | Failed]] = []  # to each call that was answered
         self.checked: list[int] = []  # samples of each check of a training step
 
     def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Any]:
         assert not self.closed, "the processes that score have ended"
         self.asked.append(tuple(completions))
         most = 60 if self._world.random.random() < 0.1 else 3  # a group whose scores come last of all
-        return self._world.later(most, lambda: [self._score(*pair) for pair in zip(prompts, completions, strict=True)])
+        return self._world.later(most, lambda: self._score_all(prompts, completions))
+
+    def _score_all(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[float | Failed]:
+        self.answers.append([self._score(*pair) for pair in zip(prompts, completions, strict=True)])
+        return self.answers[-1]
 
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
         """As `RewardRunner.check`."""
