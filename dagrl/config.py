@@ -134,9 +134,10 @@ class FunctionConfig(Section):
 
     batched: bool = True  # the function takes lists of texts; off: one sample
     timeout_s: PositiveFloat = 10.0
-    start_timeout_s: PositiveFloat = 60.0  # until a process of its own has imported the function
+    start_timeout_s: PositiveFloat = 60.0  # until a process has imported the function; missed at first, it ends the run
     num_workers: PositiveInt = 1  # processes that run it
-    max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples; more, or all of them, end the run
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples or a validation's; more end the run,
+    # and so do all samples of a training step, whatever the share
 
 
 class RewardConfig(FunctionConfig):

@@ -4,7 +4,13 @@ A function that hangs (a regular expression can, holding the interpreter's lock)
 raises costs the row it raised for: such rows are answered with `Failed`. Functions take lists of texts and return a list
 (`batched`), or take one text of each list and return one answer; either may be a coroutine function. The coroutines of
 single rows run side by side, and one that hangs is cancelled alone; other functions of single rows are asked row by row,
-each under the deadline.
+each under the deadline. A process whose first start fails makes the call a RunError, as it may be that the function cannot
+be imported; a later one, in place of a process that was lost, costs the rows that waited for it.
+
+Every call ends. Where a function fails for all rows of a call together, each of them is asked once more, alone and under
+the same deadline, whatever became of those before it. A call of n rows so asks its process n + 1 times at most, and takes
+at most n + 1 times `timeout_s` (`GRACE_S` more with single rows), and `start_timeout_s` as often where each time ends the
+process.
 
     with FunctionRunner.configured("my_task:reward", "reward", config.reward, check=float) as runner:
         future = runner.submit(prompts, completions, references)       # answered beside the caller, in `workers` processes
@@ -30,9 +36,6 @@ from typing import Any, Self
 from dagrl.config import FunctionConfig
 from dagrl.errors import RunError
 from dagrl.imports import load_callable
-
-MOST_LOSSES = 3
-"""Rows of one call that may hang or end the process before the rest of the call counts as failed."""
 
 GRACE_S = 1.0
 """Seconds beyond their deadline in which the process says which coroutines have missed it."""
@@ -110,7 +113,10 @@ class FunctionRunner:
         self.close()
 
     def __call__(self, *columns: Sequence[str]) -> Answers:
-        """One answer a row; rows are asked one by one where the function takes one, or fails for all together."""
+        """One answer a row; rows are asked one by one where the function takes one, or fails for all together.
+
+        Takes at most so long as the module's first lines say, once a process is free.
+        """
         process = self._idle.get()
         try:
             if self._row_by_row:
@@ -147,16 +153,11 @@ class FunctionRunner:
             self._idle.put(process)
 
     def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]]) -> Answers:
+        """One answer a row; one that is lost costs the next one nothing but the start of another process."""
         answers: Answers = []
-        losses: list[str] = []
         for row in zip(*columns, strict=True):
-            if len(losses) >= MOST_LOSSES:
-                answers.append(Failed(losses[-1]))
-                continue
             answer = process.ask([[text] for text in row])
             answer = self._checked(answer, 1) if not isinstance(answer, str) else answer
-            if isinstance(answer, str) and not process.alive:
-                losses.append(answer)
             answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
         return answers
 
@@ -191,13 +192,9 @@ class _FunctionProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._failure: RunError | None = None  # of a start that nobody waited for
+        self._imported = False  # by this process, or by one before it that was lost
         self._closed = False
         self._changing = threading.Lock()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process still answers."""
-        return self._connection is not None
 
     def start(self) -> None:
         """Have a process that has imported the function; what goes wrong is told by the next `ask`."""
@@ -206,21 +203,29 @@ class _FunctionProcess:
         except RunError as error:
             self._failure = error
         except (EOFError, OSError):  # another try tells
-            pass
+            self.close()
 
     def ask(self, columns: Sequence[Sequence[str]]) -> Answers | str:
-        """The answers to all rows, or what went wrong."""
+        """The answers to all rows, or what went wrong; where that ended the process, the next call starts another.
+
+        Raises RunError when the function is not imported in time and never was, as it may be that it cannot be.
+        """
         try:
-            connection = self._running()
-            connection.send([list(column) for column in columns])
-            if not connection.poll(self._patience_s):
-                self.close()
-                return self._deadline.missed
-            pickled = connection.recv_bytes()
+            return self._answers(self._running(), columns)
+        except RunError as error:
+            if not self._imported:
+                raise
+            return str(error)
         except (EOFError, OSError):
             self.close()
             return "the process that runs it ended"
-        return _unpickled(pickled)
+
+    def _answers(self, connection: Connection, columns: Sequence[Sequence[str]]) -> Answers | str:
+        connection.send([list(column) for column in columns])
+        if not connection.poll(self._patience_s):
+            self.close()
+            return self._deadline.missed
+        return _unpickled(connection.recv_bytes())
 
     def close(self, *, for_good: bool = False) -> None:
         """End the process; nothing happens when there is none."""
@@ -249,6 +254,7 @@ class _FunctionProcess:
                     f"{self._start.seconds:g} s; raise it, or have the module do less when it is imported"
                 )
             connection.recv()
+            self._imported = True
         return connection
 
     def _begin(self) -> Connection:

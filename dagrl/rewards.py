@@ -76,9 +76,10 @@ class RewardRunner:
         self.check(rewards)
         return rewards
 
-    def check(self, rewards: Rewards) -> None:
+    def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
         """Raise RunError when too many are missing; see `check_failures`."""
-        check_failures("reward", rewards.failed, len(rewards.values), rewards.message, self._max_failed_share)
+        failed, total, limit = rewards.failed, len(rewards.values), self._max_failed_share
+        check_failures("reward", failed, total, rewards.message, limit, may_all_fail=may_all_fail)
 
     def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Answers]:
         """The answers to n samples, made beside the caller; see `rewards_of`."""
@@ -101,13 +102,14 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
     return Rewards(values, answered, messages[0] if messages else "")
 
 
-def check_failures(section: str, failed: int, total: int, message: str, limit: float) -> None:
+def check_failures(section: str, failed: int, total: int, message: str, limit: float, *, may_all_fail: bool = False) -> None:
     """Warn of the samples, `failed` of `total`, that the function of a `section` of the configuration has failed for.
 
-    Raises RunError when their share passes `<section>.max_failed_share`, the `limit`; and when all have failed, as the
-    function itself is then at fault.
+    Raises RunError when their share passes `<section>.max_failed_share`, the `limit`; and, unless they `may_all_fail`, when
+    all have failed: a training step has several samples, so that the function itself is then at fault, and nothing to learn.
+    A validation may have a single sample, and the run can go on without it: there the share alone counts, and 1 is no limit.
     """
-    if failed and failed == total:
+    if failed and failed == total and not may_all_fail:
         raise RunError(f"{section}.function failed for all {total} samples: {message}")
     if failed > limit * total:
         raise RunError(

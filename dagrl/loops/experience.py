@@ -55,7 +55,9 @@ logger = logging.getLogger(__name__)
 VALIDATION_STREAM = 1 << 32
 """Numbers of validation groups start here; those of training groups count from 0."""
 
-ZERO_VARIANCE = "zero_variance"
+ZERO_VARIANCE, FAILED = "zero_variance", "failed"
+"""Why dynamic sampling drops a group: equal rewards, or fewer than two samples that count."""
+
 WAIT_S = 1.0  # between two looks at the stop signal while there is nothing to generate
 
 
@@ -109,8 +111,7 @@ class Experience:
         self.rollouts = Rollouts(session, self._environment())
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
-        self._scored: list[ScoredGroup] = []  # since the last batch was taken, dropped groups included
-        self._equal_groups = 0  # of these, dropped for their equal rewards
+        self._useless: list[ScoredGroup] = []  # dropped by dynamic sampling since the last batch was taken
         self._dropped_before: Counter[str] = Counter()  # by processes before this one, by reason
 
     def __enter__(self) -> Self:
@@ -153,15 +154,17 @@ class Experience:
     def take(self) -> list[ScoredGroup] | None:
         """A batch for the next training step, or None while there is none.
 
-        Raises RunError when the reward function or the environment failed for too many samples, or dynamic sampling finds no
-        groups to learn from.
+        Raises RunError when the reward function or the environment failed for too many samples of the batch and of what was
+        dropped on the way to it, or dynamic sampling finds no groups to learn from.
         """
         taken = self.buffer.take()
         if taken is None:
             self._check_yield()
             return None
-        self._check_failures()
-        return [group.payload for group in taken]
+        groups = [group.payload for group in taken]
+        self._check_failures([*self._useless, *groups])
+        self._useless = []
+        return groups
 
     def next_batch(self) -> NextBatch:
         """What there is by now of the groups that the next batch is certain to have, unless they are dropped."""
@@ -192,7 +195,10 @@ class Experience:
             self.work()
 
     def validate(self) -> dict[str, float]:
-        """Mean reward on held-out prompts, one completion each, sampled as in training."""
+        """Mean reward on held-out prompts, one completion each, sampled as in training.
+
+        Raises RunError when the reward function or the environment failed for a larger share than it may.
+        """
         prompts = self._session.inputs.validation_prompts
         if not prompts:
             return {}
@@ -206,8 +212,8 @@ class Experience:
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
         samples = [sample for item in scored for sample in item.samples]
         rewards = join_rewards([rewards_of(item.answers.result()) for item in scored])
-        self._reward.check(rewards)
-        self._check_environment(samples)
+        self._reward.check(rewards, may_all_fail=True)
+        self._check_environment(samples, may_all_fail=True)
         return {
             VALIDATION + "reward": _mean(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
@@ -309,10 +315,9 @@ class Experience:
         config = self._session.config
         for item in done:
             group = _scored_group(config, item, rewards_of(item.answers.result()))
-            self._scored.append(group)
-            if config.grpo.use_dynamic_sampling and zero_variance_groups([group.rewards.values], [group.counted])[0]:
-                self._equal_groups += 1
-                self.buffer.drop(item.group.number, ZERO_VARIANCE)
+            if config.grpo.use_dynamic_sampling and (reason := _no_use(group)):
+                self._useless.append(group)
+                self.buffer.drop(item.group.number, reason)
             else:
                 self.buffer.finish(item.group.number, group)
 
@@ -320,15 +325,14 @@ class Experience:
         """Groups given up since the run began, by reason."""
         return self._dropped_before + Counter(self.buffer.counts().dropped)
 
-    def _check_failures(self) -> None:
-        scored, self._scored, self._equal_groups = self._scored, [], 0
-        self._reward.check(join_rewards([group.rewards for group in scored]))
-        self._check_environment([sample for group in scored for sample in group.samples])
+    def _check_failures(self, groups: Sequence[ScoredGroup]) -> None:
+        self._reward.check(join_rewards([group.rewards for group in groups]))
+        self._check_environment([sample for group in groups for sample in group.samples])
 
-    def _check_environment(self, samples: Sequence[Sample]) -> None:
+    def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:
         failures = [sample.completion.failure for sample in samples if not _answered(sample)]
-        limit = self._session.config.environment.max_failed_share
-        check_failures("environment", len(failures), len(samples), next(iter(failures), ""), limit)
+        limit, message = self._session.config.environment.max_failed_share, next(iter(failures), "")
+        check_failures("environment", len(failures), len(samples), message, limit, may_all_fail=may_all_fail)
 
     def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
         """Samples that the environment failed for, as a metric; none where there is no environment."""
@@ -339,15 +343,25 @@ class Experience:
     def _check_yield(self) -> None:
         """End a run whose groups are all dropped, rather than generate for ever."""
         config = self._session.config.grpo
-        if self._equal_groups > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
-            scored, equal = len(self._scored), self._equal_groups
-            self._check_failures()
+        if len(self._useless) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
+            scored = [*self._useless, *(group.payload for group in self.buffer.finished())]
+            self._check_failures(scored)
+            reasons = Counter(_no_use(group) for group in self._useless)
             raise RunError(
-                f"{equal} of {scored} groups generated for one step, of grpo.num_prompts_per_step = "
-                f"{config.num_prompts_per_step}, were dropped because their rewards are equal: the task is too hard or too "
-                "easy, or its reward is wrong. Raise grpo.dynamic_sampling_max_gen_batches, or set "
+                f"{len(self._useless)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step = "
+                f"{config.num_prompts_per_step}, were dropped: {reasons[ZERO_VARIANCE]} because their rewards are equal "
+                "(the task is too hard or too easy, or its reward is wrong), "
+                f"{reasons[FAILED]} because reward.function or environment.function failed for all of their samples but one "
+                "at most. Mend what is at fault, raise grpo.dynamic_sampling_max_gen_batches, or set "
                 "grpo.use_dynamic_sampling=false"
             )
+
+
+def _no_use(group: ScoredGroup) -> str:
+    """Why a group has nothing to learn from; "" where it has."""
+    if np.count_nonzero(group.counted) < 2:
+        return FAILED
+    return ZERO_VARIANCE if zero_variance_groups([group.rewards.values], [group.counted])[0] else ""
 
 
 def _scored_group(config: Config, item: _Scoring, rewards: Rewards) -> ScoredGroup:

@@ -199,8 +199,6 @@ def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]
 def test_ages_versions_and_numbers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, in_flight: bool
 ) -> None:
-    # as if all groups were scored for one step: without dynamic sampling, that many are no reason to give up
-    monkeypatch.setattr(Experience, "_check_failures", lambda self: None)
     finish_running = Experience.finish_running
     monkeypatch.setattr(Experience, "finish_running", lambda self: (time.sleep(0.05), finish_running(self)))
     settings = {**ASYNC, "in_flight_weight_updates": in_flight, "max_trajectory_age_steps": 2 if in_flight else 1}
@@ -208,6 +206,7 @@ def test_ages_versions_and_numbers(
     config = configuration(
         tmp_path,
         "ages",
+        # groups that wait are more than that many batches: without dynamic sampling, no reason to give up
         grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1, **overlap},
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004}},
         loss_fn={"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},

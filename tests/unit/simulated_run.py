@@ -30,11 +30,14 @@ from dagrl.loops.session import Counted
 from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
 from dagrl.replay import ReplayTiming
+from dagrl.rewards import Rewards, check_failures
 from dagrl.settings import generation_config
 from dagrl.shapes import Batch
 from dagrl.tokenization import Prompt
 
 TOKENS = 16
+UNANSWERED = "?"
+"""A prompt whose samples have no rewards."""
 
 
 class World:
@@ -123,22 +126,31 @@ def logprob_of(version: int) -> float:
 class Reward:
     """Scores some time later; some groups all alike, some samples not at all."""
 
-    def __init__(self, world: World) -> None:
-        self._world, self.closed = world, False
+    def __init__(self, world: World, max_failed_share: float) -> None:
+        self._world, self._max_failed_share, self.closed = world, max_failed_share, False
         self.asked: list[tuple[str, ...]] = []  # the completions of each call
+        self.answers: list[Sequence[float | Failed]] = []  # to each call that was answered
+        self.checked: list[int] = []  # samples of each check of a training step
 
     def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Any]:
         assert not self.closed, "the processes that score have ended"
         self.asked.append(tuple(completions))
         most = 60 if self._world.random.random() < 0.1 else 3  # a group whose scores come last of all
-        return self._world.later(most, lambda: [self._score(*pair) for pair in zip(prompts, completions, strict=True)])
+        return self._world.later(most, lambda: self._score_all(prompts, completions))
 
-    def check(self, rewards: object) -> None:
-        """However many failed."""
+    def _score_all(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[float | Failed]:
+        self.answers.append([self._score(*pair) for pair in zip(prompts, completions, strict=True)])
+        return self.answers[-1]
+
+    def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
+        """As `RewardRunner.check`."""
+        total, limit = len(rewards.values), self._max_failed_share
+        self.checked += [] if may_all_fail else [total]
+        check_failures("reward", rewards.failed, total, rewards.message, limit, may_all_fail=may_all_fail)
 
     @staticmethod
     def _score(prompt: str, text: str) -> float | Failed:
-        if text.endswith("9"):
+        if text.endswith("9") or prompt == UNANSWERED:
             return Failed("no nines")
         return 0.5 if prompt.startswith("3") else float(len(text))
 
@@ -187,7 +199,7 @@ class Run:
     def train(self) -> TrainState | None:
         """All steps; or, when it was stopped, the state that a checkpoint would have."""
         loop = async_grpo.train_async if self.config.grpo.async_grpo.enabled else grpo.train_grpo
-        self.reward = reward = Reward(self.world)
+        self.reward = reward = Reward(self.world, self.config.reward.max_failed_share)
         with self._simulated():
             try:
                 loop(self.session, reward)  # type: ignore[arg-type]

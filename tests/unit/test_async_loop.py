@@ -7,6 +7,7 @@ resume at any moment; log-probabilities are those of the version noted; metrics 
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.checkpoint import Checkpoint
-from dagrl.config import Config, RewardShapingConfig
+from dagrl.config import Config, RewardConfig, RewardShapingConfig
+from dagrl.errors import RunError
+from dagrl.function_runner import Failed
 from dagrl.loops.episodes import Episode
 from dagrl.loops.experience import ScoredGroup
 from dagrl.loops.grpo_step import refit
 from dagrl.loops.rollout import IN_FLIGHT
 from dagrl.loops.trajectory_file import read_trajectories
-from tests.unit.simulated_run import Run, logprob_of
+from dagrl.tokenization import Prompt
+from tests.unit.simulated_run import UNANSWERED, Reward, Run, logprob_of
 
 STEPS, PROMPTS, GENERATIONS = 4, 3, 2
 seeds = st.integers(0, 1 << 30)
@@ -58,6 +62,7 @@ def configuration(
                 "async_grpo": dict(loop),
             },
             "environment": {"function": "simulated:environment" if turns else None},
+            "reward": {"max_failed_share": 1.0},
         }
     )
 
@@ -105,6 +110,7 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
     assert counts.started == counts.trained + counts.generating + counts.finished + sum(counts.dropped.values())
     if not dynamic:
         assert sorted(numbers) == list(range(STEPS * PROMPTS)), "nothing is started in vain"
+        assert run.reward.checked == [PROMPTS * GENERATIONS] * STEPS, "failures are a share of the step that has them"
     else:
         assert not any(group.samples[0].prompt.text == "3=" for groups in run.trained.values() for group in groups)
     assert not run.session.savers[1:]
@@ -140,6 +146,61 @@ def test_held_out_prompts_are_scored_side_by_side(loop: Mapping[str, Any]) -> No
         counted = [len(text) for text in texts[2 * step : 2 * step + 2] if not text.endswith("9")]
         assert metrics["validation/reward"] == pytest.approx(np.mean(counted) if counted else 0.0)
         assert metrics["validation/reward_failures"] == 2 - len(counted)
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_validation_without_any_reward_ends_a_run_only_where_the_share_says_so(loop: Mapping[str, Any]) -> None:
+    """With a single held-out prompt one sample that fails is all of them."""
+    config = configuration(loop)
+    tolerant, strict = Run(config, seed=3), Run(config.model_copy(update={"reward": RewardConfig(max_failed_share=0.9)}), 3)
+    for run in (tolerant, strict):
+        run.session.inputs.validation_prompts = [Prompt(UNANSWERED, np.array([4, 5]), "", "row 0")]
+    assert tolerant.train() is None
+    found = [metrics for metrics in tolerant.metrics if "validation/reward" in metrics]
+    assert len(found) == STEPS // 2
+    assert all((line["validation/reward"], line["validation/reward_failures"]) == (0.0, 1.0) for line in found)
+    with pytest.raises(RunError, match=r"1 of 1 samples, a larger share than reward\.max_failed_share = 0\.9"):
+        strict.train()
+
+
+@pytest.mark.parametrize("generations", [2, 4])
+def test_groups_are_dropped_for_what_they_lack(generations: int) -> None:
+    """Rewards that are equal, or fewer than two of them; by a count of what the reward function answered."""
+    reasons: Counter[str] = Counter()
+    for seed in range(3):
+        config = configuration({}, dynamic=True, generations=generations)
+        run = Run(config.model_copy(update={"seed": seed}), seed)
+        run.session.inputs.prompts[4] = Prompt(UNANSWERED, np.array([8, 5]), "", "row 4")
+        assert run.train() is None
+        expected: Counter[str] = Counter()
+        for answers in run.reward.answers:
+            values = [value for value in answers if not isinstance(value, Failed)]
+            if len(answers) > 1 and len(set(values)) < 2:  # none is of a held-out prompt
+                expected["failed" if len(values) < 2 else "zero_variance"] += 1
+        assert run.experience.buffer.counts().dropped == expected
+        assert {reason: run.metrics[-1].get(f"dropped/{reason}", 0) for reason in expected} == expected
+        reasons += expected
+    assert reasons["failed"] and reasons["zero_variance"]
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_run_whose_groups_are_all_dropped_for_failures_says_so(
+    loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of each group's two samples has a reward, which `max_failed_share` allows."""
+    monkeypatch.setattr(Reward, "_score_all", lambda *_: [1.0, Failed("no words")])
+    match = (
+        r"(\d+) of \1 groups .*: 0 because their rewards are equal .*, \1 because .* failed for all of their samples but one"
+    )
+    with pytest.raises(RunError, match=match):
+        Run(configuration(loop, dynamic=True), seed=0).train()
+
+
+def test_a_run_whose_samples_all_fail_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dynamic sampling too, which drops every group of it."""
+    monkeypatch.setattr(Reward, "_score_all", lambda *_: [Failed("no words")] * GENERATIONS)
+    with pytest.raises(RunError, match=r"reward\.function failed for all \d+ samples: no words"):
+        Run(configuration({}, dynamic=True), seed=0).train()
 
 
 def check_metrics(run: Run) -> None:

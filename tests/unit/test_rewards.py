@@ -163,10 +163,15 @@ def test_sample_that_hangs_or_ends_the_process_costs_itself(functions: str) -> N
     assert (values, failed) == ([2.0, 0.0, 3.0, 0.0], 2)
 
 
-def test_many_hangs_end(functions: str) -> None:
-    values, failed, message = run(f"{functions}:picky", ["ab", *["hang"] * 50], timeout_s=0.7)
-    assert (values[0], failed) == (2.0, 50)
-    assert "timeout_s = 0.7" in message
+@pytest.mark.parametrize("hangs, good", [(4, 12), (5, 0)], ids=["good ones after them", "nothing else"])
+def test_many_hangs_end(functions: str, tmp_path: Path, hangs: int, good: int) -> None:
+    """And cost themselves alone. What a call can take is bounded: all together once, then each alone once."""
+    noted, completions = tmp_path / "calls", ["hang"] * hangs + ["abc"] * good
+    with RewardRunner(RewardConfig(function=f"{functions}:noted", timeout_s=0.7)) as runner:
+        rewards = rewards_of(runner.submit([str(noted)] * len(completions), completions, ["r"] * len(completions)).result())
+    assert rewards.values.tolist() == [0.0] * hangs + [3.0] * good
+    assert (rewards.failed, rewards.message) == (hangs, "no answer within reward.timeout_s = 0.7 s")
+    assert noted.read_text().splitlines() == ["hang", *completions]
 
 
 def test_wrong_results(functions: str) -> None:
@@ -242,13 +247,13 @@ def test_a_coroutine_that_hangs_costs_itself_and_no_second_call(functions: str, 
 
 
 def test_a_function_of_single_samples_has_the_deadline_for_each(functions: str, tmp_path: Path) -> None:
-    """Six samples take longer together than one may; none is asked twice, and one that hangs costs itself."""
-    noted = tmp_path / "calls"
+    """Nine samples take longer together than one may; none is asked twice, and those that hang cost themselves."""
+    noted, completions = tmp_path / "calls", ["ab", *["hang"] * 4, *["ab"] * 4]
     with RewardRunner(RewardConfig(function=f"{functions}:steady", batched=False, timeout_s=1.0)) as runner:
-        rewards = runner([str(noted)] * 6, ["ab", "ab", "hang", "ab", "ab", "ab"], ["r"] * 6)
-    assert noted.read_text() == "ababhangababab"
-    assert rewards.values.tolist() == [2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
-    assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
+        rewards = runner([str(noted)] * 9, completions, ["r"] * 9)
+    assert noted.read_text() == "".join(completions)
+    assert rewards.values.tolist() == [2.0, *[0.0] * 4, *[2.0] * 4]
+    assert (rewards.failed, rewards.message) == (4, "no answer within reward.timeout_s = 1 s")
 
 
 def test_a_function_whose_module_takes_too_long_to_import_ends_the_run(
@@ -312,6 +317,33 @@ def test_a_start_that_fails_is_told_by_the_first_call_and_not_tried_again(
     assert len(list(tmp_path.glob("*.tried"))) == 1
 
 
+def test_a_process_that_cannot_be_started_again_costs_the_samples_that_waited_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second import takes too long, as on a machine that is busy; the third does not."""
+    source = """
+import os, sys, time
+here = os.path.dirname(__file__)
+if "function_process" in sys.argv[0]:
+    open(f"{here}/{os.getpid()}.tried", "w").close()
+    if len([name for name in os.listdir(here) if name.endswith(".tried")]) == 2:
+        time.sleep(60)
+def reward(prompts, completions, references):
+    if "hang" in completions:
+        time.sleep(60)
+    return [1.0] * len(prompts)
+"""
+    (tmp_path / "slow_at_second.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardConfig(function="slow_at_second:reward", timeout_s=1.0, start_timeout_s=5.0)
+    with RewardRunner(config) as runner:
+        hung, waited, asked = (rewards_of(runner.submit(["p"], [text], ["r"]).result()) for text in ("hang", "a", "b"))
+    assert (hung.failed, hung.message) == (1, "no answer within reward.timeout_s = 1 s")
+    assert waited.failed == 1 and "was not imported within reward.start_timeout_s = 5 s" in waited.message
+    assert (asked.failed, asked.values.tolist()) == (0, [1.0])
+    assert len(list(tmp_path.glob("*.tried"))) == 3
+
+
 def _command(process: Path) -> str:
     try:
         return (process / "cmdline").read_text()
@@ -335,6 +367,14 @@ def test_more_failures_than_tolerated_end_the_run() -> None:
         check_failures("reward", 3, 16, joined.message, 0.1)
     with pytest.raises(RunError, match=r"environment.function failed for all 2 samples: why"):
         check_failures("environment", 2, 2, "why", 1.0)
+
+
+@pytest.mark.parametrize("total", [1, 2])
+def test_where_all_samples_may_fail_the_share_alone_counts(total: int, caplog: pytest.LogCaptureFixture) -> None:
+    check_failures("reward", total, total, "why", 1.0, may_all_fail=True)
+    assert f"reward.function failed for {total} of {total} samples: why" in caplog.text
+    with pytest.raises(RunError, match=rf"{total} of {total} samples, a larger share than reward\.max_failed_share = 0\.9"):
+        check_failures("reward", total, total, "why", 0.9, may_all_fail=True)
 
 
 def test_failures_of_a_call_are_held_against_the_tolerated_share(functions: str) -> None:
