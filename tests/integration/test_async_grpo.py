@@ -143,7 +143,8 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
 ) -> None:
     """And both ask for the reward of every group once.
 
-    Nor does it change anything what is trained on beside generation, or to take log-probabilities from the step itself.
+    Nor does it change anything what is trained on beside generation, which is a matter of time, or to take log-probabilities
+    from the step itself.
     """
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
     chunks = watched_chunks(monkeypatch)
@@ -162,7 +163,6 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
         runs[name] = steps_of(config)
     early_samples = [key for chunk in chunks for key in chunk]
     assert len(chunks) >= STEPS and len(early_samples) == len(set(early_samples)), "in every step, and none twice"
-    assert any("timing_s/accumulate_gradients" in step for step in runs["overlap"]), "in how many is a matter of time"
     losses = ("loss", "policy/kl", "policy/entropy", "policy/clip_ratio")
     names = ("step", *losses, "reward/mean", "completion_tokens", "validation/reward")
     data = ("reward/mean", "completion_tokens", "trained_tokens", "truncated_share")
