@@ -291,7 +291,7 @@ class MegatronWorker(GroupMember):
 
     @property
     def _identity(self) -> dict[str, Json]:
-        from workers.megatron.checkpoint import identity_of
+        from workers.megatron.manifest import identity_of
 
         return identity_of(self.config.policy.precision, self._hf_config)
 
