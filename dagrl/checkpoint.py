@@ -69,7 +69,8 @@ class CheckpointStore:
     """The checkpoints of one run, below `root`.
 
     Kept are the `keep_top_k` best by `metric` (of equal ones the newest; while there are fewer, the newest without a metric
-    fill up), and the `keep_last_k` newest, at least one. None of both keeps all.
+    fill up), and the `keep_last_k` newest, at least one. None of both keeps all. A directory whose state cannot be read is
+    none of these, and stays: it may be of another version of dagrl, or be mended.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class CheckpointStore:
         self.root = root
         self._keep_best, self._keep_last = keep_top_k, keep_last_k
         self._sign = 1.0 if higher_is_better else -1.0
+        self._unreadable: set[Path] = set()  # those that were warned of
 
     def recover(self, *, resume: bool) -> None:
         """Clean up after a crash; call once, before anything is saved or loaded.
@@ -145,8 +147,21 @@ class CheckpointStore:
         return self.root / f"step_{state.step:08d}"
 
     def all(self) -> list[Checkpoint]:
-        """Every finished checkpoint, by step. Only `state.json` is read; see `verify`."""
-        return [Checkpoint(path, read_state(path)) for path in self._directories()]
+        """Every finished checkpoint, by step, save those whose state cannot be read, of which each is warned of once.
+
+        Only `state.json` is read; see `verify`.
+        """
+        read = [(path, self._read_or_warn(path)) for path in self._directories()]
+        return [Checkpoint(path, state) for path, state in read if state is not None]
+
+    def _read_or_warn(self, directory: Path) -> TrainState | None:
+        try:
+            return read_state(directory)
+        except CheckpointError as error:
+            if directory not in self._unreadable:
+                logger.warning("%s is neither ranked nor removed: %s", directory, error)
+            self._unreadable.add(directory)
+            return None
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint, verified; None when there is none. Raises CheckpointError when it is damaged."""
@@ -155,25 +170,26 @@ class CheckpointStore:
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best metric (of equal ones the newest), verified; None when none has a metric."""
-        ranked = [checkpoint for checkpoint in self._ranked() if _has_metric(checkpoint)]
+        ranked = [checkpoint for checkpoint in self._ranked(self.all()) if _has_metric(checkpoint)]
         return load_checkpoint_directory(ranked[0].directory) if ranked else None
 
-    def _ranked(self) -> list[Checkpoint]:
+    def _ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Best first; without a metric last; of equal ones the newest first."""
 
         def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
             measured = _has_metric(checkpoint)
             return (measured, self._sign * (checkpoint.state.metric or 0.0) if measured else 0.0, checkpoint.state.step)
 
-        return sorted(self.all(), key=rank, reverse=True)
+        return sorted(checkpoints, key=rank, reverse=True)
 
     def _prune(self) -> None:
         if self._keep_best is None and self._keep_last is None:
             return
-        ranked = self._ranked()
-        kept = {checkpoint.directory for checkpoint in ranked[: self._keep_best or 0]}
-        for directory in set(self._directories()[: -(self._keep_last or 1)]) - kept:
-            self._remove(directory)
+        checkpoints = self.all()
+        best = self._ranked(checkpoints)[: self._keep_best or 0]
+        for checkpoint in checkpoints[: -(self._keep_last or 1)]:
+            if checkpoint not in best:
+                self._remove(checkpoint.directory)
 
     def _remove(self, directory: Path) -> None:
         """Remove a checkpoint by renaming it first, so that a crash cannot leave half of it under its name."""
@@ -259,6 +275,8 @@ def _read_json(directory: Path, name: str) -> dict[str, object]:
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise _damaged(directory, f"{name} is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -74,7 +74,9 @@ class GrpoConfig(Section):
     num_prompts_per_step: PositiveInt = 16
     num_generations_per_prompt: PositiveInt = Field(default=8, ge=2)
     max_num_steps: PositiveInt = 100
-    max_num_epochs: PositiveInt | None = None  # over the prompts; a run ends at whichever limit comes first
+    # Over the prompts that are trained on; a run ends at whichever limit comes first. How many steps that is, which schedule
+    # and last validation go by, is known at the start: with use_dynamic_sampling more prompts are drawn than trained on.
+    max_num_epochs: PositiveInt | None = None
     normalize_rewards: bool = True
     use_leave_one_out_baseline: bool = True
     use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and generate others in their place

@@ -178,14 +178,18 @@ def _message(turn: Json, source: str) -> Message:
 
 
 class Sampler:
-    """An endless order over `count` examples, shuffled anew each epoch, whose position can be saved and restored."""
+    """An endless order over `count` examples, shuffled anew each epoch, whose position can be saved and restored.
 
-    def __init__(self, count: int, seed: int = 0, shuffle: bool = True) -> None:
+    `digest` tells the examples from others that are as many (`dagrl.tokenization.digest_of`): a position is of no others.
+    """
+
+    def __init__(self, count: int, seed: int = 0, shuffle: bool = True, digest: str = "") -> None:
         if count < 1:
             raise DataError("there are no examples to draw from")
         self._count = count
         self._seed = seed
         self._shuffle = shuffle
+        self._digest = digest
         self._epoch = 0
         self._position = 0
         self._order = self._permutation()
@@ -211,16 +215,18 @@ class Sampler:
         expected = self._order_of()
         found = {name: state.get(name) for name in expected}
         if found != expected:
+            others = {**found, "digest": expected["digest"]} == expected
             raise CheckpointError(
                 f"the data position was saved with {found}, this run has {expected}; "
-                "use the same data, data.seed and data.shuffle"
+                + ("the examples are as many, but their tokens, loss masks, references or order differ; " if others else "")
+                + "use the same data, data.seed and data.shuffle, and the same tokenizer and chat template"
             )
         self._epoch, self._position = cast(int, state["epoch"]), cast(int, state["position"])
         self._order = self._permutation()
 
     def _order_of(self) -> dict[str, Json]:
-        """What the order of an epoch follows from."""
-        return {"count": self._count, "seed": self._seed, "shuffle": self._shuffle}
+        """What the examples of an epoch, in their order, follow from."""
+        return {"count": self._count, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
 
     def _permutation(self) -> list[int]:
         if not self._shuffle:

@@ -75,6 +75,7 @@ def preflight(config: Config) -> Inputs:
     _check_model(config, hf_config, workers)
     inputs = _read_data(config, tokenizer, hf_config)
     _check_metric(config, inputs)
+    _warn_of_longer_epochs(config, inputs)
     return inputs
 
 
@@ -88,6 +89,20 @@ def limit_steps(config: Config, inputs: Inputs) -> Config:
         steps = math.ceil(grpo.max_num_epochs * len(inputs.prompts) / grpo.num_prompts_per_step)
         grpo = grpo.model_copy(update={"max_num_steps": min(grpo.max_num_steps, steps)})
     return config.model_copy(update={"sft": sft, "grpo": grpo})
+
+
+def _warn_of_longer_epochs(config: Config, inputs: Inputs) -> None:
+    """Epochs that limit a run are counted by what is trained on, of which dynamic sampling makes less than is drawn."""
+    grpo, steps = config.grpo, limit_steps(config, inputs).grpo.max_num_steps
+    if grpo.use_dynamic_sampling and steps < grpo.max_num_steps:
+        logger.warning(
+            "grpo.max_num_epochs %d ends the run after %d steps, those that train on %d prompts that often. "
+            "grpo.use_dynamic_sampling draws another prompt for each group that it drops: with half of them dropped, "
+            "twice as many. Set grpo.max_num_steps for another end",
+            grpo.max_num_epochs,
+            steps,
+            len(inputs.prompts),
+        )
 
 
 def worker_classes(config: Config) -> dict[str, type]:

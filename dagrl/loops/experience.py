@@ -47,7 +47,7 @@ from dagrl.rewards import (
     rewards_of,
 )
 from dagrl.settings import bucket_widths, generation_config
-from dagrl.tokenization import Prompt
+from dagrl.tokenization import Prompt, digest_of
 from dagrl.trajectories import TrajectoryBuffer
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ class Experience:
         self._reward = reward
         self._stack = ExitStack()
         self._first = config.sft.max_num_steps
-        self.sampler = Sampler(len(session.inputs.prompts), config.data.seed, config.data.shuffle)
+        prompts = session.inputs.prompts
+        self.sampler = Sampler(len(prompts), config.data.seed, config.data.shuffle, digest_of(prompts))
         self.buffer: TrajectoryBuffer[ScoredGroup] = TrajectoryBuffer(
             config.grpo.num_prompts_per_step, max_age_steps, version=session.step
         )

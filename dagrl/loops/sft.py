@@ -14,7 +14,7 @@ from dagrl.loops.start import PhasePlan, run_session
 from dagrl.metrics import VALIDATION
 from dagrl.settings import bucket_widths
 from dagrl.shapes import Bucket
-from dagrl.tokenization import Demonstration, collate
+from dagrl.tokenization import Demonstration, collate, digest_of
 
 
 def run_sft(config: Config) -> None:
@@ -27,7 +27,7 @@ def train_sft(session: Session) -> None:
     """All SFT steps that are left; steps 1 to `sft.max_num_steps` of the run."""
     config = session.config
     train, validation = session.inputs.demonstrations, session.inputs.validation_demonstrations
-    sampler = Sampler(len(train), config.data.seed, config.data.shuffle)
+    sampler = Sampler(len(train), config.data.seed, config.data.shuffle, digest_of(train))
     if "sft_sampler" in session.state.counters:
         sampler.restore(cast("Mapping[str, Json]", session.state.counters["sft_sampler"]))
     total = config.sft.max_num_steps

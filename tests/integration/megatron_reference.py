@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "small_vocabulary": {"model_type": "qwen3", "vocab_size": 30},  # at tp 2 the second worker holds padding alone
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
+    "qwen3_many_experts": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS, "num_experts": 16},
     "mixtral": {"model_type": "mixtral", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
 }

@@ -91,6 +91,20 @@ class TestedWorker(MegatronWorker):
             hook.remove()
         return runs
 
+    def tokens_of_experts(self, batch: Batch) -> Any:
+        """Tokens that each expert gets [layers, experts] while log-probabilities are computed; of a worker that has all."""
+        import numpy as np
+
+        from workers.megatron.experts import GroupedExperts
+
+        counts: list[list[int]] = []
+        layers = [m for chunk in self._ready().model.chunks for m in chunk.modules() if isinstance(m, GroupedExperts)]
+        hooks = [layer.register_forward_pre_hook(lambda _, inputs: counts.append(inputs[1].tolist())) for layer in layers]
+        self.logprobs(batch)
+        for hook in hooks:
+            hook.remove()
+        return np.array(counts).reshape(-1, len(layers), len(counts[0])).sum(0)  # over microbatches
+
     def optimizers_beside_another_adam(self) -> set[str]:
         """Classes of the optimizers made where Transformer Engine or Apex is installed, whose Adam Megatron prefers."""
         from megatron.core import optimizer as megatron_optimizer

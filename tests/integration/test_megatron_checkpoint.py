@@ -199,6 +199,8 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         manifest = json.loads((directory / "manifest.json").read_text())
         (directory / "manifest.json").write_text(json.dumps({**manifest, "format": "other"}))
         _refused(group, directory, "format 'other'")
+        (directory / "manifest.json").write_text(json.dumps([manifest]))
+        _refused(group, directory, "manifest.json holds a JSON list; expected an object of format")
         _assert_same_states(group.call("state"), before)
         part.write_bytes(whole)
         (directory / "manifest.json").write_text(json.dumps(manifest))
@@ -206,6 +208,29 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         _refused(group, directory, r"written with model .*model_type = qwen3 \(this run: llama\)")
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **BFLOAT16)) as group:
         _refused(group, directory, "written with precision float32, this run has bfloat16")
+
+
+def test_a_config_json_that_says_the_same_otherwise_resumes(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Another end of sequence, and the rotary embedding as transformers wrote it before it had `rope_parameters`."""
+    directory, edited, batch = tmp_path / "checkpoint", tmp_path / "edited", reference.make_batch()
+    with megatron_pool.group(SINGLE, reference.make_config(tiny_models["qwen3"])) as group:
+        train(group, batch)
+        group.call("save_checkpoint", str(directory), {"step": 1})
+        went_on = train(group, batch)
+    shutil.copytree(tiny_models["qwen3"], edited)
+    config = json.loads((edited / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    (edited / "config.json").write_text(json.dumps({**config, "rope_theta": rope["rope_theta"], "eos_token_id": [7, 9]}))
+    with megatron_pool.group(SINGLE, reference.make_config(edited)) as group:
+        assert group.call("load_checkpoint", str(directory)) == [{"step": 1}]
+        assert train(group, batch) == went_on
+    (edited / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
+    with megatron_pool.group(SINGLE, reference.make_config(edited)) as group:
+        group.start(0, "load_checkpoint", str(directory))
+        with pytest.raises(WorkerError, match=rf"model rope_theta = {rope['rope_theta']:.1f} \(this run: 7\.0\);"):
+            group.finish(0)
 
 
 def _refused(group: Group, directory: Path, message: str) -> None:

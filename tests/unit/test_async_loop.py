@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardConfig, RewardShapingConfig
-from dagrl.errors import RunError
+from dagrl.errors import CheckpointError, RunError
 from dagrl.function_runner import Failed
 from dagrl.loops.episodes import Episode
 from dagrl.loops.experience import ScoredGroup
@@ -320,6 +321,22 @@ def test_a_run_that_goes_on_otherwise_makes_anew_what_does_not_fit(
     for group in (group for groups in second.trained.values() for group in groups):
         assert len(group.samples) == changed.get("generations", GENERATIONS)
         assert max(map(len, group.samples)) <= changed.get("room", 40)
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_prompts_that_are_others_are_refused_where_the_run_goes_on(tmp_path: Path, loop: dict[str, Any]) -> None:
+    """As many of them; of one the reference alone differs."""
+    config = configuration(loop)
+    first = Run(config, seed=0, stop_at=6)
+    state = first.train()
+    assert state is not None
+    first.save(tmp_path)
+    second = Run(config, 1, resumed=Checkpoint(tmp_path, state))
+    prompts = second.session.inputs.prompts
+    prompts[4] = replace(prompts[4], reference="44")
+    with pytest.raises(CheckpointError, match="the examples are as many, but"):
+        second.train()
+    assert not second.trained
 
 
 def test_an_environments_words_are_no_part_of_an_overlong_completion() -> None:

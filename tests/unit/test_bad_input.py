@@ -334,6 +334,19 @@ def test_a_correction_of_a_cut_distribution_is_warned_about(run: Run, caplog: py
     assert "top_p 0.9 or top_k None cuts the distribution" in caplog.text and "too small for every token" in caplog.text
 
 
+def test_epochs_under_dynamic_sampling_are_warned_about_where_they_end_the_run(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    dynamic, held_out = "grpo.use_dynamic_sampling=true", "data.val_fraction=0.04"
+    with caplog.at_level("WARNING", "dagrl"):
+        assert run("--dry-run", held_out, "grpo.max_num_epochs=2")[0] == 0
+        assert run("--dry-run", held_out, dynamic)[0] == 0
+        assert run("--dry-run", held_out, dynamic, "grpo.max_num_epochs=2", "grpo.max_num_steps=12")[0] == 0
+        assert "max_num_epochs" not in caplog.text
+        assert run("--dry-run", held_out, dynamic, "grpo.max_num_epochs=2", "grpo.max_num_steps=13")[0] == 0
+    assert "max_num_epochs 2 ends the run after 12 steps, those that train on 24 prompts" in caplog.text
+
+
 def test_debug_shows_the_traceback(run: Run) -> None:
     with pytest.raises(UserError, match="seed"):
         run("seed=many", "--debug")

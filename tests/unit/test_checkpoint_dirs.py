@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -203,6 +204,40 @@ def test_damage_is_refused_and_named(store: CheckpointStore, damage: Callable[[P
     damage(directory)
     with pytest.raises(CheckpointError, match=message):
         store.latest()
+
+
+def lose_state(directory: Path) -> None:
+    (directory / "state.json").unlink()
+
+
+def shield_state(directory: Path) -> None:
+    """The state is there and cannot be read, by root neither."""
+    lose_state(directory)
+    (directory / "state.json").symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize("damage", [tear_state, lose_state, shield_state])
+@pytest.mark.parametrize(("best", "last", "kept"), [(None, 2, [3, 4]), (1, None, [1, 4]), (1, 2, [1, 3, 4])])
+def test_what_cannot_be_read_stays_and_takes_no_other_checkpoints_place(
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    best: int | None,
+    last: int | None,
+    kept: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = CheckpointStore(tmp_path, keep_top_k=best, keep_last_k=last)
+    save(store, 1, 0.9)
+    damaged = save(store, 2, 0.8)
+    damage(damaged)
+    with caplog.at_level(logging.WARNING, "dagrl.checkpoint"):
+        for step in (3, 4):
+            save(store, step, 0.1)
+    assert steps(store) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in sorted({2, *kept})]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{damaged} is neither ranked nor removed")
+    assert store.best() is not None  # of those that can be read
 
 
 def test_a_copy_under_another_step_is_refused(store: CheckpointStore) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from dagrl.config import DataConfig
 from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
 from dagrl.errors import CheckpointError, DataError, MissingDependencyError
 from dagrl.model_init import character_tokenizer
-from dagrl.tokenization import Demonstration, collate, encode_demonstrations, encode_prompts, keep_fitting
+from dagrl.tokenization import Demonstration, Prompt, collate, digest_of, encode_demonstrations, encode_prompts, keep_fitting
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = (
@@ -268,8 +269,32 @@ def test_sampler_shuffles_and_knows_its_data() -> None:
     first, second = sampler.take(100), sampler.take(100)
     assert first != second != list(range(100)) != first
     for other in (Sampler(99, seed=1), Sampler(100, seed=2), Sampler(100, seed=1, shuffle=False)):
-        with pytest.raises(CheckpointError, match=r"use the same data, data\.seed and data\.shuffle"):
+        with pytest.raises(CheckpointError, match=r"use the same data, data\.seed and data\.shuffle") as caught:
             other.restore(sampler.state())
+        assert "as many" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"'digest': 'one'.*'digest': 'two'.*the examples are as many, but"):
+        Sampler(100, digest="two").restore(Sampler(100, digest="one").state())
+
+
+def test_a_digest_tells_rows_apart_by_what_is_learned_from_them() -> None:
+    tokenizer = character_tokenizer(CHARACTERS)
+    examples = [Example("1+1=", "2", source="a, line 1"), Example("2+2=", "4", source="a, line 2")]
+    elsewhere = [replace(example, source="b") for example in examples]
+    for encode in (encode_prompts, encode_demonstrations):
+        first = digest_of(encode(examples, tokenizer))
+        assert digest_of(encode(elsewhere, tokenizer)) == first
+        for others in (
+            examples[::-1],
+            examples[:1],
+            [replace(examples[0], prompt="1+2="), examples[1]],
+            [replace(examples[0], response="3"), examples[1]],
+        ):
+            assert digest_of(encode(others, tokenizer)) != first
+    (row,) = encode_demonstrations(examples[:1], tokenizer)
+    assert digest_of([replace(row, loss_mask=1 - row.loss_mask)]) != digest_of([row])
+    split = [Prompt("", np.array(tokens), "", "") for tokens in ([1, 2], [3])], [Prompt("", np.array([1, 2, 3]), "", "")]
+    assert digest_of(split[0]) != digest_of(split[1])
+    assert digest_of([replace(split[1][0], reference="\ud800")]) != digest_of(split[1])  # JSON may say so
 
 
 def gsm8k() -> Path:

@@ -38,15 +38,16 @@ def place(cp: int = 1, rank: int = 0, tp: int = 1, pp: int = 1, vpp: int = 1) ->
     return Place(layout, layout.coordinates(rank * tp), None, None, torch.device("cpu"))
 
 
-def attended(microbatch: Microbatch) -> list[set[int]]:
-    """Tokens that each token of a microbatch sees, from its segments (one worker alone)."""
+def attended(microbatch: Microbatch) -> list[list[int]]:
+    """Tokens that each token of a microbatch sees, padding too, from its segments (one worker alone)."""
     flat = microbatch.tokens.flatten().tolist()
     if microbatch.segments is None:
         width = microbatch.tokens.shape[1]
-        return [set(flat[index // width * width : index + 1]) for index in range(len(flat))]
-    seen, start = [], 0
+        return [flat[index // width * width : index + 1] for index in range(len(flat))]
+    seen: list[list[int]] = []
+    start = 0
     for length in microbatch.segments.query_lengths:
-        seen += [set(flat[start : start + offset + 1]) for offset in range(length)]
+        seen += [flat[start : start + offset + 1] for offset in range(length)]
         start += length
     assert start == len(flat)
     return seen
@@ -111,11 +112,34 @@ def test_microbatches_of_rows_are_equal_with_as_little_padding_as_that_leaves(
 @pytest.mark.parametrize("kind", RULES)
 def test_attention_stays_inside_a_sequence(kind: str) -> None:
     batch = make_batch([3, 24, 1, 17, 9, 22, 5])
-    for item in cut_batch(batch, RULES[kind], place()).items:
-        for token, seen in zip(item.tokens.flatten().tolist(), attended(item), strict=True):
-            if token:
+    for item in cut_batch(batch, RULES[kind], place(), vocabulary=200).items:
+        followed = (item.targets.flatten() < batch.rows * WIDTH).tolist()  # no padding, and not the last of a sequence
+        for token, real, seen in zip(item.tokens.flatten().tolist(), followed, attended(item), strict=True):
+            if real:
                 row = (token - 1) // WIDTH
-                assert seen == set(range(1 + row * WIDTH, token + 1))
+                assert seen == list(range(1 + row * WIDTH, token + 1))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("kind", RULES)
+def test_padding_is_of_the_batchs_own_tokens_each_as_often(kind: str, cp: int) -> None:
+    lengths = [3, 24, 0, 5, 2, 7]
+    batch, own = make_batch(lengths), sum(lengths)
+    for rank in range(cp):
+        items = cut_batch(batch, RULES[kind], place(cp, rank), vocabulary=200).items
+        tokens = torch.cat([item.tokens.flatten() for item in items])
+        counts = np.bincount(tokens.numpy(), minlength=len(lengths) * WIDTH + 1)
+        real = (batch["tokens"] > 0) & (np.arange(WIDTH) < batch["lengths"][:, None])
+        found = counts[batch["tokens"][real]]
+        assert len(found) == own and found.sum() == len(tokens), "no other ids"
+        assert found.max() - found.min() <= (1 if cp == 1 else 2)  # this worker has a part of the sequences
+
+
+def test_where_there_are_no_tokens_padding_is_of_the_vocabulary() -> None:
+    assert not cut_batch(make_batch([0, 0]), RULES["rows"], place()).items[0].tokens.any()  # of a model without experts
+    (item,) = cut_batch(make_batch([0, 0]), RULES["rows"], place(), vocabulary=20).items
+    assert np.bincount(item.tokens.flatten().numpy()).tolist() == [3] * 8 + [2] * 12  # 48 tokens
+    assert not item.data["loss_mask"].any()
 
 
 def test_microbatches_of_rows_leave_out_padding_rows() -> None:

@@ -1,14 +1,20 @@
-"""What the SFT loop asks of its workers: a learning rate that GRPO's schedule has no part in, rows without padding."""
+"""What the SFT loop asks of its workers and its data: a rate that is its own, rows without padding, the same examples."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dagrl.checkpoint import TrainState
 from dagrl.config import Config
-from dagrl.loops.sft import learning_rate, train_buckets
+from dagrl.data import Sampler
+from dagrl.errors import CheckpointError
+from dagrl.loops.sft import learning_rate, train_buckets, train_sft
 from dagrl.shapes import Bucket
+from dagrl.tokenization import Demonstration, digest_of
 
 
 def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
@@ -38,3 +44,17 @@ def test_sft_before_grpo_has_a_rate_of_its_own(algorithm: str, sft: dict[str, An
 def test_shards_have_no_more_rows_than_they_need(rows: int, dp: int, per_shard: int) -> None:
     """Fewer than a microbatch may hold as well."""
     assert train_buckets(config("sft", {}, dp), rows) == (Bucket(per_shard, 16), Bucket(per_shard, 32))
+
+
+def test_a_position_in_other_demonstrations_is_refused() -> None:
+    """As many of them; of one a single token differs."""
+
+    def rows(last: int) -> list[Demonstration]:
+        mask = np.ones(3, np.float32)
+        return [Demonstration(np.array([1, 2, token]), mask, "") for token in (3, 4, last)]
+
+    position = Sampler(3, config("sft", {}).data.seed, digest=digest_of(rows(5))).state()
+    inputs = SimpleNamespace(demonstrations=rows(6), validation_demonstrations=[])
+    session: Any = SimpleNamespace(config=config("sft", {}), inputs=inputs, state=TrainState(2, {"sft_sampler": position}))
+    with pytest.raises(CheckpointError, match="the examples are as many, but"):
+        train_sft(session)

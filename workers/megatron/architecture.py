@@ -22,6 +22,25 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 EXPERT_MULTIPLE = 8  # grouped matrix products of experts (`experts.py`) take rows of whole 16 bytes: 8 numbers in bfloat16
 
 
+_COMPUTED = {
+    "model_type": "model_type",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+    "normalize_expert_weights": "norm_topk_prob",
+}
+"""The key of `config.json` that says it, for all of `Architecture` but its positions, which rotations do not depend on."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """Sizes of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral decoder. `moe_layers[i]` says whether layer i has experts."""
@@ -43,6 +62,20 @@ class Architecture:
     expert_ffn: int = 0
     normalize_expert_weights: bool = True
     moe_layers: tuple[bool, ...] = ()
+
+    @property
+    def computed(self) -> dict[str, Json]:
+        """All that the weights and what is computed with them follow from, by the keys of `config.json`.
+
+        Equal for one model, whichever way and however completely its `config.json` says so.
+        """
+        rope = ("rope_theta", *ROPE_PARAMETERS[str(self.rope["rope_type"])])
+        return {
+            **{key: getattr(self, name) for name, key in _COMPUTED.items()},
+            "rope_type": self.rope["rope_type"],
+            **{key: _number(self.rope, key) for key in rope},
+            "layers with experts": [layer for layer, experts in enumerate(self.moe_layers) if experts],
+        }
 
     @property
     def qk_norm(self) -> bool:

@@ -16,7 +16,6 @@ import math
 import queue
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,15 +37,13 @@ from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.layout import ParallelLayout
+from workers.megatron.manifest import FORMAT, MANIFEST, fingerprint, read_manifest
 from workers.megatron.offload import unique_storages
 from workers.megatron.optimizer import Trainer
 from workers.megatron.sharding import Target, ToHost, set_step_count, step_count, targets, written
 from workers.megatron.staging import Staging
 
-MANIFEST = "manifest.json"
-FORMAT = "dagrl-megatron-2"
 LOAD_BYTES = 2 << 30  # host memory of one round of loading
-_READ_BYTES = 1 << 24
 
 Result = TypeVar("Result")
 
@@ -134,7 +131,7 @@ def load_checkpoint(
     Every byte is verified before anything is changed; CheckpointError on every rank when one of them cannot read its part.
     """
     path = Path(directory)
-    manifest = _together(group, lambda: _read_manifest(path, identity))
+    manifest = _together(group, lambda: read_manifest(path, identity))
     _together(group, lambda: _verify(path, manifest["files"]))
     reference = None
     if manifest["reference"]:
@@ -146,28 +143,12 @@ def load_checkpoint(
     return reference, manifest["state"]
 
 
-def identity_of(precision: str, hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """What must be equal between the run that wrote a checkpoint and the one that reads it; the layout need not."""
-    ignored = {"transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache"}
-    model = {key: value for key, value in sorted(hf_config.items()) if key not in ignored}
-    return {"precision": precision, "model": model}
-
-
 def random_state() -> dict[str, Any]:
     """The generators of this process."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return {"cpu": torch.get_rng_state(), "cuda": cuda, "megatron": get_cuda_rng_tracker().get_states()}
-
-
-def fingerprint(path: Path) -> dict[str, int]:
-    """Size and CRC-32 of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return {"bytes": path.stat().st_size, "crc32": checksum}
 
 
 def _state_dict(trainer: Trainer, reference: Mapping[str, Tensor] | None, to_host: ToHost) -> dict[str, Any]:
@@ -343,34 +324,6 @@ def _make_empty(directory: Path) -> None:
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
-
-
-def _read_manifest(target: Path, identity: Mapping[str, Json]) -> dict[str, Any]:
-    path = target / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; expected a directory written by save_checkpoint") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest.get('format')!r}, expected {FORMAT!r}; it is not a train checkpoint of this dagrl"
-        )
-    found = manifest["identity"]
-    for key, wanted in identity.items():
-        if found.get(key) != wanted:
-            raise CheckpointError(
-                f"{target} was written with {key} {_difference(found.get(key), wanted)}; resume with the same {key}, "
-                "or export the checkpoint to Hugging Face and start from that"
-            )
-    return manifest
-
-
-def _difference(found: Any, wanted: Any) -> str:
-    """Only what differs, of two dictionaries."""
-    if not isinstance(found, dict) or not isinstance(wanted, dict):
-        return f"{found}, this run has {wanted}"
-    keys = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
-    return ", ".join(f"{key} = {found.get(key)} (this run: {wanted.get(key)})" for key in keys)
 
 
 def _verify(target: Path, files: Mapping[str, Mapping[str, int]]) -> None:

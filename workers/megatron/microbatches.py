@@ -105,11 +105,16 @@ class Microbatches:
         return whole[:-1].view(self.rows, self.width)
 
 
-def cut_batch(batch: Batch, rule: CutRule, place: Place) -> Microbatches:
-    """Microbatches of all rows but padding, as many on every worker; a collective over data-parallel workers."""
+def cut_batch(batch: Batch, rule: CutRule, place: Place, vocabulary: int | None = None) -> Microbatches:
+    """Microbatches of all rows but padding, as many on every worker; a collective over data-parallel workers.
+
+    No token sees their padding, and no loss has it, but experts are computed for it too, and one id alone would send all of
+    it to the same few. With a `vocabulary`, for a model with experts, the batch's own tokens are repeated in it, where there
+    are none the ids of the vocabulary; without, it is of id 0.
+    """
     lengths = batch["lengths"].astype(np.int64)
     tables = [_table(rows, lengths, batch.tokens, place) for rows in _arrange(batch, lengths, rule, place)]
-    items = _microbatches(tables, _fields(batch), place)
+    items = _microbatches(tables, _fields(batch, lengths, vocabulary), place)
     size = sum(item.tokens.numel() for item in items)
     filled = float(lengths.sum()) / place.layout.cp
     rows, width = tables[0].sources.shape
@@ -232,15 +237,20 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class _Fields:
-    """The batch's arrays, read row after row, with an entry more that is 0: that of nowhere."""
+    """The batch's arrays, read row after row, with an entry more that is 0: that of nowhere.
+
+    `filler` are token ids for padding, to be repeated.
+    """
 
     tokens: Array
+    filler: Array
     by_token: Mapping[str, Array]
     by_row: Mapping[str, Array]
     nowhere: int
 
 
-def _fields(batch: Batch) -> _Fields:
+def _fields(batch: Batch, lengths: Indices, vocabulary: int | None) -> _Fields:
+    filler = np.zeros(1, np.int64) if vocabulary is None else _own_tokens(batch, lengths, vocabulary)
     token = {name: array for name, array in batch.fields.items() if array.ndim == 2}
     row = {name: array for name, array in batch.fields.items() if array.ndim == 1 and name != "lengths"}
     if "loss_mask" in token:
@@ -248,7 +258,12 @@ def _fields(batch: Batch) -> _Fields:
         row |= {name: value.flatten().numpy() for name, value in row_sums(whole).items()}
     flat = {name: np.append(array.ravel(), array.dtype.type(0)) for name, array in token.items()}
     by_row = {name: np.append(array, array.dtype.type(0)) for name, array in row.items()}
-    return _Fields(flat.pop("tokens"), flat, by_row, batch.rows * batch.tokens)
+    return _Fields(flat.pop("tokens"), filler, flat, by_row, batch.rows * batch.tokens)
+
+
+def _own_tokens(batch: Batch, lengths: Indices, vocabulary: int) -> Array:
+    own: Array = batch["tokens"][np.arange(batch.tokens) < lengths[:, None]]
+    return own if len(own) else np.arange(vocabulary)
 
 
 def _microbatches(tables: Sequence[_Table], fields: _Fields, place: Place) -> tuple[Microbatch, ...]:
@@ -260,7 +275,9 @@ def _microbatches(tables: Sequence[_Table], fields: _Fields, place: Place) -> tu
     targets = np.where(following < 0, fields.nowhere, following)
     data = {name: array[following] for name, array in fields.by_token.items()}
     data |= {name: array[rows] for name, array in fields.by_row.items()}
-    arrays = [fields.tokens[sources], fields.tokens[following], positions, targets, *data.values()]
+    tokens, padding = fields.tokens[sources], sources < 0
+    tokens[padding] = np.resize(fields.filler, np.count_nonzero(padding))
+    arrays = [tokens, fields.tokens[following], positions, targets, *data.values()]
     sizes = [table.sources.size for table in tables]
     columns = [torch.split(column, sizes) for column in upload(arrays, place.device)]
     return tuple(

@@ -291,7 +291,7 @@ class MegatronWorker(GroupMember):
 
     @property
     def _identity(self) -> dict[str, Json]:
-        from workers.megatron.checkpoint import identity_of
+        from workers.megatron.manifest import identity_of
 
         return identity_of(self.config.policy.precision, self._hf_config)
 
@@ -314,11 +314,12 @@ class MegatronWorker(GroupMember):
 
         groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
         place = Place(self.context.layout, self.context.coordinates, *groups, self._device)
-        rule = CutRule.of(self.config.policy, purpose)
+        rule, model = CutRule.of(self.config.policy, purpose), self._ready().model.architecture
+        vocabulary = model.vocabulary if model.experts else None
         if not in_warmup():
-            return iter((cut_batch(batch, rule, place),))
+            return iter((cut_batch(batch, rule, place, vocabulary),))
         seen = self._warm_widths.setdefault(current_replay().phase, set())
-        return (cut_batch(item, rule, place) for item in warmup_batches(batch, rule, place, seen))
+        return (cut_batch(item, rule, place, vocabulary) for item in warmup_batches(batch, rule, place, seen))
 
     def _loss_step(self, denominators: Denominators, loss: str) -> LossStep:
         from dagrl.losses import LOSSES

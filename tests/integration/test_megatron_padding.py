@@ -1,0 +1,51 @@
+"""Padding in mixtures of experts: it changes no loss and no gradient, and no expert gets more than its share of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.layout import ParallelLayout
+from dagrl.metrics import merge_step_metrics
+from dagrl.shapes import Batch, Bucket
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import Group, MegatronPool
+
+WIDE = 80  # of 8 rows with 94 tokens: 85 % are padding
+
+
+def run(group: Group, batch: Batch) -> tuple[dict[str, float], dict[str, Any], Any, Any]:
+    """Metrics and gradients of a step whose update is left out, log-probabilities, and the tokens of each expert."""
+    (scored,), (counts,) = group.call("logprobs", batch), group.call("tokens_of_experts", batch)
+    metrics = merge_step_metrics(group.call("train_step", batch, "sft", warmup=True)).flat()
+    return metrics, reference.assemble(group.call("gradients")), scored["logprobs"], counts
+
+
+@pytest.mark.parametrize("model", ["qwen3_many_experts", "mixtral"])
+def test_padding_adds_nothing_and_is_spread_over_the_experts(
+    model: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """Against the same rows one by one, each at its own width."""
+    batch = reference.make_batch()
+    alone = [batch.select([row]) for row in range(reference.ROWS)]
+    config = reference.make_config(tiny_models[model], optimizer={"clip_grad": 1e3})
+    with megatron_pool.group(ParallelLayout(), config) as group:
+        found, gradients, logprobs, counts = run(group, batch.pad(Bucket(reference.ROWS, WIDE)))
+        tight = [run(group, row.pad(Bucket(1, int(row["lengths"][0])))) for row in alone]
+    assert found["microbatch_padding_share"] > 0.8
+    assert {metrics["microbatch_padding_share"] for metrics, *_ in tight} == {0.0}
+    assert found["loss"] == pytest.approx(sum(metrics["loss"] for metrics, *_ in tight), abs=1e-5)
+    for name, value in gradients.items():
+        expected = sum(part[name] for _, part, *_ in tight)
+        scale = float(np.abs(expected).max()) or 1.0
+        np.testing.assert_allclose(value / scale, expected / scale, atol=1e-4, rtol=0, err_msg=name)
+    for row, (_, _, expected, _) in enumerate(tight):
+        length = expected.shape[1]
+        np.testing.assert_allclose(logprobs[row, :length], expected[0], atol=1e-4, rtol=0)
+        assert not logprobs[row, length:].any()
+    own = sum(part for *_, part in tight)
+    for padded, exact in zip(counts / counts.sum(1, keepdims=True), own / own.sum(1, keepdims=True), strict=True):
+        assert padded.max() < 1.25 * exact.max()

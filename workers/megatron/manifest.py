@@ -1,0 +1,103 @@
+"""The manifest of a train checkpoint: what it can be loaded into, and every file with its size and CRC-32.
+
+It is written last and read first. What it must be loaded into is the same model at the same precision; the layout need not
+be the same. Pure; needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dagrl.config import Json
+from dagrl.errors import CheckpointError, ConfigError
+from workers.megatron.architecture import read_architecture
+
+MANIFEST = "manifest.json"
+FORMAT = "dagrl-megatron-2"
+_READ_BYTES = 1 << 24
+_PARTS = {"identity": "an object", "state": "an object", "reference": "true or false", "layout": "an object"}
+_PARTS |= {"files": "an object"}
+_KINDS = {"an object": dict, "true or false": bool, "text": str}
+
+
+def identity_of(precision: str, hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """What `read_manifest` compares between the run that wrote a checkpoint and the one that reads it."""
+    return {"precision": precision, "model": dict(sorted(hf_config.items()))}
+
+
+def fingerprint(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return {"bytes": path.stat().st_size, "crc32": checksum}
+
+
+def read_manifest(directory: Path, identity: Mapping[str, Json]) -> dict[str, Any]:
+    """The manifest of a checkpoint that a run of this `identity` can take up.
+
+    CheckpointError, with what was found and what was expected, when it cannot be read or is of another format, precision or
+    model. A model is what training computes (`Architecture.computed`), not how its `config.json` says so.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; expected a directory written by save_checkpoint") from error
+    manifest = _well_formed(path, content)
+    _check_same(directory, manifest["identity"], identity)
+    return manifest
+
+
+def _well_formed(path: Path, content: object) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a JSON {type(content).__name__}; expected an object of format {FORMAT!r}, as save_checkpoint "
+            "writes it. Resume from another checkpoint"
+        )
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {content.get('format')!r}, expected {FORMAT!r}; it is not a train checkpoint of this dagrl"
+        )
+    _check_parts(path, "", content, _PARTS)
+    _check_parts(path, "identity.", content["identity"], {"precision": "text", "model": "an object"})
+    return content
+
+
+def _check_parts(path: Path, prefix: str, content: Mapping[str, object], expected: Mapping[str, str]) -> None:
+    for name, kind in expected.items():
+        if not isinstance(content.get(name), _KINDS[kind]):
+            found = f"{prefix}{name} = {content[name]!r:.60}" if name in content else f"no {prefix}{name}"
+            raise CheckpointError(f"{path} has {found}, expected {kind}; it is damaged, resume from another checkpoint")
+
+
+def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    if found["precision"] != wanted["precision"]:
+        raise _other(directory, "precision", f"{found['precision']}, this run has {wanted['precision']}")
+    saved, mine = _computed(directory, found["model"]), read_architecture(wanted["model"]).computed
+    keys = [key for key in {**saved, **mine} if saved.get(key) != mine.get(key)]
+    if keys:
+        differences = (f"{key} = {saved.get(key)} (this run: {mine.get(key)})" for key in keys)
+        raise _other(directory, "model", ", ".join(differences))
+
+
+def _other(directory: Path, what: str, difference: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} was written with {what} {difference}; resume with the same {what}, "
+        "or export the checkpoint to Hugging Face and start from that"
+    )
+
+
+def _computed(directory: Path, hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    try:
+        return read_architecture(hf_config).computed
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{directory} was written with a model that this version does not train: {error}; "
+            "resume with the version that wrote it"
+        ) from error
