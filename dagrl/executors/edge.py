@@ -73,7 +73,7 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
         if near:
             _written[name] = _rings[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
         if far:
-            _links[name] = [LinkWriter(ray.util.get_node_ip_address(), self.slot_bytes) for _ in far]
+            _links[name] = [LinkWriter(ray.util.get_node_ip_address(), self.slot_bytes, self.in_flight) for _ in far]
         parts = EdgeParts(
             name=name,
             address=_rings[name].address if near else None,

@@ -23,6 +23,10 @@ class EdgeClosedError(RunError):
     """The edge was closed, or the process at its other end is gone."""
 
 
+class EdgeLostError(EdgeClosedError):
+    """An edge to another host ended, and this process did not close it."""
+
+
 class EdgeTimeoutError(RunError):
     """No message, or no room, in time."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +18,13 @@ import numpy as np
 import pytest
 
 from dagrl.executors.link import POOL, SECRET_BYTES, LinkReader, LinkWriter
-from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
+from dagrl.executors.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.executors.packet import Header, Packet
 from dagrl.shapes import Batch
 
-LIMIT = 8 << 20
+LIMIT = 32 << 20
+IN_FLIGHT = 2
+LARGE = 16 << 20  # more than the buffers of a socket hold
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
 
 
@@ -29,7 +35,7 @@ def parts(value: object) -> list[bytes | memoryview]:
 
 @pytest.fixture
 def link() -> Iterator[tuple[LinkWriter, LinkReader]]:
-    writer = LinkWriter("127.0.0.1", LIMIT)
+    writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
     reader = LinkReader(writer.address)
     yield writer, reader
     writer.close()
@@ -47,6 +53,7 @@ def test_messages_of_any_size_arrive_in_order(link: Link) -> None:
         {"a": np.ones((300, 500)), "b": [np.arange(7.0)]},
         None,
         np.zeros(900_000),
+        [np.full(100, number) for number in range(700)],  # more parts than the system takes at once
         "end",
     ]
     with ThreadPoolExecutor(1) as pool:
@@ -113,12 +120,183 @@ def test_a_read_that_timed_out_goes_on_where_it_was(link: Link) -> None:
     np.testing.assert_array_equal(array, np.arange(1_000_000))  # type: ignore[arg-type]
 
 
-def test_a_reader_that_does_not_come_is_an_error_in_time() -> None:
-    writer = LinkWriter("127.0.0.1", LIMIT)
-    with pytest.raises(EdgeTimeoutError):
-        writer.write(parts(1), 0.1)
-    with pytest.raises(EdgeClosedError):
-        writer.write(parts(1), 0.1)
+def test_two_that_write_before_they_read_do_not_wait_for_each_other() -> None:
+    """All in one thread, so that nobody reads while anybody writes: as the stages of a pipeline, two replays in flight."""
+    writers = [LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT) for _ in range(2)]
+    readers = [LinkReader(writer.address) for writer in writers]
+    for _ in range(2):  # before the readers have come, and afterwards
+        for number in range(IN_FLIGHT):
+            for side, writer in enumerate(writers):
+                writer.write(parts(np.full(LARGE, 10 * number + side, np.uint8)), PATIENCE_S)
+        for number in range(IN_FLIGHT):
+            for side, reader in enumerate(readers):
+                array = reader.read(PATIENCE_S)
+                assert isinstance(array, np.ndarray) and array.shape == (LARGE,) and (array == 10 * number + side).all()
+                del array
+    for end in (*writers, *readers):
+        end.close()
+
+
+def test_what_is_written_may_be_changed_afterwards(link: Link) -> None:
+    writer, reader = link
+    array = np.ones(LARGE, np.uint8)
+    writer.write(parts(array), PATIENCE_S)
+    array[:] = 2
+    assert (reader.read(PATIENCE_S) == np.ones(LARGE, np.uint8)).all()  # type: ignore[attr-defined]
+
+
+def test_order_is_kept_whatever_is_sent_at_once_or_later(link: Link) -> None:
+    writer, reader = link
+    sizes = np.random.default_rng(0).choice([1, 1000, 100_000, 5_000_000], 60)
+
+    def write() -> None:
+        for number, size in enumerate(sizes):
+            writer.write(parts(np.full(size, number, np.uint8)), PATIENCE_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(write)
+        for number, size in enumerate(sizes):
+            np.testing.assert_array_equal(reader.read(PATIENCE_S), np.full(size, number, np.uint8))  # type: ignore[arg-type]
+        done.result()
+
+
+def test_a_write_waits_for_room_until_its_deadline_and_the_link_lives_on(link: Link) -> None:
+    """The reader has not come at first: what it is sent may not pile up."""
+    writer, reader = link
+    for number in range(IN_FLIGHT):
+        writer.write(parts(number), PATIENCE_S)
+    started = time.monotonic()
+    with pytest.raises(EdgeTimeoutError, match="has not come"):
+        writer.write(parts("too many"), 0.1)
+    assert 0.1 <= time.monotonic() - started < PATIENCE_S
+    assert [reader.read(PATIENCE_S) for _ in range(IN_FLIGHT)] == list(range(IN_FLIGHT))
+    writer.write(parts("after"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "after"
+
+
+def unread(link: Link, messages: int = IN_FLIGHT) -> None:
+    """Fill a link whose reader has come, and takes no more."""
+    writer, reader = link
+    writer.write(parts("come"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "come"
+    for _ in range(messages):
+        writer.write(parts(np.zeros(LARGE, np.uint8)), PATIENCE_S)
+
+
+def senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "dagrl-link"]
+
+
+def gone(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def cut(end: LinkWriter | LinkReader, killed: bool = False) -> None:
+    """End a connection without a word to the object at its end; `killed`: as when its process is."""
+    assert end._socket is not None
+    end._socket.close() if killed else end._socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["shut", "killed"])
+@pytest.mark.parametrize("waits", [False, True], ids=["writes later", "waits for room"])
+def test_a_reader_that_is_gone_is_an_error_that_names_both_ends(link: Link, waits: bool, killed: bool) -> None:
+    writer, reader = link
+    unread(link)
+    threads, (host, port) = senders(), (writer.address.host, writer.address.port)
+    assert threads
+    with ThreadPoolExecutor(1) as pool:
+        if waits:
+            done = pool.submit(writer.write, parts(1), None)
+            time.sleep(0.1)
+            cut(reader, killed)
+        else:
+            cut(reader, killed)
+            assert gone(threads)
+            done = pool.submit(writer.write, parts(1), None)
+        with pytest.raises(EdgeLostError, match=rf"from {host}:{port} to 127\.0\.0\.1:\d+: "):
+            done.result(PATIENCE_S)
+    assert gone(threads) and writer.lost is not None and not writer._unsent
+    with pytest.raises(EdgeLostError):
+        writer.write(parts(1), PATIENCE_S)
+
+
+def test_a_writer_that_is_gone_is_an_error_that_names_both_ends(link: Link) -> None:
+    writer, reader = link
+    unread(link, 0)
+    cut(writer)
+    with pytest.raises(EdgeLostError, match=rf"from 127\.0\.0\.1:{writer.address.port} to 127\.0\.0\.1:\d+: its writer"):
+        reader.read(PATIENCE_S)
+    assert reader.lost is not None
+
+
+@pytest.mark.parametrize("come", [False, True], ids=["reader never came", "reader does not read"])
+def test_closing_ends_the_thread_and_whoever_waits_and_is_no_loss(come: bool) -> None:
+    writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
+    reader = LinkReader(writer.address)
+    if come:
+        unread((writer, reader))
+    else:
+        for _ in range(IN_FLIGHT):
+            writer.write(parts(1), PATIENCE_S)
+    threads = senders()
+    assert threads
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(writer.write, parts(1), None)
+        time.sleep(0.1)
+        writer.close()
+        with pytest.raises(EdgeClosedError) as caught:
+            done.result(PATIENCE_S)
+    assert gone(threads) and type(caught.value) is EdgeClosedError and writer.lost is None and not writer._unsent
+
+
+def test_links_that_are_closed_leave_no_threads_and_no_sockets() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for messages in (0, 1, IN_FLIGHT):
+        writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
+        reader = LinkReader(writer.address)
+        unread((writer, reader), messages)
+        writer.close()
+        reader.close()
+    assert gone(senders())
+    del writer, reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_thread_ends_with_what_it_sends(link: Link) -> None:
+    unread(link)
+    threads = senders()
+    for _ in range(IN_FLIGHT):
+        link[1].read(PATIENCE_S)
+    assert threads and gone(threads)
+
+
+def test_a_process_ends_though_messages_are_unsent() -> None:
+    script = """
+from dagrl.executors.link import LinkReader, LinkWriter
+never, full = LinkWriter("127.0.0.1", 32 << 20, 2), LinkWriter("127.0.0.1", 32 << 20, 2)
+reader = LinkReader(full.address)
+import pickle
+never.write([pickle.dumps(1)], 1.0)
+full.write([pickle.dumps(1)], 1.0)
+reader.read(30.0)
+full.write([bytes(16 << 20)], 1.0)
+print("end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_a_host_that_vanished_is_noticed_after_a_minute(link: Link) -> None:
+    unread(link, 0)
+    for end in link:
+        assert end._socket is not None and end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        silence_s, probe_s, probes = [end._socket.getsockopt(socket.IPPROTO_TCP, name) for name in names]
+        assert silence_s + probe_s * probes == 60
 
 
 def test_a_message_over_the_limit_is_an_error_and_the_link_lives_on(link: Link) -> None:
@@ -147,7 +325,7 @@ def test_who_does_not_know_the_secret_is_sent_nothing_and_keeps_nobody_out(link:
 
 
 def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link) -> None:
-    writer = LinkWriter("127.0.0.1", LIMIT)
+    writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
     reader = LinkReader(replace(writer.address, writer_secret=bytes(SECRET_BYTES)))
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(writer.write, parts("not from my writer"), PATIENCE_S)
