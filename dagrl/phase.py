@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -44,13 +44,25 @@ class Role:
 
 
 def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
-    """Signatures, without `self`, of the public methods of a worker class."""
+    """Signatures, without `self`, of the public methods of a worker class; `async` ones have those of `of_async`."""
     found = {}
     for name, member in inspect.getmembers(worker_class, inspect.isfunction):
         if not name.startswith("_") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
             signature = inspect.signature(member)
-            found[name] = signature.replace(parameters=list(signature.parameters.values())[1:])
+            mine = signature.replace(parameters=list(signature.parameters.values())[1:])
+            is_async = inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+            found[name] = of_async(mine) if is_async else mine
     return found
+
+
+def of_async(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of an `async` method, which says what a call gives: a coroutine, not the value in its annotation."""
+    return signature.replace(return_annotation=Coroutine)
+
+
+def is_of_async(signature: inspect.Signature) -> bool:
+    """Whether `of_async` made this signature."""
+    return signature.return_annotation is Coroutine
 
 
 @dataclass(frozen=True)
@@ -235,6 +247,12 @@ class Tracer:
             raise self.error(
                 f"the {role.name} worker has no method {method!r}; it has {', '.join(sorted(role.methods)) or 'none'}. "
                 "Correct the name, or add the method to the worker"
+            )
+        if is_of_async(role.methods[method]):
+            raise self.error(
+                f"node {role.name}.{method} is an `async def`, which gives a coroutine that nobody awaits: a node is over, "
+                f"with its value, when its method returns. Make {method} a plain `def`, or name one that returns when the "
+                "work is done"
             )
         try:
             role.methods[method].bind(*[None] * positional, **constants)

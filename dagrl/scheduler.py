@@ -8,7 +8,7 @@
 
 Replays of phases on different groups overlap; replays on one group run in the order they were submitted, on every worker
 (tickets). A batch is split over the shards by tokens and padded to the smallest bucket that fits. Different threads may
-submit and wait at once, each with phases of its own.
+submit and wait at once, for one phase too.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Scheduler:
             if not entry.reading.acquire(timeout=max(0.0, until - time.monotonic())):
                 raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")
         try:
-            while not replay.done:
+            while not replay.done or (entry.in_flight and entry.in_flight[0] is replay):
                 self._finish_one(entry, entry.in_flight[0], until)
         finally:
             entry.reading.release()
@@ -259,7 +259,8 @@ class Scheduler:
     def _finish_one(self, entry: _Entry, replay: Replay, until: float) -> None:
         """Read the oldest replay of a phase; it stays the oldest if that is interrupted, or not over by `until`."""
         try:
-            self._end(replay, entry, collect_outcome(replay, entry.groups, until))
+            if not replay.done:  # else an interrupt came before it was taken out
+                self._end(replay, entry, collect_outcome(replay, entry.groups, until))
         except PhaseError as error:
             if not replay.done:  # else a teardown has ended it, and closed what it was read from
                 self._broken = self._broken or (error if error.breaks else None)
@@ -312,28 +313,37 @@ class Scheduler:
         deadline_s: float,
         rows: Sequence[npt.NDArray[np.intp]] | None = None,
     ) -> Replay:
-        if len(entry.in_flight) >= entry.limits.max_in_flight:
-            self.finish(entry.in_flight[0])
-        with self._lock:
-            if self._broken is not None:
-                advice = f"{self._broken.breaks}; call scheduler.recover() after the workers are whole again"
-                raise PhaseError(self._broken.failures, advice, self._broken.breaks)
-            values, split, padding = self._share_out(entry, value, rows)
-            self._check_size(entry, values[0], 1 if split is None else len(entry.compiled[0].shards))
-            tickets = [self._take_tickets(one.seats) for one in entry.compiled]
-            number, submitted = entry.replays, []
-            try:
-                for one, mine, item in zip(entry.compiled, tickets, values, strict=True):
-                    packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
-                    submitted.append((one.executable, _submit_packet(one, packet)))
-            except BaseException as error:  # some workers have their ticket, others would wait for theirs for ever
-                text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
-                self._broken = PhaseError((), breaks=text)
-                raise
-            replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
-            entry.replays += 1
-            entry.in_flight.append(replay)
-            return replay
+        """Start a replay, once there is room for it: with `max_in_flight` under way, the oldest is waited for first."""
+        while True:
+            with self._lock:
+                if self._broken is not None:
+                    advice = f"{self._broken.breaks}; call scheduler.recover() after the workers are whole again"
+                    raise PhaseError(self._broken.failures, advice, self._broken.breaks)
+                if len(entry.in_flight) < entry.limits.max_in_flight:
+                    return self._start(entry, value, warmup, deadline_s, rows)
+                oldest = entry.in_flight[0]
+            self.finish(oldest)  # without the lock: replays of other phases start meanwhile, and other threads take the room
+
+    def _start(
+        self, entry: _Entry, value: object, warmup: bool, deadline_s: float, rows: Sequence[npt.NDArray[np.intp]] | None
+    ) -> Replay:
+        """Take the tickets of a replay and send it; under the scheduler's lock."""
+        values, split, padding = self._share_out(entry, value, rows)
+        self._check_size(entry, values[0], 1 if split is None else len(entry.compiled[0].shards))
+        tickets = [self._take_tickets(one.seats) for one in entry.compiled]
+        number, submitted = entry.replays, []
+        try:
+            for one, mine, item in zip(entry.compiled, tickets, values, strict=True):
+                packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
+                submitted.append((one.executable, _submit_packet(one, packet)))
+        except BaseException as error:  # some workers have their ticket, others would wait for theirs for ever
+            text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
+            self._broken = PhaseError((), breaks=text)
+            raise
+        replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
+        entry.replays += 1
+        entry.in_flight.append(replay)
+        return replay
 
     def _check_size(self, entry: _Entry, value: object, shards: int) -> None:
         """Raise RunError for the input of some shards that does not fit; every shard's has the same size."""

@@ -1,7 +1,7 @@
 """What a worker class is given, and what it may ask while one of its methods runs in a replay.
 
-A worker is any class whose constructor takes `(context, config)`. Its methods are what phases name. These have a meaning of
-their own; all are optional:
+A worker is any class whose constructor takes `(context, config)`. Its methods are what phases name, those that are no
+`async def`: a node is over when its method returns. These have a meaning of their own; all are optional:
 
 - `check(config, hf_config)` (static): raises a UserError, before any actor starts, for a model that the class cannot hold;
 - `describe(config, hf_config, layout, rank) -> list[WeightSlice]` (static): the weights that a rank will hold, for a refit

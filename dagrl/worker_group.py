@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first
 from dagrl.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
 from dagrl.layout import ParallelLayout
-from dagrl.phase import SHARED_MEMORY, Role, group_transports, methods_of
+from dagrl.phase import SHARED_MEMORY, Role, group_transports, is_of_async, methods_of, of_async
 from dagrl.ports import reserve_port
 from dagrl.worker import WorkerContext
 
@@ -178,7 +179,10 @@ class WorkerGroup:
         signatures = handles[0]._ray_method_signatures
         methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("_")}
         traced = Role(role, layout, methods, transports)
-        return cls(traced, handles, owned=False, call_timeout_s=call_timeout_s, health_group=health_group)
+        group = cls(traced, handles, owned=False, call_timeout_s=call_timeout_s, health_group=health_group)
+        known = {name: of_async(methods[name]) for name in group.call_function(_async_methods)[0] if name in methods}
+        group.role = dataclasses.replace(traced, methods=methods | known)
+        return group
 
     def setup(self) -> None:
         """Call `setup(address)` on every worker at once, where the worker has it. Also after `abort`, to join again."""
@@ -359,6 +363,11 @@ def _abort(worker: object) -> None:
     abort = getattr(worker, "abort", None)
     if abort is not None:
         abort()
+
+
+def _async_methods(worker: object) -> list[str]:
+    """The names of the worker's `async` methods, which handles of actors do not tell; runs in the worker."""
+    return [name for name, signature in methods_of(type(worker)).items() if is_of_async(signature)]
 
 
 def free_address(worker: object) -> str:

@@ -6,7 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,17 @@ class Worker:
     def pair(self, x: object, y: object) -> object: ...
     def total(self, parts: list[object]) -> object: ...
     def _hidden(self, x: object) -> object: ...
+
+
+class Awaited:
+    """Methods of which some cannot be nodes."""
+
+    async def forward(self, x: object) -> object: ...
+    async def stream(self, x: object) -> AsyncIterator[object]:
+        yield x
+
+    async def total(self, parts: list[object]) -> object: ...
+    def plain(self, x: object) -> object: ...
 
 
 def role(name: str = "train", *transports: str, **sizes: int) -> Role:
@@ -303,6 +314,41 @@ def empty_steps(train: Shard, x: Input) -> Value:
 
 def joins_nothing(train: Shard, x: Input) -> Value:
     return join()
+
+
+def async_method(train: Shard, x: Input) -> Value:
+    return train.map("forward", x)
+
+
+def async_generator(train: Shard, x: Input) -> Value:
+    return train.map("stream", x)
+
+
+def async_reduction(train: Shard, x: Input) -> Value:
+    return train.reduce("total", train.map("plain", x))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            async_method,
+            "phase 'async_method': node train.forward is an `async def`, .* nobody awaits: .*Make forward a plain",
+        ),
+        (async_generator, "phase 'async_generator': node train.stream is an `async def`"),
+        (async_reduction, "phase 'async_reduction': node train.total is an `async def`"),
+    ],
+)
+def test_async_methods_are_refused_with_their_phase_and_node(function: Callable[..., Any], words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        trace(function, Role("train", ParallelLayout(tp=2), methods_of(Awaited)))
+
+
+def test_plain_methods_of_a_class_with_async_ones_are_traced() -> None:
+    def step(train: Shard, x: Input) -> Value:
+        return train.map("plain", x)
+
+    assert len(trace(step, Role("train", ParallelLayout(), methods_of(Awaited))).nodes) == 1
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,62 @@ def test_a_deadline_holds_while_another_thread_waits(scheduler: Scheduler, made:
     assert replay.result(timeout_s=0.0) == (1, 1)
 
 
+class Counted:
+    """Stands for a graph's `submit` and `fetch`, which may take a while; `most` replays were sent and not read at once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.sending, self.go_on = threading.Event(), threading.Event()
+        self.counting = threading.Lock()
+        self.now = self.most = 0
+        graph.submit, graph.fetch = self.submit, self.fetch  # type: ignore[method-assign]
+
+    def submit(self, packet: Packet) -> Packet:
+        with self.counting:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.sending.set()
+        assert self.go_on.wait(60.0)
+        return packet
+
+    def fetch(self, submitted: Packet, timeout_s: float) -> list[Packet]:
+        time.sleep(0.001)
+        with self.counting:
+            self.now -= 1
+        return [Packet(submitted.header, submitted.value)]
+
+
+def test_threads_that_submit_one_phase_keep_to_the_replays_in_flight(
+    scheduler: Scheduler, made: list[Graph]
+) -> None:
+    """Five look for room while the first is being sent, and is not in flight yet."""
+    counted = Counted(made[2])
+    made[3].fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+    replays = []
+    threads = [threading.Thread(target=lambda: replays.append(scheduler.replay(other, 1))) for _ in range(6)]
+    threads[0].start()
+    assert counted.sending.wait(60.0)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.1)
+    counted.go_on.set()
+    for thread in threads:
+        thread.join(60.0)
+    assert counted.most == scheduler.options.max_in_flight == 2
+    assert len({replay.number for replay in replays}) == 6 and [replay.result() for replay in replays] == [(1, 0)] * 6
+
+
+def test_a_broken_graph_is_told_at_once_where_there_is_no_room_either(scheduler: Scheduler, made: list[Graph]) -> None:
+    for _ in range(2):
+        scheduler.replay(other, 1)
+    made[1].results = [TypeError("cannot be sent")]
+    with pytest.raises(TypeError):
+        scheduler.replay(step, batch(2))
+    started = time.monotonic()
+    with pytest.raises(PhaseError, match="recover"):
+        scheduler.replay(other, 1)
+    assert time.monotonic() - started < 60.0  # the deadline of those in flight is 120 s
+
+
 def test_the_deadline_of_a_replay_reaches_its_workers(scheduler: Scheduler, made: list[Graph]) -> None:
     scheduler.replay(other, 1, deadline_s=600.0)
     scheduler.replay(other, 1)
