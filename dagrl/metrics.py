@@ -38,7 +38,10 @@ TRAIN_TOKENS_PER_SEC_PER_GPU = "perf/policy_training_tokens_per_sec_per_gpu"
 TRAIN_TFLOPS_PER_GPU = "perf/train_tflops_per_gpu"
 TRAIN_MFU = "perf/train_fp_utilization"  # model FLOPs utilization, 0 to 1; only where the peak is known
 PEAK_MEMORY = "perf/peak_memory_gib"  # of the train worker that held most, since it started; each worker's own below
-RANK = "perf/rank_"  # `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`
+RANK = "perf/rank_"  # of each: `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`, and of its own tokens and FLOPs
+RANK_TOKENS_PER_SEC = "policy_training_tokens_per_sec"  # after `perf/rank_3/`, by its own seconds
+RANK_TFLOPS = "train_tflops"
+RANK_MFU = "train_fp_utilization"
 VALID_TOKENS = "valid_tokens"  # in the loss
 MASKED_MINIBATCHES = "masked_minibatches"  # of a step, left out because no token of theirs is in the loss
 GRAD_NORM = "grad_norm"  # before clipping; of several optimizer steps the largest
@@ -69,7 +72,7 @@ class StepMetrics:
 
 
 def throughput(metrics: dict[str, float]) -> dict[str, float]:
-    """Figures of a train step from what its workers reported; takes out of `metrics` what they are made from."""
+    """Figures of a train step, of all workers and of each, from what they reported; takes out of `metrics` what that was."""
     tokens, tflop, ranks = (metrics.pop(name) for name in (TRAIN_TOKENS, TRAIN_TFLOP, TRAIN_RANKS))
     seconds, peak = metrics[TRAIN_SECONDS], metrics.pop(PEAK_TFLOPS, None)
     figures = {
@@ -77,7 +80,19 @@ def throughput(metrics: dict[str, float]) -> dict[str, float]:
         TRAIN_TOKENS_PER_SEC_PER_GPU: tokens / seconds / ranks,
         TRAIN_TFLOPS_PER_GPU: tflop / seconds / ranks,
     }
-    return figures if peak is None else {**figures, TRAIN_MFU: figures[TRAIN_TFLOPS_PER_GPU] / peak}
+    if peak is not None:
+        figures[TRAIN_MFU] = figures[TRAIN_TFLOPS_PER_GPU] / peak
+    ranks_seconds = [name for name in metrics if name.startswith(RANK) and name.endswith("/train_seconds")]
+    for name in ranks_seconds:
+        figures |= _of_rank(name.removesuffix("train_seconds"), metrics, peak)
+    return figures
+
+
+def _of_rank(prefix: str, metrics: dict[str, float], peak: float | None) -> dict[str, float]:
+    tokens, tflop = (metrics.pop(prefix + name) for name in (TRAIN_TOKENS, TRAIN_TFLOP))
+    seconds = metrics[prefix + "train_seconds"]
+    figures = {prefix + RANK_TOKENS_PER_SEC: tokens / seconds, prefix + RANK_TFLOPS: tflop / seconds}
+    return figures if peak is None else {**figures, prefix + RANK_MFU: tflop / seconds / peak}
 
 
 def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
@@ -105,10 +120,15 @@ def join_optimizer_steps(parts: Sequence[StepMetrics]) -> StepMetrics:
     tokens = np.array([part.sums.get(VALID_TOKENS, 1.0) for part in parts])
     ones, shares = np.ones(len(parts)), tokens / tokens.sum()
     table = {name: np.array([part.sums[name] for part in parts]) for name in parts[0].sums}
-    sums = {name: float(values @ (ones if name in COUNTS else shares)) for name, values in table.items()}
+    sums = {name: float(values @ (ones if _is_count(name) else shares)) for name, values in table.items()}
     maxima = {
         name: float(np.sum(values) if name.endswith("train_seconds") else np.max(values))
         for name, values in ((name, [part.maxima[name] for part in parts]) for name in parts[0].maxima)
     }
     norms = [part.shared[GRAD_NORM] for part in parts if GRAD_NORM in part.shared]
     return StepMetrics(sums, maxima, {**parts[-1].shared, **({GRAD_NORM: max(norms)} if norms else {})})
+
+
+def _is_count(name: str) -> bool:
+    """Also of a single worker: `perf/rank_3/train_tokens`."""
+    return name in COUNTS or (name.startswith(RANK) and name.rpartition("/")[2] in COUNTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from datetime import timedelta
@@ -201,6 +202,24 @@ class TestedWorker(MegatronWorker):
             self.export_hf(directory)
         finally:
             hf.FILE_BYTES = usual
+
+    def export_to_a_full_disk(self, directory: str, file_bytes: int) -> None:
+        """`export_in_files`, of which the second cannot be written."""
+        from safetensors import torch as files
+
+        save, written = files.save_file, []
+
+        def fill(*args: Any, **kwargs: Any) -> None:
+            if written:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written.append(args)
+            save(*args, **kwargs)
+
+        files.save_file = fill
+        try:
+            self.export_in_files(directory, file_bytes)
+        finally:
+            files.save_file = save
 
     def _boxes(self, tensors: dict[str, Any]) -> list[tuple[str, Box, Any]]:
         from dagrl.refit.slices import expand

@@ -123,9 +123,10 @@ def logprobs(group: Group, batch: Batch, *model: str) -> Batch:
     return batch.with_fields(**found)
 
 
-def run_case(pool: MegatronPool, item: Case, model: Path) -> reference.Run:
+def run_case(pool: MegatronPool, item: Case, model: Path, **policy: Any) -> reference.Run:
+    """What a layout makes of the batch, with more keys of `policy`."""
     batch = reference.make_batch(vocabulary_of(item.model))
-    with pool.group(item.layout, configuration(item, model)) as group:
+    with pool.group(item.layout, configuration(item, model, **policy)) as group:
         first = logprobs(group, batch)
         train(group, batch, warmup=True)  # gradients, but no update
         gradients = reference.assemble(group.call("gradients")) if not item.optimizer else {}

@@ -45,6 +45,22 @@ def test_export_gives_back_what_was_imported(
         assert torch.equal(tensor, exported[name]), name
 
 
+def test_an_export_to_a_full_disk_is_an_error_on_all_workers_at_once(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """One worker writes what the others send: none waits for it until the deadline, and the next export works."""
+    with megatron_pool.group(TP2PP2, reference.make_config(tiny_models["qwen3"])) as group:
+        for rank in range(4):
+            group.start(rank, "export_to_a_full_disk", str(tmp_path / "out"), 60_000)
+        for rank in range(4):
+            with pytest.raises(WorkerError, match=r"cannot write .*out\.partial: .*No space left on device") as caught:
+                group.finish(rank, timeout_s=30)
+            assert caught.value.kind == "CheckpointError"
+        assert not (tmp_path / "out").exists()
+        group.call("export_hf", str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_trained_policy_in_several_files_loads_in_transformers(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

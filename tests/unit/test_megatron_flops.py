@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from dagrl.config import PolicyConfig
+from dagrl.layout import ParallelLayout
 from dagrl.metrics import (
-    PEAK_TFLOPS,
     TRAIN_MFU,
-    TRAIN_RANKS,
     TRAIN_SECONDS,
-    TRAIN_TFLOP,
     TRAIN_TFLOPS_PER_GPU,
-    TRAIN_TOKENS,
     TRAIN_TOKENS_PER_SEC_PER_GPU,
+    VALID_TOKENS,
     StepMetrics,
+    join_optimizer_steps,
     merge_step_metrics,
 )
+from dagrl.worker import WorkerContext
 from workers.megatron.architecture import read_architecture
+from workers.megatron.figures import train_figures
 from workers.megatron.flops import PASSES, peak_tflops, sequence_flops, step_tflop, token_flops
 
 SIZES: dict[str, Any] = {
@@ -65,17 +69,58 @@ def test_a_known_model_costs_what_its_parameters_say() -> None:
     assert PASSES * token_flops(architecture) == pytest.approx(6 * 4.02e9, rel=0.002)
 
 
-def test_figures_of_a_step_over_workers() -> None:
-    def worker(rank: int, seconds: float) -> StepMetrics:
-        sums = {TRAIN_TFLOP: 30.0, TRAIN_TOKENS: 500.0, TRAIN_RANKS: 1.0}
-        maxima = {TRAIN_SECONDS: seconds, f"perf/rank_{rank}/train_seconds": seconds}
-        return StepMetrics(sums, maxima, {PEAK_TFLOPS: 100.0})
+QWEN3 = read_architecture({"model_type": "qwen3", **SIZES})
 
-    found = merge_step_metrics([worker(0, 0.25), worker(1, 0.5)]).flat()
-    assert found[TRAIN_TFLOPS_PER_GPU] == 60.0 and found[TRAIN_MFU] == 0.6
-    assert found[TRAIN_TOKENS_PER_SEC_PER_GPU] == 1000.0
-    assert found["perf/rank_0/train_seconds"] == 0.25
-    assert not {TRAIN_TFLOP, TRAIN_TOKENS, TRAIN_RANKS, PEAK_TFLOPS} & set(found)
+
+def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int]], peak: float | None) -> StepMetrics:
+    """What all workers of a layout report of a step; `lengths` are those of each shard's rows."""
+    policy = PolicyConfig.model_validate({"megatron_cfg": {"peak_tflops": peak}})
+    parts = [
+        train_figures(
+            QWEN3,
+            policy,
+            WorkerContext("train", rank, layout, 0, 1.0),
+            torch.device("cpu"),
+            np.array(lengths[layout.coordinates(rank).dp]),
+            seconds[rank],
+        )
+        for rank in range(layout.world_size)
+    ]
+    return merge_step_metrics(parts)
+
+
+def test_figures_of_a_step_over_workers_and_of_each() -> None:
+    """Two shards of two workers: their rows differ, and one worker is slow."""
+    layout, lengths = ParallelLayout(dp=2, tp=2), [[10, 30], [20]]
+    seconds = [0.25, 0.25, 0.25, 0.5]
+    found = step_of(layout, seconds, lengths, peak=1e-3).flat()
+    tflop = [step_tflop(QWEN3, rows) for rows in lengths]
+    assert found[TRAIN_SECONDS] == 0.5
+    assert found[TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(60 / 0.5 / 4)
+    assert found[TRAIN_TFLOPS_PER_GPU] == pytest.approx(sum(tflop) / 0.5 / 4)
+    assert found[TRAIN_MFU] == pytest.approx(found[TRAIN_TFLOPS_PER_GPU] / 1e-3)
+    for rank in range(4):
+        shard, own = layout.coordinates(rank).dp, f"perf/rank_{rank}/"
+        assert found[own + "train_seconds"] == seconds[rank]
+        assert found[own + "policy_training_tokens_per_sec"] == pytest.approx(sum(lengths[shard]) / 2 / seconds[rank])
+        assert found[own + "train_tflops"] == pytest.approx(tflop[shard] / 2 / seconds[rank])
+        assert found[own + "train_fp_utilization"] == pytest.approx(found[own + "train_tflops"] / 1e-3)
+    assert {name for name in found if not name.startswith("perf/")} == set()
+
+
+def test_without_a_known_peak_no_worker_has_an_mfu() -> None:
+    found = step_of(ParallelLayout(dp=2), [0.25, 0.5], [[10], [20]], peak=None).flat()
+    assert found["perf/rank_1/train_tflops"] > 0
+    assert not [name for name in found if name.endswith("train_fp_utilization")]
+
+
+def test_of_several_optimizer_steps_workers_have_the_rate_over_all() -> None:
+    parts = [step_of(ParallelLayout(dp=2), [1.0, 2.0], rows, None) for rows in ([[10], [20]], [[30], [40]])]
+    parts = [replace(part, sums={**part.sums, VALID_TOKENS: weight}) for part, weight in zip(parts, (1.0, 9.0), strict=True)]
+    found = join_optimizer_steps(parts).flat()
+    assert found["perf/rank_0/train_seconds"] == 2.0 and found["perf/rank_1/train_seconds"] == 4.0
+    assert found["perf/rank_0/policy_training_tokens_per_sec"] == pytest.approx(40 / 2)
+    assert found["perf/rank_1/policy_training_tokens_per_sec"] == pytest.approx(60 / 4)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,13 @@ import math
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,9 @@ from workers.megatron.offload import unique_storages
 from workers.megatron.optimizer import Trainer
 from workers.megatron.sharding import Target, ToHost, set_step_count, step_count, targets, written
 from workers.megatron.staging import Staging
+from workers.megatron.together import gather_objects, together
 
 LOAD_BYTES = 2 << 30  # host memory of one round of loading
-
-Result = TypeVar("Result")
 
 
 class Saving:
@@ -71,10 +70,10 @@ class Saving:
         self._head = {"format": FORMAT, "identity": identity, "state": state, "reference": reference is not None}
         self._head["layout"] = dict(asdict(trainer.layout))
         self._error: BaseException | None = None
-        _together(group, lambda: _make_empty(self._partial))
+        together(group, lambda: _make_empty(self._partial))
         to_host = Staging().copy if background else Tensor.cpu
         content = _state_dict(trainer, reference, to_host)
-        self._request = _together(group, lambda: _plan(content, self._partial))
+        self._request = together(group, lambda: _plan(content, self._partial))
         self._buckets = _staged(self._request, to_host, _live_storages(trainer, reference))
         self._files: dict[str, dict[str, int]] = {}
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -88,10 +87,10 @@ class Saving:
     def finish(self, timeout_s: float) -> None:
         """Complete the checkpoint and give it its name, on all ranks at once. CheckpointError on all when one failed."""
         self._thread.join(timeout_s)
-        _together(self._group, self._check_written, timeout_s)
-        _together(self._group, self._finalize)
-        files = {name: entry for part in _gather_objects(self._group, self._files) for name, entry in part.items()}
-        _together(self._group, lambda: self._publish(files) if dist.get_rank() == 0 else None)
+        together(self._group, self._check_written, timeout_s)
+        together(self._group, self._finalize)
+        files = {name: entry for part in gather_objects(self._group, self._files) for name, entry in part.items()}
+        together(self._group, lambda: self._publish(files) if dist.get_rank() == 0 else None)
 
     def _check_written(self, timeout_s: float) -> None:
         if self._thread.is_alive():
@@ -131,8 +130,8 @@ def load_checkpoint(
     Every byte is verified before anything is changed; CheckpointError on every rank when one of them cannot read its part.
     """
     path = Path(directory)
-    manifest = _together(group, lambda: read_manifest(path, identity))
-    _together(group, lambda: _verify(path, manifest["files"]))
+    manifest = together(group, lambda: read_manifest(path, identity))
+    together(group, lambda: _verify(path, manifest["files"]))
     reference = None
     if manifest["reference"]:
         reference = {name: torch.empty_like(tensor, device="cpu") for name, tensor in trainer.model.tensors().items()}
@@ -270,7 +269,7 @@ def _rounds(found: Iterable[Target], group: ProcessGroup) -> Iterator[list[Targe
     """
     source, more = iter(found), True
     limit = LOAD_BYTES if dist.get_world_size() > 1 else math.inf
-    while any(_gather_objects(group, more)):
+    while any(gather_objects(group, more)):
         taken: list[Target] = []
         size = 0
         while more and size < limit:
@@ -284,38 +283,19 @@ def _rounds(found: Iterable[Target], group: ProcessGroup) -> Iterator[list[Targe
 
 def _load(path: Path, part: list[Target], group: ProcessGroup) -> None:
     wanted = {str(number): target.entry for number, target in enumerate(part)}
-    loaded = _together(group, lambda: _read(path, wanted))
+    loaded = together(group, lambda: _read(path, wanted))
     for number, target in enumerate(part):
         target.receive(loaded[str(number)])
 
 
 def _load_common(path: Path, trainer: Trainer, manifest: Mapping[str, Any], group: ProcessGroup) -> Mapping[str, Any]:
     same = manifest["layout"] == asdict(trainer.layout)
-    return _together(group, lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
+    return together(group, lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
 
 
 def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)
     return loaded
-
-
-def _together(group: ProcessGroup, action: Callable[..., Result], *args: Any) -> Result:
-    """Run `action` on every rank; when it fails on one, raise its error on all, so that none waits for another."""
-    error: Exception | None = None
-    try:
-        result = action(*args)
-    except Exception as raised:
-        error = raised
-    failed = [message for message in _gather_objects(group, None if error is None else str(error)) if message is not None]
-    if failed:
-        raise CheckpointError(failed[0]) from error
-    return result
-
-
-def _gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group)
-    return gathered
 
 
 def _make_empty(directory: Path) -> None:

@@ -26,16 +26,14 @@ def train_figures(
 ) -> StepMetrics:
     """Of a step on a shard's rows, `lengths` [rows]: this worker's equal part of FLOPs and tokens, its `seconds`, memory."""
     part = context.layout.dp / context.layout.world_size
-    sums = {
-        TRAIN_TFLOP: part * step_tflop(model, lengths),
-        TRAIN_TOKENS: part * float(lengths.sum()),
-        TRAIN_RANKS: 1.0,
-    }
-    maxima = {TRAIN_SECONDS: seconds, f"{RANK}{context.rank}/train_seconds": seconds}
+    own = f"{RANK}{context.rank}/"
+    counts = {TRAIN_TFLOP: part * step_tflop(model, lengths), TRAIN_TOKENS: part * float(lengths.sum())}
+    sums = {**counts, **{own + name: value for name, value in counts.items()}, TRAIN_RANKS: 1.0}
+    maxima = {TRAIN_SECONDS: seconds, f"{own}train_seconds": seconds}
     on_gpu = device.type == "cuda"
     if on_gpu:
         memory = torch.cuda.max_memory_allocated(device) / 2**30
-        maxima |= {PEAK_MEMORY: memory, f"{RANK}{context.rank}/peak_memory_gib": memory}
+        maxima |= {PEAK_MEMORY: memory, f"{own}peak_memory_gib": memory}
     name = torch.cuda.get_device_name(device) if on_gpu else ""
     peak = peak_tflops(name, policy.precision, policy.megatron_cfg.peak_tflops)
     return StepMetrics(sums, maxima, {} if peak is None else {PEAK_TFLOPS: peak})

@@ -18,6 +18,7 @@ from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
+from workers.megatron.together import together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,17 +76,21 @@ def export_hf(
 
     `slices` are those of every rank, in rank order. All ranks call this together; rank 0 receives and writes, while others
     wait in `group`, which is over Gloo and whose deadline is made for that. The directory is written beside its place and
-    renamed; a model that was there before goes. CheckpointError when anything else is there.
+    renamed; a model that was there before goes. CheckpointError, on all ranks, when anything else is there or it cannot be
+    written.
     """
-    _check_replaceable(Path(directory))
-    writer = _Writer(Path(directory)) if rank == 0 else None
+    writer = together(group, _begin, Path(directory), rank)
     for name, pieces in _owners(slices).items():
         whole = _gather(pieces, tensors, rank, group)
         if writer is not None:
             assert whole is not None
             writer.add(name, whole)
-    if writer is not None:
-        writer.finish(Path(source))
+    together(group, lambda: None if writer is None else writer.finish(Path(source)))
+
+
+def _begin(directory: Path, rank: int) -> _Writer | None:
+    _check_replaceable(directory)
+    return _Writer(directory) if rank == 0 else None
 
 
 def local_view(tensor: Tensor, piece: WeightSlice) -> Tensor:
@@ -213,13 +218,17 @@ def _check_covered(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> Non
 
 @dataclass
 class _Writer:
-    """Safetensors files of at most `FILE_BYTES`, named as transformers does; beside `directory` until all are there."""
+    """Safetensors files of at most `FILE_BYTES`, named as transformers does; beside `directory` until all are there.
+
+    When one cannot be written, `finish` raises it: until then others send what they have, and would wait if nobody took it.
+    """
 
     directory: Path
     partial: Path = field(init=False)
     pending: dict[str, Tensor] = field(default_factory=dict)
     files: list[list[str]] = field(default_factory=list)
     bytes: int = 0
+    error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.partial = Path(f"{self.directory}.partial")
@@ -228,11 +237,21 @@ class _Writer:
         self.partial.mkdir(parents=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._add(name, tensor)
+        except Exception as error:
+            self.error, self.pending = error, {}
+
+    def _add(self, name: str, tensor: Tensor) -> None:
         if self.pending and sum(_bytes(kept) for kept in self.pending.values()) + _bytes(tensor) > FILE_BYTES:
             self._flush()
         self.pending[name] = tensor
 
     def finish(self, source: Path) -> None:
+        if self.error is not None:
+            raise CheckpointError(f"cannot write {self.partial}: {self.error}") from self.error
         dtype = str(next(iter(self.pending.values())).dtype).removeprefix("torch.")
         self._flush()
         names = {self._temporary(i): self._final(i, len(self.files)) for i in range(len(self.files))}
