@@ -28,10 +28,10 @@ from ray.exceptions import GetTimeoutError, RayChannelError, RayChannelTimeoutEr
 from ray.experimental.channel import ChannelContext
 
 from dagrl.errors import RunError, WorkerFailure
-from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
+from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources, result_rooms
 from dagrl.executors.edge import EdgeType, Place, make_mailbox
 from dagrl.executors.gather import Gathering
-from dagrl.executors.hosts import Hosts, relays_input, with_relays
+from dagrl.executors.hosts import Hosts, with_relays
 from dagrl.executors.loop import run_tasks
 from dagrl.executors.node import run_node
 from dagrl.executors.outputs import Outputs, Submitted
@@ -173,11 +173,11 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, places: Mapping[int
     with InputNode() as start:
         start.type_hint = inputs
         bound: list[Any] = []
+        rooms = result_rooms(graph, limits)
         for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
             packets = [start if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
-            size = limits.input_bytes if relays_input(graph, node) else limits.result_bytes
-            bound[-1].type_hint = EdgeType(size, limits.max_in_flight, places.get(node.number))
+            bound[-1].type_hint = EdgeType(rooms[node.number], limits.max_in_flight, places.get(node.number))
             if call.accelerated:
                 bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
