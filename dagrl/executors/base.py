@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from dagrl.errors import WorkerFailure
 from dagrl.executors.hosts import RELAY, relays_input
 from dagrl.executors.node import NodeCall, Take
-from dagrl.executors.packet import Packet
+from dagrl.executors.packet import ENVELOPE_BYTES, Packet
 from dagrl.executors.shards import ShardsGraph
 from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph
 from dagrl.phase import SHARED_MEMORY
@@ -26,7 +26,7 @@ Actors = Mapping[str, Sequence[ActorHandle]]
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes and deadlines of one compiled phase. Bytes are of one channel slot; times are in seconds.
+    """Sizes and deadlines of one compiled phase. Bytes are of one input, or one result; times are in seconds.
 
     `may_kill`: its workers are ours, to be killed where a teardown waits for them in vain. `result_key`: what sets
     `result_bytes`, for the error of a result that is larger.
@@ -72,6 +72,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
     first: dict[object, int] = {}
     last: dict[object, int] = {}
     beside = accelerated(graph)
+    rooms = result_rooms(graph, limits)
     for node in graph.nodes:
         if node.kind == RELAY:  # hands on without a turn: other workers wait for it
             continue
@@ -87,12 +88,28 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             constants=dict(node.constants),
             opens_turn=first.get(node.worker) == node.number,
             closes_turn=last.get(node.worker) == node.number,
-            result_limit=limits.result_bytes,
+            result_limit=rooms[node.number],
             result_key=limits.result_key,
             accelerated=node.number in beside,
         )
         for node in graph.nodes
     ]
+
+
+def result_rooms(graph: PhaseGraph, limits: Limits) -> list[int]:
+    """Bytes that the value of each node may have: those of a result, or of all that are in a list of them.
+
+    So it does not matter where a list is put together: in the driver, in a tree, or on each host.
+    """
+    rooms: list[int] = []
+    for node in graph.nodes:
+        if node.kind == "collect":
+            rooms.append(ENVELOPE_BYTES + sum(rooms[number] for number in node.upstream))
+        elif node.kind == RELAY:
+            rooms.append(rooms[node.upstream[0]] if node.upstream else limits.input_bytes)
+        else:
+            rooms.append(limits.result_bytes)
+    return rooms
 
 
 def accelerated(graph: PhaseGraph) -> set[int]:

@@ -17,22 +17,22 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.dag import DAGContext, InputNode, MultiOutputNode, compiled_dag_node
 from ray.dag.compiled_dag_node import CompiledDAG
-from ray.exceptions import GetTimeoutError, RayChannelError, RayChannelTimeoutError
+from ray.exceptions import GetTimeoutError, RayChannelError, RayChannelTimeoutError, RayTaskError
 from ray.experimental.channel import ChannelContext
 
 from dagrl.errors import RunError, WorkerFailure
-from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources
+from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources, result_rooms
 from dagrl.executors.edge import EdgeType, Place, make_mailbox
 from dagrl.executors.gather import Gathering
-from dagrl.executors.hosts import Hosts, relays_input, with_relays
-from dagrl.executors.loop import run_tasks
+from dagrl.executors.hosts import Hosts, with_relays
+from dagrl.executors.loop import run_rays_tasks, run_tasks
 from dagrl.executors.node import run_node
 from dagrl.executors.outputs import Outputs, Submitted
 from dagrl.executors.packet import Packet
@@ -122,9 +122,21 @@ class CompiledGraph:
         return self._outputs.failures(submitted)
 
     def _raise_death(self) -> None:
-        """Edges are closed because a worker's loop ended; raise what ended it."""
-        with suppress(GetTimeoutError):
-            ray.get(list(self._dag.worker_task_refs.values()), timeout=DEATH_S)
+        """Edges are closed because a worker's loop ended; raise what ended it.
+
+        A death, if there is one: links to the dead are lost before Ray knows of it. The others' loops end in a moment.
+        """
+        running, raised = list(self._dag.worker_task_refs.values()), list[RayTaskError]()
+        deadline = time.monotonic() + DEATH_S
+        while running and (left := deadline - time.monotonic()) > 0:
+            ended, running = ray.wait(running, timeout=left)
+            try:
+                ray.get(ended)
+            except RayTaskError as error:  # by a loop; a death is an error of another kind
+                raised.append(error)
+        if raised:
+            first = min(raised, key=lambda error: getattr(error.cause, "time_ns", 0))
+            raise first.cause if isinstance(first.cause, RayChannelError) else first
 
     def teardown(self, timeout_s: float) -> None:
         """Cancel the loops within `timeout_s`; the actors of those that go on for most of that time are killed, if ours.
@@ -173,11 +185,11 @@ def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, places: Mapping[int
     with InputNode() as start:
         start.type_hint = inputs
         bound: list[Any] = []
+        rooms = result_rooms(graph, limits)
         for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True):
             packets = [start if source is None else bound[source] for source in packet_sources(node)]
             bound.append(_actor(graph, actors, node.number).__ray_call__.bind(run_node, call, *packets))
-            size = limits.input_bytes if relays_input(graph, node) else limits.result_bytes
-            bound[-1].type_hint = EdgeType(size, limits.max_in_flight, places.get(node.number))
+            bound[-1].type_hint = EdgeType(rooms[node.number], limits.max_in_flight, places.get(node.number))
             if call.accelerated:
                 bound[-1].with_tensor_transport(node.transport)
         return MultiOutputNode([bound[number] for number in graph.outputs])
@@ -222,8 +234,7 @@ def _prepare_worker(worker: object, result_bytes: int, accelerator: bool) -> str
 def _loops(accelerator: bool) -> Iterator[None]:
     """Let workers of graphs compiled inside run our loop; Ray's, if edges go from accelerator to accelerator."""
     rays = compiled_dag_node.do_exec_tasks
-    if not accelerator:
-        compiled_dag_node.do_exec_tasks = run_tasks
+    compiled_dag_node.do_exec_tasks = run_rays_tasks if accelerator else run_tasks
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from ray.experimental.channel.common import ChannelInterface
 
 from dagrl.executors.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.executors.mailbox import CELL_BYTES, Mailbox, MailboxAddress
-from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError
+from dagrl.executors.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError
 from dagrl.executors.packet import Packet, wire_part
 from dagrl.executors.ring import Ring, RingAddress
 
@@ -119,6 +119,12 @@ class Edge(ChannelInterface):  # type: ignore[misc]
     def place(self) -> Place | None:
         """Where its messages are announced; None: they are read from the edge alone."""
         return self._parts.place
+
+    @property
+    def lost(self) -> EdgeLostError | None:
+        """What ended one of its links, as far as this process knows, if nobody here closed it."""
+        links = [end for end in (*self._senders, self._read_from) if isinstance(end, LinkReader | LinkWriter)]
+        return next((link.lost for link in links if link.lost is not None), None)
 
     def __reduce__(self) -> Any:
         return Edge, (self._parts,)

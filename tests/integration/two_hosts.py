@@ -5,6 +5,7 @@ A process is in one cluster at a time, and the other tests share one of a single
 
 from __future__ import annotations
 
+import socket
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from dagrl.errors import PhaseError
+from dagrl.executors import edge
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, join, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
@@ -20,6 +22,8 @@ from dagrl.worker_group import WorkerGroup
 
 HOSTS, PER_HOST = 2, 3
 LARGE = 100_000
+LARGE_RESULT = 16 << 20  # more than the buffers of a socket hold
+NOTICED_S = 30.0  # far less than a replay's deadline
 
 
 class Worker:
@@ -37,6 +41,9 @@ class Worker:
 
     def scale(self, batch):
         return batch.with_fields(x=batch["x"] * batch.scalars["by"])
+
+    def large(self, value):
+        return np.full(LARGE_RESULT, 10 * value + self.number, np.uint8)
 
     def fail(self, number):
         if number == self.number:
@@ -62,6 +69,21 @@ def chain(train: Shard, value):
     for place in (0, 3, 1, 4, 2, 5):
         value = train[place].map("add", value)
     return value
+
+
+@phase
+def swap(train: Shard, value):
+    """Two workers on two hosts write to each other before they read, large values as well as small ones."""
+    first, second = train[0], train[3]
+    for _ in range(2):
+        one, other = first.map("add", value), second.map("add", value)
+        value = first.map("both", first.map("both", one, other), second.map("both", other, one))
+    return value
+
+
+@phase
+def large(train: Shard, value):
+    return train.map("large", value)
 
 
 @phase
@@ -113,6 +135,56 @@ def replayed(group: WorkerGroup, executor: str, values: list[object]) -> list[ob
     return found
 
 
+def swap_large(group: WorkerGroup) -> None:
+    """Inputs, results and what the workers write to each other, all larger than a socket's buffers; two in flight."""
+    options = SchedulerOptions(fallback="error", result_bytes=2 * LARGE_RESULT, replay_s=60.0)
+    with Scheduler([group], options) as scheduler:
+        scheduler.add(swap, warmup_value=0, input_bytes=2 * LARGE_RESULT)
+        scheduler.compile()
+        for _ in range(3):
+            started = [scheduler.replay(swap, np.full(LARGE_RESULT // 8, float(number))) for number in range(2)]
+            for number, replay in enumerate(started):
+                (found,) = replay.result()
+                np.testing.assert_array_equal(found, np.full(LARGE_RESULT // 8, swapped(swapped(number))))
+        lose_a_link(scheduler, group)
+
+
+def swapped(value: float) -> float:
+    """What `swap` makes of a value in one round, by hand: workers 0 and 3 add their numbers."""
+    one, other = value, value + 3
+    return (one + 2 * other) + 2 * (other + 2 * one)
+
+
+def lose_a_link(scheduler: Scheduler, group: WorkerGroup) -> None:
+    """A connection ends between two workers that both live: the driver hears of it from either, and compiles again."""
+    ray.get(group.actors[3].__ray_call__.remote(cut_links))
+    started = time.monotonic()
+    try:
+        scheduler.replay(swap, 1.0).result()
+    except PhaseError as error:
+        soon = time.monotonic() - started < NOTICED_S
+        print("lost", soon, error.failures, "lost the link" in str(error), bool(error.breaks))
+    scheduler.recover()
+    assert scheduler.replay(swap, 1.0).result() == (swapped(swapped(1.0)),)
+
+
+def cut_links(worker: object) -> None:
+    """End the connections that this worker writes to, as a network does."""
+    for writers in edge._links.values():
+        for writer in writers:
+            if writer._socket is not None:
+                writer._socket.shutdown(socket.SHUT_RDWR)
+
+
+def large_results(group: WorkerGroup) -> None:
+    """Each result fits; all of a host in one message do too."""
+    with Scheduler([group], SchedulerOptions(fallback="error", result_bytes=LARGE_RESULT + (1 << 16))) as scheduler:
+        scheduler.add(large, warmup_value=0)
+        scheduler.compile()
+        (found,) = scheduler.replay(large, 2).result()
+        assert [(one.size, one.min(), one.max()) for one in found] == [(LARGE_RESULT, 20 + n, 20 + n) for n in range(6)]
+
+
 def after_death(scheduler: Scheduler) -> list[tuple[int, str]]:
     """Who is named once Ray has killed a worker, which it does in its own time."""
     until = time.monotonic() + 60.0
@@ -135,6 +207,8 @@ def main() -> None:
     for executor in ("eager", "compiled"):
         shares_come_back(WorkerGroup.from_actors(handles, ParallelLayout(dp=len(handles))), executor)
     group = WorkerGroup.from_actors(handles, ParallelLayout(tp=len(handles)))
+    swap_large(group)
+    large_results(group)
     values = [1, 2.5, np.arange(5), np.arange(float(LARGE)), *range(50)]
     expected, found = replayed(group, "eager", values), replayed(group, "compiled", values)
     for one, other in zip(found, expected, strict=True):

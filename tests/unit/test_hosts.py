@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagrl.executors.base import Limits, node_calls
+from dagrl.executors.base import Limits, node_calls, result_rooms
 from dagrl.executors.gather import Gathering
 from dagrl.executors.hosts import FAN_OUT, RELAY, Hosts, with_relays
-from dagrl.executors.packet import Header, Part
+from dagrl.executors.link import LinkWriter
+from dagrl.executors.node import install, run_node
+from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, Part, payload_bytes
+from dagrl.executors.ring import Ring
 from dagrl.graph import Constant, NodeRef, PhaseGraph, WorkerRef
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Phase, Role, Shard, join, methods_of, phase
@@ -135,3 +141,61 @@ def test_many_hosts_are_reached_through_a_tree(hosts: int) -> None:
     graph = with_relays(traced(ranks, 2 * hosts), placement)
     assert sum(node.kind == RELAY for node in graph.nodes) == hosts
     assert sum(node.reads_input for node in graph.nodes) == FAN_OUT
+
+
+def largest() -> np.ndarray:
+    """A result that is as large as a result may be."""
+    found = np.zeros(LIMITS.result_bytes - ENVELOPE_BYTES - payload_bytes(np.zeros(0, np.uint8)), np.uint8)
+    assert payload_bytes(found) + ENVELOPE_BYTES == LIMITS.result_bytes
+    return found
+
+
+@pytest.mark.parametrize(("workers", "far"), [(5, 4), (5, 2), (3, 1), (140, 0)], ids=["4", "2", "1", "a tree on one host"])
+def test_a_list_has_room_for_all_of_its_results(workers: int, far: int) -> None:
+    """Collected on another host, or in a tree on one: a result may be as large as where the driver makes the list."""
+    hosts = Hosts({WorkerRef("train", at): "far" if at < far else "driver's" for at in range(workers)}, "driver's")
+    graph = with_relays(Gathering.of(traced(ranks, workers), LIMITS.result_bytes, hosts).graph, hosts)
+    assert any(node.kind == "collect" for node in graph.nodes)
+    packets: list[Packet] = []
+    for node, call, room in zip(graph.nodes, node_calls(graph, LIMITS), result_rooms(graph, LIMITS), strict=True):
+        if node.kind != "collect":
+            packets.append(Packet(HEADER, largest()))
+            continue
+        worker = Worker()
+        install(worker, "train", node.worker.position, "")
+        packets.append(run_node(worker, dataclasses.replace(call, opens_turn=True), *[packets[at] for at in node.upstream]))
+        assert packets[-1].failures == ()
+        listed = packets[-1].value
+        assert isinstance(listed, list) and all(isinstance(item, np.ndarray) for item in listed)
+        fits(packets[-1], room, len(listed))
+    assert sum(len(packets[at].value) if graph.nodes[at].kind == "collect" else 1 for at in graph.outputs) == workers  # type: ignore[arg-type]
+
+
+def fits(packet: Packet, room: int, results: int) -> None:
+    """Write a packet to an edge of either kind with that room, which is not much more than its results'."""
+    buffers: list[pickle.PickleBuffer] = []
+    parts = [pickle.dumps(packet.wire(), protocol=5, buffer_callback=buffers.append), *[buffer.raw() for buffer in buffers]]
+    link = LinkWriter("127.0.0.1", room, 1)
+    link.write(parts, 1.0)
+    link.close()
+    ring = Ring.create(1, room, 1)
+    ring.write(parts, 1.0)
+    assert results * LIMITS.result_bytes <= room <= results * (LIMITS.result_bytes + ENVELOPE_BYTES)
+
+
+def test_relays_have_the_room_of_what_they_hand_on() -> None:
+    """Others read a list there, and the input; in the graph of a phase whose results are smaller than its input."""
+
+    @phase
+    def handed_on(train: Shard, value):
+        return train.map("both", value, join(*[train[at].map("rank", value) for at in range(3)]))
+
+    hosts = Hosts({WorkerRef("train", at): "a" if at < 3 else "b" for at in range(6)}, "a")
+    limits = dataclasses.replace(LIMITS, input_bytes=3 << 16)
+    graph = with_relays(traced(handed_on, 6), hosts)
+    rooms = result_rooms(graph, limits)
+    relays = {node.upstream and graph.nodes[node.upstream[0]].kind: node for node in graph.nodes if node.kind == RELAY}
+    assert set(relays) == {(), "collect"}
+    assert rooms[relays[()].number] == limits.input_bytes
+    assert rooms[relays["collect"].number] == rooms[relays["collect"].upstream[0]] >= 3 * limits.result_bytes
+    assert {rooms[node.number] for node in graph.nodes if node.kind == "call"} == {limits.result_bytes}
