@@ -301,9 +301,7 @@ class Counted:
         return [Packet(submitted.header, submitted.value)]
 
 
-def test_threads_that_submit_one_phase_keep_to_the_replays_in_flight(
-    scheduler: Scheduler, made: list[Graph]
-) -> None:
+def test_threads_that_submit_one_phase_keep_to_the_replays_in_flight(scheduler: Scheduler, made: list[Graph]) -> None:
     """Five look for room while the first is being sent, and is not in flight yet."""
     counted = Counted(made[2])
     made[3].fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
