@@ -68,6 +68,7 @@ class SchedulerOptions:
     compile_s: float = 60.0
     warmup_s: float = 180.0
     replay_s: float = 120.0
+    grace_s: float = 30.0
     teardown_s: float = 8.0
 
 
@@ -346,7 +347,7 @@ class Scheduler:
             text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
             self._broken = PhaseError((), breaks=text)
             raise
-        replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
+        replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s, self.options.grace_s)
         entry.replays += 1
         entry.in_flight.append(replay)
         return replay

@@ -26,7 +26,7 @@ POLL_S = 0.2
 """How often a wait for workers that start looks whether it is still wanted."""
 
 GRACE_S = 3.0
-"""After the first failure of a worker, how long to wait for what the others say of theirs."""
+"""After a worker failed in a plain call, or broke a graph, how long to wait for what the others say of theirs."""
 
 HEALTH = "dagrl_health"
 """Concurrency group, one thread, on which a worker answers while its other threads are busy."""
