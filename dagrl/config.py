@@ -209,6 +209,7 @@ class TimeoutConfig(Section):
     compile_s: PositiveFloat = 60.0
     warmup_s: PositiveFloat = 180.0  # one warm-up replay
     replay_s: PositiveFloat = 120.0
+    grace_s: PositiveFloat = 30.0  # after a worker raised in a replay, for the others to end it; about what a restart takes
     collective_s: PositiveFloat = 60.0
     checkpoint_s: PositiveFloat = 120.0
     teardown_s: PositiveFloat = 8.0

@@ -42,16 +42,22 @@ class SoFar:
 
     waiting: deque[int]  # graphs
     deadline: float
+    grace_s: float  # what others have to end the replay after one raised
     found: dict[int, list[Packet]] = field(default_factory=dict)
     failures: list[WorkerFailure] = field(default_factory=list)
     broken: Exception | None = None
     late: bool = False
 
     def add(self, failures: Sequence[WorkerFailure]) -> None:
-        """Take up failures; after the first, the others have a moment to say theirs."""
+        """Take up failures; the first one brings the deadline nearer, and what breaks a graph does once more.
+
+        While no graph is broken the others may have work to end, after which all graphs are whole. Else nothing can be
+        saved, and they have a moment to say what they know.
+        """
         self.failures += [failure for failure in failures if failure not in self.failures]
         if self.failures or self.broken:
-            self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
+            left = GRACE_S if self.broken else self.grace_s
+            self.deadline = min(self.deadline, time.monotonic() + left)
 
 
 def collect_outcome(replay: Replay, groups: Groups, until: float = math.inf) -> list[list[Packet]]:
@@ -147,13 +153,17 @@ def _broke(replay: Replay, failures: Sequence[WorkerFailure], error: Exception) 
 
 
 def _late(replay: Replay, so_far: SoFar, groups: Groups) -> PhaseError:
-    """The error of a replay that passed its deadline, or the moment after its first failure: it names who is to blame.
+    """The error of a replay that passed its deadline, or the time that its first failure left: it names who is to blame.
 
     Workers that run it are freed from their collectives. Whoever stays in it all the same hangs, and is killed; not where
     another one failed, as that was no deadline of theirs. Workers that run another phase are left alone: this one may have
     waited for its turn behind it.
     """
     breaks = f"replay {replay.number} of phase {replay.phase!r} did not end in time"
+    if so_far.failures and not so_far.broken:
+        breaks += (
+            f", which is timeouts.grace_s = {so_far.grace_s:g} s after a worker raised, or its deadline if that is sooner"
+        )
     running = {place: found for place, found in _reports(groups, REPORT_S).items() if _runs(found, replay)}
     for role, group in groups.items():
         group.abort([rank for of, rank in running if of == role])

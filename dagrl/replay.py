@@ -135,6 +135,7 @@ class Replay:
         split: Split | None,
         padding_share: float | None,
         deadline_s: float,
+        grace_s: float,
     ) -> None:
         self.phase = phase
         self.number = number
@@ -144,7 +145,7 @@ class Replay:
         self._split = split
         self._padding_share = padding_share
         self._started = time.perf_counter()
-        self.so_far = SoFar(deque(range(len(self.submitted))), time.monotonic() + deadline_s)
+        self.so_far = SoFar(deque(range(len(self.submitted))), time.monotonic() + deadline_s, grace_s)
         self._outcome: Any = None
         self._error: Exception | None = None
 

@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 
 from dagrl.compiling import Compiled, Seats, check_actors_apart, compile_phase, executor_of
 from dagrl.errors import DeadlineError, GraphError, PhaseError, RunError
-from dagrl.executors.base import Limits
+from dagrl.executors.base import Executor, Limits
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
 from dagrl.failures import collect_outcome
 from dagrl.graph import PhaseGraph
@@ -68,6 +68,7 @@ class SchedulerOptions:
     compile_s: float = 60.0
     warmup_s: float = 180.0
     replay_s: float = 120.0
+    grace_s: float = 30.0
     teardown_s: float = 8.0
 
 
@@ -113,6 +114,7 @@ class Scheduler:
         self.options = options or SchedulerOptions()
         self._entries: dict[str, _Entry] = {}
         self._tickets = {role: [0] * group.layout.world_size for role, group in self.groups.items()}
+        self._executors: dict[str, Executor] = {}  # that made what is compiled now
         self._broken: PhaseError | None = None
         self._lock = threading.RLock()
 
@@ -167,6 +169,7 @@ class Scheduler:
         if not any(entry.compiled for entry in self._entries.values()):
             for role, group in self.groups.items():
                 group.reset_tickets(self._tickets[role])
+            self._executors.clear()
         for entry in self._entries.values():
             if not entry.compiled:
                 entry.groups = {role: self.groups[role] for role in entry.phase.roles}
@@ -295,14 +298,18 @@ class Scheduler:
 
     def _compile(self, entry: _Entry) -> list[Compiled]:
         try:
-            return compile_phase(executor_of(self.options.executor), entry.phase, entry.graph, self.groups, entry.limits)
+            return self._compile_with(self.options.executor, entry)
         except (RayError, RuntimeError, ValueError, TimeoutError) as error:
             if self.options.executor == "eager" or self.options.fallback == "error":
                 raise RunError(
                     f"phase {entry.phase.name!r} could not be compiled: {error}. Set executor: eager, or fallback: eager"
                 ) from error
             logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
-            return compile_phase(executor_of("eager"), entry.phase, entry.graph, self.groups, entry.limits)
+            return self._compile_with("eager", entry)
+
+    def _compile_with(self, name: str, entry: _Entry) -> list[Compiled]:
+        executor = self._executors.setdefault(name, executor_of(name))
+        return compile_phase(executor, entry.phase, entry.graph, self.groups, entry.limits)
 
     def _submit(
         self,
@@ -340,7 +347,7 @@ class Scheduler:
             text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
             self._broken = PhaseError((), breaks=text)
             raise
-        replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s)
+        replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s, self.options.grace_s)
         entry.replays += 1
         entry.in_flight.append(replay)
         return replay

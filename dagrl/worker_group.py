@@ -26,7 +26,7 @@ POLL_S = 0.2
 """How often a wait for workers that start looks whether it is still wanted."""
 
 GRACE_S = 3.0
-"""After the first failure of a worker, how long to wait for what the others say of theirs."""
+"""After a worker failed in a plain call, or broke a graph, how long to wait for what the others say of theirs."""
 
 HEALTH = "dagrl_health"
 """Concurrency group, one thread, on which a worker answers while its other threads are busy."""
@@ -167,7 +167,9 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """A group around actors that somebody else made, in the layout's rank order. They are never set up or killed here.
 
-        Several phases can be compiled on them if they were made with `concurrency_groups={"_ray_system": n}`, n phases.
+        Several phases can be compiled on them if they were made with `concurrency_groups={"_ray_system": n}`, n phases, and
+        of a class without `async` methods; such methods cannot be nodes. Their nodes run one at a time, whatever threads
+        (`max_concurrency`) they have.
         `health_group` names one more of their concurrency groups, on which nothing else runs: without it they say what they
         are running, and break their collectives when a peer failed, only when their main thread is free. An actor belongs
         to one group at a time.

@@ -17,7 +17,7 @@ from dagrl.executors.hosts import RELAY, relays_input
 from dagrl.executors.node import NodeCall, Take
 from dagrl.executors.packet import ENVELOPE_BYTES, Packet
 from dagrl.executors.shards import ShardsGraph
-from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph
+from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.phase import SHARED_MEMORY
 
 Actors = Mapping[str, Sequence[ActorHandle]]
@@ -69,15 +69,9 @@ class Executor(Protocol):
 
 def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
     """The constant part of every node, in the graph's order."""
-    first: dict[object, int] = {}
-    last: dict[object, int] = {}
+    places, last = _places(graph)
     beside = accelerated(graph)
     rooms = result_rooms(graph, limits)
-    for node in graph.nodes:
-        if node.kind == RELAY:  # hands on without a turn: other workers wait for it
-            continue
-        first.setdefault(node.worker, node.number)
-        last[node.worker] = node.number
     return [
         NodeCall(
             label=graph.label(node) if isinstance(graph, ShardsGraph) else node.label,
@@ -86,8 +80,8 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             method=node.method,
             args=_takes(graph, node),
             constants=dict(node.constants),
-            opens_turn=first.get(node.worker) == node.number,
-            closes_turn=last.get(node.worker) == node.number,
+            place=places.get(node.number, 0),
+            closes_turn=node.number in last,
             result_limit=rooms[node.number],
             result_key=limits.result_key,
             accelerated=node.number in beside,
@@ -110,6 +104,19 @@ def result_rooms(graph: PhaseGraph, limits: Limits) -> list[int]:
         else:
             rooms.append(limits.result_bytes)
     return rooms
+
+
+def _places(graph: PhaseGraph) -> tuple[dict[int, int], set[int]]:
+    """The place of each node among those of its worker, and the nodes that are the last of theirs.
+
+    Without relays, which hand on whoever's turn it is: other workers wait for them.
+    """
+    of_worker: dict[WorkerRef, list[int]] = {}
+    for node in graph.nodes:
+        if node.kind != RELAY:
+            of_worker.setdefault(node.worker, []).append(node.number)
+    places = {number: place for numbers in of_worker.values() for place, number in enumerate(numbers)}
+    return places, {numbers[-1] for numbers in of_worker.values()}
 
 
 def accelerated(graph: PhaseGraph) -> set[int]:

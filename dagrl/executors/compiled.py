@@ -88,7 +88,7 @@ class CompiledGraph:
             raise TimeoutError(
                 f"a worker had no free thread for its loop within {self._limits.compile_s:.0f} s. An "
                 f"actor runs as many graphs at once as it has threads for them; make it with concurrency_groups="
-                f'{{"{LOOPS}": n}} for n phases (WorkerGroup.create does)'
+                f'{{"{LOOPS}": n}} for n phases (WorkerGroup.create does), and of a class without async methods'
             ) from late
         return nodes
 

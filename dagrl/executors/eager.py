@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from contextlib import suppress
 
 import ray
@@ -11,7 +13,7 @@ from ray.exceptions import RayError
 from dagrl.errors import WorkerFailure
 from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
 from dagrl.executors.gather import Gathering
-from dagrl.executors.node import NodeCall, run_node
+from dagrl.executors.node import HasState, NodeCall, run_node
 from dagrl.executors.packet import Packet, payload_bytes
 from dagrl.graph import PhaseGraph
 
@@ -19,15 +21,47 @@ INLINE_BYTES = 16 << 10
 """Inputs up to this size go with the calls: a `ray.put`, and a get on every worker, take longer than sending them again."""
 
 
+class Sender:
+    """Sends nodes to actors, to each of them in the order in which they are to run; of all graphs of a scheduler.
+
+    An actor with one thread takes calls as they were sent. One with several (`max_concurrency`), or with an event loop
+    (`async` methods), takes each as soon as its arguments are there; one that came before its turn would keep the thread
+    that those before it need. So a node is sent there once the one before it has ended, of whatever phase.
+    """
+
+    def __init__(self) -> None:
+        self._ended: dict[ActorHandle, ray.ObjectRef] = {}  # there when the last node that was sent has ended
+
+    def send(self, actor: ActorHandle, call: NodeCall, packets: Sequence[Packet | ray.ObjectRef]) -> ray.ObjectRef:
+        """The packet that the node will give."""
+        if call.in_order:
+            return actor.__ray_call__.remote(run_node, call, *packets)
+        run = actor.__ray_call__.options(num_returns=2)
+        packet, self._ended[actor] = run.remote(_run_after, self._ended.get(actor), call, *packets)
+        return packet
+
+
+def takes_in_order(actor: ActorHandle) -> bool:
+    """Whether an actor runs calls one after the other, as they were sent."""
+    return not actor._ray_allow_out_of_order_execution
+
+
+def _run_after(worker: HasState, ended: None, call: NodeCall, *packets: Packet) -> tuple[Packet, None]:
+    """Run a node; the second result tells that it has ended, and is small. Runs in the worker."""
+    return run_node(worker, call, *packets), None
+
+
 class EagerGraph:
     """A graph replayed as one actor call a node."""
 
-    def __init__(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> None:
+    def __init__(self, graph: PhaseGraph, actors: Actors, limits: Limits, sender: Sender) -> None:
+        self._sender = sender
         self._gathering = Gathering.of(graph, limits.result_bytes)
         graph = self._gathering.graph
         self._steps: list[tuple[ActorHandle, NodeCall, tuple[int | None, ...]]] = [
-            (actors[node.worker.role][node.worker.position], call, packet_sources(node))
+            (actor, dataclasses.replace(call, in_order=takes_in_order(actor)), packet_sources(node))
             for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True)
+            for actor in [actors[node.worker.role][node.worker.position]]
         ]
         self._outputs = graph.outputs
 
@@ -37,7 +71,7 @@ class EagerGraph:
         refs: list[ray.ObjectRef] = []
         for actor, call, sources in self._steps:
             packets = [start if source is None else refs[source] for source in sources]
-            refs.append(actor.__ray_call__.remote(run_node, call, *packets))
+            refs.append(self._sender.send(actor, call, packets))
         return [refs[number] for number in self._outputs]
 
     def fetch(self, submitted: list[ray.ObjectRef], timeout_s: float) -> list[Packet]:
@@ -61,10 +95,13 @@ class EagerGraph:
 
 
 class EagerExecutor:
-    """Makes eager graphs."""
+    """Makes eager graphs; those of one executor keep their order on every actor."""
 
     name = "eager"
 
+    def __init__(self) -> None:
+        self._sender = Sender()
+
     def compile(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> EagerGraph:
         """The graph, ready at once."""
-        return EagerGraph(graph, actors, limits)
+        return EagerGraph(graph, actors, limits, self._sender)

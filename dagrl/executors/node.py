@@ -61,11 +61,14 @@ class NodeCall:
     method: str
     args: tuple[Take | Json, ...]
     constants: dict[str, Json]
-    opens_turn: bool  # the worker's first node in this graph: waits for its ticket
+    place: int  # among the worker's nodes in this graph, from 0: it waits for its ticket and for those before it
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
     result_limit: int  # bytes
     result_key: str  # what to raise where they are too few
     accelerated: bool = False  # tensors of the result go from GPU to GPU
+    in_order: bool = (
+        True  # its worker takes the nodes of this graph in order: those before it have ended, or will never come
+    )
 
 
 class NodeRun(NamedTuple):
@@ -80,45 +83,70 @@ class NodeRun(NamedTuple):
 
 
 class TicketGate:
-    """Lets the replays of one worker through one at a time, in ticket order, whatever thread they arrive on."""
+    """Lets the nodes of one worker through one at a time, whatever threads they arrive on.
+
+    They go in the order of their replays' tickets, and those of one ticket in that of their places, which begin at 0.
+    """
 
     def __init__(self) -> None:
-        self._turn = threading.Condition()
-        self._next = 0
+        self._moved = threading.Condition()
+        self._next = (0, 0)  # ticket and place
         self._waiting = 0
-        self.given_up: set[int] = set()  # tickets that were waited for in vain; they are passed over
+        self._given_up: set[int] = set()  # tickets that were waited for in vain; what is left of them is passed over
 
-    def enter(self, ticket: int, deadline_s: float) -> None:
-        """Wait until `ticket` is next. Raises DeadlineError, or RunError for a ticket that has passed."""
-        if self._next == ticket:  # nobody else moves it on
+    def enter(self, ticket: int, place: int, deadline_s: float, in_order: bool = False) -> None:
+        """Wait until this place of `ticket` is next (`in_order`: the ticket, whatever place); then call `leave`.
+
+        Raises DeadlineError, at once if another place of the ticket was waited for in vain; RunError for what has passed.
+        """
+        mine = (ticket, place)
+        if self._next == mine:  # nobody else moves it on
             return
-        with self._turn:
+        least = (ticket, 0) if in_order else mine
+        with self._moved:
             self._waiting += 1
-            came = self._turn.wait_for(lambda: self._next >= ticket, timeout=deadline_s)
+            came = self._moved.wait_for(lambda: self._next >= least or self._is_lost(ticket), timeout=deadline_s)
             self._waiting -= 1
-            if not came:
-                self.given_up.add(ticket)
-                raise DeadlineError(f"waited {deadline_s:.0f} s for ticket {ticket}, while ticket {self._next} is running")
-            if self._next != ticket:
-                raise RunError(f"ticket {ticket} arrived after ticket {self._next}; recompile the graphs of this group")
+            if not least <= self._next <= mine:
+                raise self._error(ticket, place, None if came else deadline_s)
+            self._next = mine
 
-    def leave(self, ticket: int) -> None:
-        """Let the ticket after `ticket` in; not if its turn has not come: another one is still inside."""
-        with self._turn:
-            if ticket in self.given_up:
+    def leave(self, ticket: int, place: int, closes: bool) -> None:
+        """Let the next place in, or (`closes`) the next ticket; not if another place is inside, after a reset."""
+        with self._moved:
+            if self._next != (ticket, place):
                 return
-            self._next = max(self._next, ticket + 1)
-            while self._next in self.given_up:
-                self._next += 1
+            self._next = (ticket + 1, 0) if closes else (ticket, place + 1)
+            while self._next[0] in self._given_up:
+                self._next = (self._next[0] + 1, 0)
             if self._waiting:
-                self._turn.notify_all()
+                self._moved.notify_all()
 
     def reset(self, ticket: int) -> None:
         """Make `ticket` the next one, after a failure."""
-        with self._turn:
-            self._next = ticket
-            self.given_up.clear()
-            self._turn.notify_all()
+        with self._moved:
+            self._next = (ticket, 0)
+            self._given_up.clear()
+            self._moved.notify_all()
+
+    def _is_lost(self, ticket: int) -> bool:
+        """Whether the turn of `ticket` will not come. One that has come goes on, to the next node that gave up."""
+        return ticket in self._given_up and self._next[0] < ticket
+
+    def _error(self, ticket: int, place: int, waited_s: float | None) -> DeadlineError | RunError:
+        """Why a node is not let in; the rest of its ticket is given up if it waited until its deadline."""
+        inside, before = self._next
+        if waited_s is not None:
+            self._given_up.add(ticket)
+            self._moved.notify_all()
+            running = f"ticket {inside} is running" if inside != ticket else f"node {before} of it had not ended"
+            return DeadlineError(f"waited {waited_s:.0f} s for ticket {ticket}, while {running}")
+        if ticket in self._given_up:
+            return DeadlineError(f"the turn of ticket {ticket} did not come in time")
+        return RunError(
+            f"node {place} of ticket {ticket} arrived when node {before} of ticket {inside} was next; "
+            "recompile the graphs of this group"
+        )
 
 
 Run = tuple[str, int, bool, str, int, int]
@@ -162,7 +190,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
         return packets[0]
     state = state_of(worker)
     header = packets[0].header
-    ticket: int | None = None
+    ticket = 0
     failures: tuple[WorkerFailure, ...] = ()
     busy_s = 0.0
     for packet in packets:
@@ -174,10 +202,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     started = 0.0
     try:
         ticket = header.ticket(state.role, call.position)
-        if call.opens_turn:
-            state.gate.enter(ticket, header.deadline_s)
-        elif ticket in state.gate.given_up:
-            raise DeadlineError(f"the turn of ticket {ticket} did not come in time")
+        state.gate.enter(ticket, call.place, header.deadline_s, call.in_order)
         started = time.perf_counter()
         if not failures:
             value = _call(worker, state, call, packets)
@@ -189,8 +214,8 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
         if started:  # without a turn it is another phase that runs on this worker, which must not be broken
             _abort(worker)
     finally:
-        if call.closes_turn and ticket is not None:
-            state.gate.leave(ticket)
+        if started:
+            state.gate.leave(ticket, call.place, call.closes_turn)
     failures = fit_failures(failures, call.result_limit - ENVELOPE_BYTES) if failures else ()
     return Packet(header, value, busy_s + (time.perf_counter() - started if started else 0.0), failures)
 

@@ -260,6 +260,7 @@ def _options(config: Config) -> SchedulerOptions:
         compile_s=config.timeouts.compile_s,
         warmup_s=config.timeouts.warmup_s,
         replay_s=config.timeouts.replay_s,
+        grace_s=config.timeouts.grace_s,
         teardown_s=config.timeouts.teardown_s / 2,
     )
 

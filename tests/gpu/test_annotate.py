@@ -17,7 +17,7 @@ from dagrl.trace import TraceEvent, TraceWriter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-CALL = NodeCall("train[0].multiply", 0, "map", "multiply", (Take(0),), {}, True, True, 1 << 20, "")
+CALL = NodeCall("train[0].multiply", 0, "map", "multiply", (Take(0),), {}, 0, True, 1 << 20, "")
 ALLOWED_US = 2000.0
 
 

@@ -70,6 +70,8 @@ class FakeWorker:
         elif how.get("peers") == "wait":  # as in a collective, which an abort breaks
             self.released.wait(3600)
             raise RuntimeError("aborted")
+        elif "seconds" in how:
+            time.sleep(float(str(how["seconds"])))
         return self.context.rank
 
     def large(self, size: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, join, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
-from dagrl.worker_group import WorkerGroup
+from dagrl.worker_group import GRACE_S, WorkerGroup
 from tests.integration.fake_workers import FakeWorker
 
 TOKENS = {"tokens": Field("int64"), "lengths": Field("int64", "row")}
@@ -168,6 +168,19 @@ def test_an_exception_names_worker_phase_and_replay_and_the_graph_lives_on(sched
     assert failure.coordinates == "dp 1, pp 1, tp 0, cp 0"
     assert 'raise ValueError("the fake worker' in failure.traceback
     assert scheduler.groups["train"].call("was_aborted") == [False, False, False, True]
+    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+
+
+def test_shards_that_take_longer_than_the_one_that_raised_are_let_finish_and_the_graph_lives_on(
+    scheduler: Scheduler,
+) -> None:
+    """Longer than a worker has to say what it knows of a failure by which a graph is lost anyway."""
+    train = scheduler.groups["train"]
+    before = train.call("was_aborted")
+    with pytest.raises(PhaseError, match="told to raise") as caught:
+        scheduler.replay(misbehave, {"rank": 3, "kind": "raise", "seconds": GRACE_S + 1.0}).result()
+    assert len(caught.value.failures) == 1 and not caught.value.breaks
+    assert train.call("was_aborted") == [*before[:3], True]
     assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
 
 

@@ -19,7 +19,7 @@ from dagrl.executors.packet import Header, Packet
 from dagrl.shapes import Batch
 from dagrl.trace import TraceEvent, TraceWriter
 
-CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, True, True, 1 << 20, "")
+CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
 BATCH = Batch({"tokens": np.zeros((4, 16), np.int64), "lengths": np.full(4, 16)})
 CLOCKS_US = 1000.0  # the profiler computes its times from the processor's counter
 

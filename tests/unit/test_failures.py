@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from dagrl import failures
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure
-from dagrl.executors.node import IDLE, Report
+from dagrl.executors.node import DIED, IDLE, Report
 from dagrl.executors.packet import Header, Packet
 from dagrl.failures import SoFar, collect_outcome
 from dagrl.worker_group import WorkerGroup
@@ -76,9 +76,9 @@ class Group:
         self.killed += ranks
 
 
-def replay(*shards: Shard, deadline_s: float = 600.0) -> Any:
+def replay(*shards: Shard, deadline_s: float = 600.0, grace_s: float = 0.3) -> Any:
     submitted = [(shard, None) for shard in shards]
-    so_far = SoFar(deque(range(len(shards))), time.monotonic() + deadline_s)
+    so_far = SoFar(deque(range(len(shards))), time.monotonic() + deadline_s, grace_s)
     return SimpleNamespace(phase="train_step", number=0, submitted=submitted, so_far=so_far)
 
 
@@ -187,6 +187,37 @@ def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs() -> None:
         outcome_of(replay(Shard(come=[raised])))
     assert time.monotonic() - started < 60.0
     assert caught.value.failures == (raised,)
+
+
+def raised_in(group: Group) -> WorkerFailure:
+    return dataclasses.replace(group.failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
+
+
+def test_shards_that_go_on_after_a_failure_have_the_time_that_was_set() -> None:
+    """Longer than others have once a graph is lost (0.3 s here); they are not aborted, and no graph is broken."""
+    group = Group(reports=(BUSY, BUSY, IDLE))
+    error = failure_of(replay(Shard(come=[raised_in(group)], outcome="done", after_s=1.0), grace_s=60.0), group)
+    assert [failure.kind for failure in error.failures] == ["raised"] and not error.breaks
+    assert (group.aborted, group.killed) == ([], [])
+
+
+def test_the_time_after_a_failure_is_never_longer_than_the_replays_own() -> None:
+    group = Group(reports=(IDLE, BUSY, IDLE))
+    started = time.monotonic()
+    error = failure_of(replay(Shard(come=[raised_in(group)]), deadline_s=0.5, grace_s=600.0), group)
+    assert time.monotonic() - started < 60.0
+    assert [failure.kind for failure in error.failures] == ["raised"] and group.aborted == [1]
+    assert "timeouts.grace_s = 600 s after a worker raised, or its deadline if that is sooner" in error.breaks
+
+
+def test_nobody_waits_for_the_rest_once_a_graph_is_lost_however_long_shards_would_have() -> None:
+    """One raised, another died: nothing can be saved by waiting."""
+    group = Group(reports=(BUSY, DIED, IDLE))
+    shards = Shard(come=[raised_in(group)]), Shard(RayActorError(), after_s=0.3)
+    started = time.monotonic()
+    error = failure_of(replay(*shards, grace_s=600.0), group)
+    assert time.monotonic() - started < 60.0
+    assert {failure.kind for failure in error.failures} == {"raised", "died"} and error.breaks
 
 
 def test_results_come_in_the_order_of_the_shards() -> None:

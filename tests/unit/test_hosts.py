@@ -124,9 +124,10 @@ def test_relays_take_no_turn_of_their_worker() -> None:
     graph = with_relays(Gathering.of(traced(ranks, 3), 1 << 16, hosts).graph, hosts)
     calls = node_calls(graph, LIMITS)
     (relay,) = [call for call in calls if call.kind == RELAY]
-    assert relay.position == 1 and not relay.opens_turn and not relay.closes_turn
+    assert relay.position == 1 and not relay.closes_turn
     of_worker = [call for call in calls if call.position == 1 and call.kind != RELAY]
-    assert of_worker[0].opens_turn and of_worker[-1].closes_turn
+    assert [call.place for call in of_worker] == list(range(len(of_worker)))
+    assert [call.closes_turn for call in of_worker] == [False] * (len(of_worker) - 1) + [True]
 
 
 def test_values_that_travel_from_gpu_to_gpu_are_not_relayed() -> None:

@@ -174,7 +174,12 @@ class Worker:
 
 def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
     args = tuple(Take(index) for index in range(parts))
-    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, False, False, limit, "the_key")
+    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, 0, False, limit, "the_key")
+
+
+def run_reduce(worker: Worker, limit: int, group: list[Packet]) -> Packet:
+    state_of(worker).gate.reset(0)  # each node of the tree would be on a worker of its own
+    return run_node(worker, call("gives", limit, "reduce", len(group)), *group)
 
 
 @pytest.mark.parametrize("limit", [8192, 1 << 16, 1 << 20])
@@ -186,7 +191,7 @@ def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> No
         packets.append(run_node(worker, call("fails", limit), Packet(Header("step", 0, False, {"train": 0}, 10.0), 1)))
     while len(packets) > 1:
         groups = [packets[start : start + 8] for start in range(0, len(packets), 8)]
-        packets = [run_node(worker, call("gives", limit, "reduce", len(group)), *group) for group in groups]
+        packets = [run_reduce(worker, limit, group) for group in groups]
         assert all(RAY.serialize(packet).total_bytes <= limit for packet in packets)
     assert packets[0].failures[0].rank == 0
     assert "ValueError: x" in packets[0].failures[0].message
@@ -211,64 +216,120 @@ def test_a_result_that_cannot_be_sent_is_a_failure_without_it() -> None:
 # Tickets.
 
 
-def test_tickets_are_served_in_order_whatever_thread_comes_first() -> None:
+PLACES = (1, 3, 2, 5, 1, 4) * 4
+"""How many nodes the worker has in the replay of each ticket."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nodes_run_one_at_a_time_in_the_order_of_tickets_and_places_whatever_thread_comes_first(seed: int) -> None:
     gate, served, inside = TicketGate(), [], threading.Semaphore(1)
+    random = np.random.default_rng(seed)
 
-    def replay(ticket: int) -> None:
-        gate.enter(ticket, 10.0)
-        assert inside.acquire(blocking=False), "two replays at once"
-        served.append(ticket)
-        time.sleep(0.001)
+    def node(ticket: int, place: int, after_s: float) -> None:
+        time.sleep(after_s)
+        gate.enter(ticket, place, 30.0)
+        assert inside.acquire(blocking=False), "two nodes at once"
+        served.append((ticket, place))
+        time.sleep(0.0005)
         inside.release()
-        gate.leave(ticket)
+        gate.leave(ticket, place, closes=place == PLACES[ticket] - 1)
 
-    order = np.random.default_rng(0).permutation(40).tolist()
-    threads = [threading.Thread(target=replay, args=(ticket,)) for ticket in order]
+    nodes = [(ticket, place) for ticket, count in enumerate(PLACES) for place in range(count)]
+    shuffled = [nodes[at] for at in random.permutation(len(nodes))]
+    threads = [threading.Thread(target=node, args=(*item, random.uniform(0, 0.02))) for item in shuffled]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10.0)
-    assert served == list(range(40))
+        thread.join(60.0)
+    assert served == nodes
 
 
 def test_a_ticket_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
     gate = TicketGate()
     started = time.monotonic()
     with pytest.raises(DeadlineError, match="for ticket 2, while ticket 0 is running"):
-        gate.enter(2, 0.05)
+        gate.enter(2, 0, 0.05)
     assert time.monotonic() - started < 5.0
 
 
-def test_a_ticket_that_has_passed_is_an_error() -> None:
+def test_a_place_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
     gate = TicketGate()
-    gate.enter(0, 1.0)
-    gate.leave(0)
-    with pytest.raises(RunError, match="ticket 0 arrived after ticket 1; recompile"):
-        gate.enter(0, 1.0)
+    with pytest.raises(DeadlineError, match="for ticket 0, while node 0 of it had not ended"):
+        gate.enter(0, 2, 0.05)
+
+
+def test_what_has_passed_is_an_error() -> None:
+    gate = TicketGate()
+    gate.enter(0, 0, 1.0)
+    gate.leave(0, 0, closes=False)
+    with pytest.raises(RunError, match="node 0 of ticket 0 arrived when node 1 of ticket 0 was next; recompile"):
+        gate.enter(0, 0, 1.0)
+    gate.enter(0, 1, 1.0)
+    gate.leave(0, 1, closes=True)
+    with pytest.raises(RunError, match="node 2 of ticket 0 arrived when node 0 of ticket 1 was next; recompile"):
+        gate.enter(0, 2, 1.0)
+
+
+def test_who_is_not_inside_lets_nobody_in_by_leaving() -> None:
+    """The last node of a ticket whose turn has not come moves nothing, nor does one that a reset has passed over."""
+    gate = TicketGate()
+    gate.enter(0, 0, 1.0)
+    gate.leave(3, 0, closes=True)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(4, 0, 0.01)
+    gate.reset(6)
+    gate.leave(0, 0, closes=True)
+    gate.enter(6, 0, 0.01)
 
 
 def test_a_reset_lets_the_next_ticket_in_and_leaving_twice_does_not_go_back() -> None:
     gate = TicketGate()
-    waiting = threading.Thread(target=gate.enter, args=(5, 10.0))
+    waiting = threading.Thread(target=gate.enter, args=(5, 0, 10.0))
     waiting.start()
     gate.reset(5)
     waiting.join(5.0)
     assert not waiting.is_alive()
-    gate.leave(5)
-    gate.leave(3)
-    gate.enter(6, 0.1)
+    gate.leave(5, 0, closes=True)
+    gate.leave(5, 0, closes=True)
+    gate.leave(3, 0, closes=True)
+    gate.enter(6, 0, 0.1)
 
 
 def test_a_turn_waited_for_in_vain_is_passed_over_once_those_before_it_end() -> None:
     gate = TicketGate()
-    gate.enter(0, 1.0)
-    with pytest.raises(DeadlineError):
-        gate.enter(1, 0.01)
-    gate.leave(1)
+    gate.enter(0, 0, 1.0)
     with pytest.raises(DeadlineError, match="while ticket 0 is running"):
-        gate.enter(2, 0.01)
-    gate.leave(0)
-    gate.enter(3, 0.1)
+        gate.enter(1, 0, 0.01)
+    with pytest.raises(DeadlineError, match="the turn of ticket 1 did not come in time"):  # at once: nothing is left of it
+        gate.enter(1, 1, 600.0)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(2, 0, 0.01)
+    gate.leave(0, 0, closes=True)
+    gate.enter(3, 0, 0.1)
+
+
+def test_a_place_waited_for_in_vain_ends_its_ticket_but_not_the_node_inside() -> None:
+    gate = TicketGate()
+    gate.enter(0, 0, 1.0)
+    with pytest.raises(DeadlineError, match="node 0 of it had not ended"):
+        gate.enter(0, 1, 0.01)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(1, 0, 0.01)
+    gate.leave(0, 0, closes=False)
+    with pytest.raises(DeadlineError, match="ticket 0 did not come in time"):
+        gate.enter(0, 2, 600.0)
+    gate.enter(2, 0, 0.1)
+
+
+def test_who_comes_in_order_waits_for_no_node_that_will_never_come() -> None:
+    """Ray runs no node whose argument is lost; where nodes arrive in order, those after it need not wait for it."""
+    gate = TicketGate()
+    gate.enter(0, 2, 0.01, in_order=True)
+    gate.leave(0, 2, closes=True)
+    with pytest.raises(DeadlineError, match="while ticket 1 is running"):
+        gate.enter(2, 0, 0.01, in_order=True)
+    with pytest.raises(RunError, match="node 3 of ticket 0 arrived when"):
+        gate.enter(0, 3, 0.01, in_order=True)
 
 
 class Collective:
@@ -287,11 +348,11 @@ def test_a_replay_waits_for_its_turn_by_its_own_deadline_and_leaves_what_runs_al
     worker = Collective()
     install(worker, "train", 0, "dp 0")
     gate = state_of(worker).gate
-    gate.enter(0, 1.0)
-    late = dataclasses.replace(call("step", 8192), opens_turn=True, closes_turn=True)
+    gate.enter(0, 0, 1.0)
+    late = dataclasses.replace(call("step", 8192), closes_turn=True)
     failed = run_node(worker, late, Packet(Header("behind", 3, False, {"train": 1}, 0.01), "x"))
     assert "waited" in failed.failures[0].message and not worker.aborted
-    gate.leave(0)
+    gate.leave(0, 0, closes=True)
     assert run_node(worker, late, Packet(Header("next", 4, False, {"train": 2}, 10.0), "y")).value == "y"
 
 
