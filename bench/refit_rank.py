@@ -31,7 +31,7 @@ from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.connect import ChannelKind
 from dagrl.refit.fastest import TRIALS
-from dagrl.refit.moves import DIRECT_BYTES, move_bytes
+from dagrl.refit.moves import move_bytes
 from dagrl.refit.plan import IPC_BUCKET_BYTES
 from dagrl.refit.run import Record
 from dagrl.refit.slices import WeightSlice
@@ -234,7 +234,7 @@ class Rank:
             dtype="bfloat16",
             aliases=case.aliases,
             bucket_bytes=self.settings.bucket_bytes or (IPC_BUCKET_BYTES if case.colocated else None),
-            direct_bytes=DIRECT_BYTES if self.settings.direct_bytes is None else self.settings.direct_bytes,
+            direct_bytes=self.settings.direct_bytes,
         )
         mine, planned = plan.for_rank(self.rank), time.perf_counter()
         end: RefitSender | RefitReceiver

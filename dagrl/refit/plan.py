@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,9 +43,11 @@ from dagrl.refit.summary import PlanSummary
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
 """Smallest and largest default bucket. NCCL gives a message all its channels only above 128 MB: large ones travel faster."""
-IN_HOST_BUCKET_BYTES = 512 << 20
-"""Largest default bucket in a host, of which no end stages more than `BUCKET_BYTES`: a round's beginning takes as long as
-10 MB over NVLink. Between hosts that is nothing, and what is passed on should come in small buckets."""
+PAIR_BUCKET_BYTES = 512 << 20
+"""Largest default bucket between one rank and another in a host, of which no end stages more than `BUCKET_BYTES`: a round's
+beginning takes as long as 10 MB over NVLink. Only there is a bucket a group of messages: among more ranks NCCL gives those
+under 256 MB half of its channels, in groups too (4B from TP2 to TP2 took 16.2 ms so in place of 12.4, four H200)."""
+NEVER_DIRECT = sys.maxsize
 IPC_BUCKET_BYTES = 16 << 20
 """Default bucket between processes that share GPUs: a sender keeps two for each receiver, in memory that engines want."""
 BLOCKS = 4
@@ -128,7 +131,7 @@ def plan_refit(
     hosts: Sequence[int] | None = None,
     replicate_in_host: bool = True,
     speeds: LinkSpeeds | None = None,
-    direct_bytes: int = DIRECT_BYTES,
+    direct_bytes: int | None = None,
 ) -> RefitPlan:
     """Plan the transfer of every box that `destinations[i]` describe from the ranks `sources[j]` that hold it.
 
@@ -137,7 +140,8 @@ def plan_refit(
     feeds it where the sources lack its own name (`TIED_HEAD`). `hosts` has the host of each channel rank (None: all on one);
     then sources on the same host are preferred, and with `replicate_in_host` a byte goes to each other host once, to one of
     the ranks there that want it, which passes it on to the rest. `speeds` are what messages are ordered for. What lies in
-    one piece and has at least `direct_bytes` goes straight from and into tensors.
+    one piece and has at least `direct_bytes` is a message of its own, straight from and into tensors (None: `DIRECT_BYTES`
+    between two ranks in a host, else only what fills a bucket alone).
 
     Raises RefitPlanError naming the parameter when only one side has it, when shapes differ, when a part of it is held by
     no source, when an element would be written twice, when dtypes cannot be cast, or when FP8 blocks would be cut.
@@ -150,11 +154,12 @@ def plan_refit(
     index = index_sources(held)
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
-    largest = BUCKET_BYTES[1] if hosts is not None and len(set(hosts)) > 1 else IN_HOST_BUCKET_BYTES
+    pair = len(sources) + len(destinations) == 2 and (hosts is None or len(set(hosts)) == 1)
+    largest = PAIR_BUCKET_BYTES if pair else BUCKET_BYTES[1]
     limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), largest)
     staged = bucket_bytes or min(limit, BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
-    limits = Limits(limit, staged, direct_bytes)
+    limits = Limits(limit, staged, direct_bytes or (DIRECT_BYTES if pair else NEVER_DIRECT))
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
     with no_collections():
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)

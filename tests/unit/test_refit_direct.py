@@ -177,16 +177,31 @@ def test_a_run_in_one_piece_is_its_moves_one_behind_the_other(data: st.DataObjec
     [(ParallelLayout(tp=2), 0.24, 0.24), (ParallelLayout(pp=2), 0.46, 0.24), (ParallelLayout(dp=2), 0.46, 0.24)],
     ids=["TP2", "PP2", "DP2"],
 )
-def test_most_of_a_real_model_goes_straight(layout: ParallelLayout, packed: float, unpacked: float) -> None:
+def test_most_of_a_real_model_can_go_straight(layout: ParallelLayout, packed: float, unpacked: float) -> None:
     """All but QKV, whose groups are interleaved, and o_proj, which is small; columns of down_proj are only packed."""
     held = [megatron_weight_slices(QWEN3_4B, layout, rank) for rank in range(2)]
-    plan = plan_refit(held, [vllm_weight_slices(QWEN3_4B, VllmRank(2, rank)) for rank in range(2)], dtype="bfloat16")
+    wanted = [vllm_weight_slices(QWEN3_4B, VllmRank(2, rank)) for rank in range(2)]
+    plan = plan_refit(held, wanted, dtype="bfloat16", direct_bytes=DIRECT_BYTES)
     total = sum(bucket.nbytes for bucket in plan.buckets)
     assert sum(bucket.packed for bucket in plan.buckets) < packed * total
     assert sum(bucket.unpacked for bucket in plan.buckets) < unpacked * total
     for bucket in (one for rank in range(2) for one in plan.for_rank(rank).sends):
         *large, _ = bucket.messages
         assert all(message.nbytes >= DIRECT_BYTES for message in large)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_between_two_ranks_is_a_bucket_a_group_of_messages(ranks: int) -> None:
+    """Among more, smaller messages would have half of NCCL's channels."""
+    layout = ParallelLayout(tp=ranks)
+    held = [megatron_weight_slices(QWEN3_4B, layout, rank) for rank in range(ranks)]
+    wanted = [vllm_weight_slices(QWEN3_4B, VllmRank(ranks, rank)) for rank in range(ranks)]
+    plan = plan_refit(held, wanted, dtype="bfloat16")
+    messages = [len(bucket.messages) for rank in range(ranks) for bucket in plan.for_rank(rank).sends]
+    assert (max(messages) == 1) == (ranks == 2)
+    if ranks == 2:  # what fills a bucket alone still goes straight: a part of the embedding
+        assert max(bucket.nbytes for bucket in plan.buckets) <= BUCKET_BYTES[1]
+        assert any(not bucket.packed and not bucket.unpacked for bucket in plan.buckets)
 
 
 @pytest.mark.parametrize("named", [False, True])
