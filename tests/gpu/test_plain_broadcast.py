@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from dagrl.config_file import load_config
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.start import open_session
 from dagrl.rewards import RewardRunner
+from tests.plain_calls import digests, scale_weights
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -29,22 +27,6 @@ OVERRIDES = (
     "logger.tensorboard_enabled=false",
     "logger.plot_enabled=false",
 )
-
-
-def scale_weights(worker: Any) -> None:
-    """Weights that no refit has carried before."""
-    with torch.no_grad():
-        for tensor in worker.weight_tensors().values():
-            tensor.mul_(1.5)
-    torch.cuda.synchronize()
-
-
-def digests(worker: Any) -> Mapping[str, str]:
-    """Of the bytes of every tensor that a generation worker reads."""
-    return {
-        name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
-        for name, tensor in worker.weight_tensors().items()
-    }
 
 
 def test_the_broadcast_brings_the_bytes_of_a_refit(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,6 +20,7 @@ from dagrl.loops.session import Session
 from dagrl.loops.start import open_session
 from dagrl.rewards import RewardRunner
 from dagrl.worker_group import free_address
+from tests.plain_calls import digests, scale_weights
 
 ROOT = Path(__file__).parents[2]
 SYNC = next(way for way in WAYS if way.name == "sync")
@@ -74,25 +73,6 @@ def test_plain_and_synchronous_steps_are_equal(baseline: Baseline) -> None:
         for name in ("loss", "policy/kl", "gen_kl_error"):
             assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=1e-6), name
     assert plain[0]["grad_norm"] != plain[1]["grad_norm"]  # other prompts, the same weights
-
-
-def scale_weights(worker: Any) -> None:
-    """Weights that no refit has carried before."""
-    import torch
-
-    with torch.no_grad():
-        for tensor in worker.weight_tensors().values():
-            tensor.mul_(1.01)
-
-
-def digests(worker: Any) -> Mapping[str, str]:
-    """Of the bytes of every tensor that a generation worker reads."""
-    import torch
-
-    return {
-        name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in worker.weight_tensors().items()
-    }
 
 
 def test_the_broadcast_brings_the_bytes_of_a_refit(baseline: Baseline) -> None:
