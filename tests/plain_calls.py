@@ -13,7 +13,7 @@ def scale_weights(worker: Any) -> None:
 
     with torch.no_grad():
         for tensor in worker.weight_tensors().values():
-            tensor.mul_(1.01)
+            tensor.mul_(1.5)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
