@@ -292,9 +292,8 @@ class LinkReader:
         if size <= _JOINED_BYTES:
             return np.empty(size, dtype=np.uint8)
         for known in self._pool:
-            if (
-                len(known) >= size and sys.getrefcount(known) == 3
-            ):  # the pool, `known`, and the argument: no array lies in it
+            unused = sys.getrefcount(known) == 3  # the pool, `known`, and the argument: no array lies in it
+            if unused and len(known) >= size:
                 return known[:size]
         self._pool = [known for known in self._pool if len(known) >= size][1 - POOL :]
         self._pool.append(np.empty(size, dtype=np.uint8))

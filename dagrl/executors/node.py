@@ -66,9 +66,7 @@ class NodeCall:
     result_limit: int  # bytes
     result_key: str  # what to raise where they are too few
     accelerated: bool = False  # tensors of the result go from GPU to GPU
-    in_order: bool = (
-        True  # its worker takes the nodes of this graph in order: those before it have ended, or will never come
-    )
+    in_order: bool = True  # its worker takes nodes in order: those before this one have ended, or will never come
 
 
 class NodeRun(NamedTuple):

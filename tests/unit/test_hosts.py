@@ -164,7 +164,7 @@ def test_a_list_has_room_for_all_of_its_results(workers: int, far: int) -> None:
             continue
         worker = Worker()
         install(worker, "train", node.worker.position, "")
-        packets.append(run_node(worker, dataclasses.replace(call, opens_turn=True), *[packets[at] for at in node.upstream]))
+        packets.append(run_node(worker, dataclasses.replace(call, place=0), *[packets[at] for at in node.upstream]))
         assert packets[-1].failures == ()
         listed = packets[-1].value
         assert isinstance(listed, list) and all(isinstance(item, np.ndarray) for item in listed)
