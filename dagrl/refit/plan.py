@@ -159,7 +159,9 @@ def plan_refit(
     limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), largest)
     staged = bucket_bytes or min(limit, BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
-    limits = Limits(limit, staged, direct_bytes or (DIRECT_BYTES if pair else NEVER_DIRECT))
+    if direct_bytes is None:
+        direct_bytes = DIRECT_BYTES if pair else NEVER_DIRECT
+    limits = Limits(limit, staged, direct_bytes)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
     with no_collections():
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
