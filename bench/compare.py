@@ -167,21 +167,8 @@ def print_table(results: Sequence[Result]) -> None:
     from rich.table import Table
 
     table = Table(title=f"seconds a step, by phase; x: of {results[0].way}" if results else "", title_justify="left")
-    for name in (
-        "way",
-        "step",
-        *PHASES,
-        "exposed",
-        "idle train",
-        "idle gen",
-        "update ms",
-        "pause ms",
-        "tok/s/GPU",
-        "MFU train",
-        "MFU",
-        "KL",
-        "x",
-    ):
+    beside = ("exposed", "idle train", "idle gen", "update ms", "pause ms", "tok/s/GPU", "MFU train", "MFU", "KL", "x")
+    for name in ("way", "step", *PHASES, *beside):
         table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right", no_wrap=name == "way")
     for row in results:
         phases = [f"{row.phases_s[phase]:.3f}" for phase in PHASES]
