@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from bench.deadline import Deadline, add_deadline, hurried
 from bench.report import write_rows
-from bench.step import CONFIG, FIFO, PLAIN, WAYS, Measured, Metrics, Way, chosen, measure
-from dagrl.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS
+from bench.step import CONFIG, FIFO, PLAIN, WAITING, WAYS, Measured, Metrics, Way, chosen, longest_pause_s, measure
+from dagrl.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE
 
 if TYPE_CHECKING:
     from dagrl.config import Config
 
-CHOICE = (PLAIN, FIFO, *(way for way in WAYS if way.age <= 2))
+CHOICE = (PLAIN, FIFO, *(way for way in WAYS if way.age <= 2 and way not in WAITING))
 """`sync, fifo` starts requests in the order that plain calls do: what is between it and `sync` is the order alone.
 
 Both, as plain calls, train on a batch when it is whole; `sync, overlapped`, in a setting that has it on, begins before.
@@ -40,6 +40,8 @@ PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "accumulate_gr
 class Result:
     """Medians over steps in seconds, by phase what the driver waited for it (in another thread, where the loop has one).
 
+    `update_s` counts from the end of training until generation has the weights (0 of plain calls, which have a refit alone),
+    `update_pause_s` is the longest time of all steps that generation stood still for it.
     `tokens_per_s_per_gpu` counts prompts and completions that were trained on, by the GPUs (or workers) of both roles; low
     and high are the slowest and the fastest round's. MFU is of the train GPUs, in their optimizer step and over the whole
     step (with its one optimizer step's FLOPs); 0 where what the device can do is not known.
@@ -53,6 +55,8 @@ class Result:
     exposed_generation_s: float
     idle_train: float
     idle_generation: float
+    update_s: float
+    update_pause_s: float
     tokens_per_s_per_gpu: float
     tokens_per_s_per_gpu_low: float
     tokens_per_s_per_gpu_high: float
@@ -136,6 +140,8 @@ def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], fir
         exposed_generation_s=middle(TIMING + "exposed_generation"),
         idle_train=middle(IDLE + "train"),
         idle_generation=middle(IDLE + "generation"),
+        update_s=middle(UPDATE),
+        update_pause_s=longest_pause_s(steps),
         tokens_per_s_per_gpu=rate,
         tokens_per_s_per_gpu_low=rates[0],
         tokens_per_s_per_gpu_high=rates[-1],
@@ -161,13 +167,15 @@ def print_table(results: Sequence[Result]) -> None:
     from rich.table import Table
 
     table = Table(title=f"seconds a step, by phase; x: of {results[0].way}" if results else "", title_justify="left")
-    for name in ("way", "step", *PHASES, "exposed", "idle train", "idle gen", "tok/s/GPU", "MFU train", "MFU", "KL", "x"):
+    beside = ("exposed", "idle train", "idle gen", "update ms", "pause ms", "tok/s/GPU", "MFU train", "MFU", "KL", "x")
+    for name in ("way", "step", *PHASES, *beside):
         table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right", no_wrap=name == "way")
     for row in results:
         phases = [f"{row.phases_s[phase]:.3f}" for phase in PHASES]
         table.add_row(
             row.way, f"{row.step_s:.2f}", *phases, f"{row.exposed_generation_s:.2f}", f"{row.idle_train:.0%}",
-            f"{row.idle_generation:.0%}", f"{row.tokens_per_s_per_gpu:,.0f}",
+            f"{row.idle_generation:.0%}", f"{row.update_s * 1000:.0f}", f"{row.update_pause_s * 1000:.0f}",
+            f"{row.tokens_per_s_per_gpu:,.0f}",
             *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
             f"{row.gen_kl_error:.1e}", f"{row.times_plain:.2f}",
         )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.deadline import Deadline, add_deadline
 from bench.report import write_rows
-from bench.step import WAITING, WAYS, Way, begin_again, chosen
+from bench.step import WAYS, Way, begin_again, chosen
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dagrl.rewards import RewardRunner
 
 CONFIG = Path(__file__).parents[1] / "examples" / "grpo_quickstart.yaml"
-CHOICE = (*WAYS, *WAITING)
+CHOICE = WAYS
 DEFAULT = "sync; in flight, age 1; in flight, age 4"
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000", "#ee7733")
 OVERRIDES = (

@@ -136,6 +136,9 @@ class FunctionConfig(Section):
 
     batched: bool = True  # the function takes lists of texts; off: one sample
     timeout_s: PositiveFloat = 10.0
+    # Of a call as a whole, in which the samples of a batch that failed are asked again, one at a time. None: 4 * timeout_s;
+    # with batched: false, and no coroutine, samples are asked one after the other anyway, and None is no bound for them all.
+    call_timeout_s: PositiveFloat | None = None
     start_timeout_s: PositiveFloat = 60.0  # until a process has imported the function; missed at first, it ends the run
     num_workers: PositiveInt = 1  # processes that run it
     max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples or a validation's; more end the run,

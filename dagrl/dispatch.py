@@ -86,16 +86,22 @@ def dispatch(waiting: Sequence[Waiting], shards: Sequence[ShardLoad], *, longest
 LEAST_S = 0.06
 """What a quantum takes at least, if it may: so long an engine has work while the driver is at something else."""
 
+AIM = 0.75
+"""The part of the overhead's bound that quanta are sized for: overheads vary, and short quanta have theirs too."""
+
 
 @dataclass
 class QuantumSize:
     """Engine steps of a quantum on each of `shards` shards: `fixed`, or as many as take the same time on all of them.
 
-    That is long enough for the slowest to have `LEAST_S` and for starting a quantum to cost under 1 %, within `seconds`,
-    which are those of all quanta that are submitted at once (`in_flight`), as who wants the engines waits for them all.
+    That is long enough for the slowest to have `LEAST_S` and for starting a quantum to cost under `overhead_share` of the
+    time of both, and the longer the more that takes; but within `seconds`, which are those of all quanta that are submitted
+    at once (`in_flight`), as who wants the engines waits for them all: where one quantum costs over `overhead_share` of its
+    part of these, that bound wins.
     Shards with fewer sequences, or a faster core, make more steps, so that none waits for another at the end of each.
     Times are smoothed over about ten quanta. The sizes travel with the requests, so that the ranks of a shard run the same
-    steps: a clock on each would let them part.
+    steps: a clock on each would let them part. Where steps take longer than they did, an engine of one rank ends its quantum
+    by the clock, after `most_s`.
     """
 
     fixed: int | None
@@ -108,15 +114,20 @@ class QuantumSize:
     left_s: dict[int, float] = field(default_factory=dict)
 
     def record(self, engine_steps: Sequence[int], busy_s: Sequence[float], overhead_s: float) -> None:
-        """A quantum kept each shard's engine busy for `busy_s` with so many steps, and cost `overhead_s` beside that.
+        """A quantum kept each shard's engine busy for `busy_s` with so many steps made, and cost `overhead_s` beside that.
 
-        0 steps: nothing is learned of a shard, which ended early, and whose few steps had all the fixed costs to bear.
+        0 steps: nothing is learned of a shard whose requests ended before, and whose few steps had all fixed costs to bear.
         """
         for shard, (steps, seconds) in enumerate(zip(engine_steps, busy_s, strict=True)):
             if steps > 0 and seconds > 0:
                 self.step_s[shard] = _smooth(self.step_s.get(shard), seconds / steps)
         if any(engine_steps):
             self.overhead_s = _smooth(self.overhead_s, overhead_s)
+
+    @property
+    def most_s(self) -> float | None:
+        """Seconds that a quantum may take, so that all in flight keep to `seconds`; None where steps are given instead."""
+        return self.seconds / self.in_flight if self.fixed is None else None
 
     def next(self) -> tuple[int, ...]:
         """Engine steps of the next quantum on each shard."""
@@ -125,7 +136,8 @@ class QuantumSize:
         slowest = max(self.step_s.values(), default=0.0)
         if not slowest or self.overhead_s is None:
             return (FIRST_QUANTUM,) * self.shards
-        least = _up(max(self.overhead_s / self.overhead_share, LEAST_S) / slowest)
+        aim = AIM * self.overhead_share
+        least = _up(max(self.overhead_s * (1 - aim) / aim, LEAST_S) / slowest)
         allowed = _down(self.seconds / self.in_flight / slowest)
         together_s = max(min(least, allowed), 1) * slowest
         return tuple(self._steps(shard, self.step_s.get(shard, slowest), together_s) for shard in range(self.shards))

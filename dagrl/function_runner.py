@@ -8,9 +8,11 @@ each under the deadline. A process whose first start fails makes the call a RunE
 be imported; a later one, in place of a process that was lost, costs the rows that waited for it.
 
 Every call ends. Where a function fails for all rows of a call together, each of them is asked once more, alone and under
-the same deadline, whatever became of those before it. A call of n rows so asks its process n + 1 times at most, and takes
-at most n + 1 times `timeout_s` (`GRACE_S` more with single rows), and `start_timeout_s` as often where each time ends the
-process.
+the same deadline, or an equal share of what `call_timeout_s` leaves for those that are still to be asked, where that is
+less: rows that hang take no more from the others, and those that answer sooner leave it to them. Rows whose turn does not
+come before the time is over fail. So a call takes `call_timeout_s`, with the processes that start anew within it, and
+the start of one process more. A function that takes single rows, and is no coroutine function, has
+`timeout_s` for each (and `GRACE_S`), and n times that for n rows, unless it is given a `call_timeout_s` too.
 
     with FunctionRunner.configured("my_task:reward", "reward", config.reward, check=float) as runner:
         future = runner.submit(prompts, completions, references)       # answered beside the caller, in `workers` processes
@@ -19,12 +21,14 @@ process.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import pickle
 import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,6 +43,12 @@ from dagrl.imports import load_callable
 
 GRACE_S = 1.0
 """Seconds beyond their deadline in which the process says which coroutines have missed it."""
+
+CALL_TIMEOUTS = 4
+"""A call with what is asked again in it takes so many times `timeout_s` at most, where `call_timeout_s` is not given."""
+
+LEAST_SHARE = 0.1
+"""Of `timeout_s`: what a row has that is asked alone, however many there are."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +85,23 @@ class FunctionRunner:
         *,
         deadline: Deadline,
         start: Deadline,
+        whole: Deadline | None = None,
         batched: bool = True,
         workers: int = 1,
         check: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
-        """`deadline` is of one call, `start` of a process, which imports the function. `check` turns one answer into what
-        the caller wants, or raises ValueError or TypeError saying what is wrong.
+        """`deadline` is of one answer, `start` of a process, which imports the function, `whole` of a call with all that is
+        asked again in it (None: `CALL_TIMEOUTS`, or no bound for single rows that are no coroutines). `check` turns one
+        answer into what the caller wants, or raises ValueError or TypeError saying what is wrong.
 
         Raises ConfigError when the import path leads nowhere.
         """
         function = load_callable(path, key)
         self._check = check
         self._row_by_row = not batched and not _is_coroutine(function)
+        if whole is None and not self._row_by_row:
+            whole = Deadline(CALL_TIMEOUTS * deadline.seconds, f"{CALL_TIMEOUTS} * {deadline.key}")
+        self._deadline, self._whole = deadline, whole
         self._processes = [_FunctionProcess(path, key, batched, deadline, start) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_FunctionProcess] = queue.SimpleQueue()
         for process in self._processes:
@@ -96,11 +111,13 @@ class FunctionRunner:
     @classmethod
     def configured(cls, path: str, section: str, config: FunctionConfig, check: Callable[[Any], Any]) -> Self:
         """The function at `path` as the configuration's `section` says; see the constructor."""
+        call_s = config.call_timeout_s
         return cls(
             path,
             f"{section}.function",
             deadline=Deadline(config.timeout_s, f"{section}.timeout_s"),
             start=Deadline(config.start_timeout_s, f"{section}.start_timeout_s"),
+            whole=None if call_s is None else Deadline(call_s, f"{section}.call_timeout_s"),
             batched=config.batched,
             workers=config.num_workers,
             check=check,
@@ -119,14 +136,16 @@ class FunctionRunner:
         """
         process = self._idle.get()
         try:
+            process.start()
+            until = time.monotonic() + self._whole.seconds if self._whole else math.inf
             if self._row_by_row:
-                return self._one_by_one(process, columns)
+                return self._one_by_one(process, columns, until)
             whole = process.ask(columns)
             whole = self._checked(whole, len(columns[0])) if not isinstance(whole, str) else whole
             if not isinstance(whole, str):
                 return whole
             # a single row is not asked again: that would take the time, and have the effects, of two calls
-            return [Failed(whole)] if len(columns[0]) == 1 else self._one_by_one(process, columns)
+            return [Failed(whole)] if len(columns[0]) == 1 else self._one_by_one(process, columns, until)
         finally:
             self._idle.put(process)
 
@@ -152,14 +171,37 @@ class FunctionRunner:
         finally:
             self._idle.put(process)
 
-    def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]]) -> Answers:
-        """One answer a row; one that is lost costs the next one nothing but the start of another process."""
+    def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]], until: float) -> Answers:
+        """One answer a row, as far as there is time `until` then (`time.monotonic`); each row left has its share of it.
+
+        A share leaves out what starting processes anew has taken by row so far; it is `LEAST_SHARE` of `timeout_s` at least.
+        """
         answers: Answers = []
-        for row in zip(*columns, strict=True):
-            answer = process.ask([[text] for text in row])
-            answer = self._checked(answer, 1) if not isinstance(answer, str) else answer
+        rows = list(zip(*columns, strict=True))
+        starts_s = 0.0
+        for place, row in enumerate(rows):
+            began = time.monotonic()
+            if began < until:
+                process.start()  # in place of one that was lost
+            now = time.monotonic()
+            left_s, starts_s = until - now, starts_s + (now - began if place else 0.0)
+            share_s = left_s / (len(rows) - place) - starts_s / max(place, 1)
+            least_s = LEAST_SHARE * self._deadline.seconds
+            answer = self._ask_row(process, row, min(max(share_s, least_s), left_s)) if left_s > 0 else self._not_asked()
             answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
         return answers
+
+    def _ask_row(self, process: _FunctionProcess, row: Sequence[str], share_s: float) -> Answers | str:
+        """Its answer, or what went wrong, within its share of the call's time where that is less than its own."""
+        limit = None
+        if self._whole is not None and share_s < self._deadline.seconds:
+            limit = Deadline(round(share_s, 3), f"what {self._whole.key} left for it")
+        answer = process.ask([[text] for text in row], limit)
+        return answer if isinstance(answer, str) else self._checked(answer, 1)
+
+    def _not_asked(self) -> str:
+        assert self._whole is not None
+        return f"its turn to be asked alone did not come within {self._whole.key} = {self._whole.seconds:g} s"
 
     def _checked(self, answers: Answers, rows: int) -> Answers | str:
         if len(answers) != rows:
@@ -205,13 +247,15 @@ class _FunctionProcess:
         except (EOFError, OSError):  # another try tells
             self.close()
 
-    def ask(self, columns: Sequence[Sequence[str]]) -> Answers | str:
+    def ask(self, columns: Sequence[Sequence[str]], limit: Deadline | None = None) -> Answers | str:
         """The answers to all rows, or what went wrong; where that ended the process, the next call starts another.
+
+        `limit`: a deadline for this time that is sooner than its own.
 
         Raises RunError when the function is not imported in time and never was, as it may be that it cannot be.
         """
         try:
-            return self._answers(self._running(), columns)
+            return self._answers(self._running(), columns, limit)
         except RunError as error:
             if not self._imported:
                 raise
@@ -220,11 +264,11 @@ class _FunctionProcess:
             self.close()
             return "the process that runs it ended"
 
-    def _answers(self, connection: Connection, columns: Sequence[Sequence[str]]) -> Answers | str:
+    def _answers(self, connection: Connection, columns: Sequence[Sequence[str]], limit: Deadline | None) -> Answers | str:
         connection.send([list(column) for column in columns])
-        if not connection.poll(self._patience_s):
+        if not connection.poll(self._patience_s if limit is None else limit.seconds):
             self.close()
-            return self._deadline.missed
+            return (limit or self._deadline).missed
         return _unpickled(connection.recv_bytes())
 
     def close(self, *, for_good: bool = False) -> None:

@@ -9,6 +9,7 @@ hang its peers in the next collective.
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,11 @@ def steps_of_shard(batch: Batch, shard: int) -> int:
     """Engine steps of a quantum on one shard: the scalar `engine_steps`, of all shards or of each; in a warm-up a few."""
     steps = batch.scalars.get("engine_steps", FIRST_QUANTUM)
     return steps[shard] if isinstance(steps, tuple) else int(steps)
+
+
+def seconds_of(batch: Batch) -> float:
+    """Seconds after which an engine of one rank ends a quantum, with the step it is in: the scalar `seconds`, if any."""
+    return batch.number("seconds", math.inf)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ def check_settings(config: Config) -> None:
     """What the configuration alone says that cannot be, on whatever machine. Raises a UserError that says what to change."""
     _check_choices(config)
     _check_batches(config)
+    _check_functions(config)
     _check_off_policy(config)
     _check_on_policy(config)
     _check_overlap(config)
@@ -117,6 +118,15 @@ def _check_batches(config: Config) -> None:
             f"{config.grpo.num_generations_per_prompt} = {samples} samples are not divisible into optimizer steps of "
             f"policy.train_global_batch_size {size}; choose a divisor of {samples}"
         )
+
+
+def _check_functions(config: Config) -> None:
+    for name, section in (("reward", config.reward), ("environment", config.environment)):
+        if section.call_timeout_s is not None and section.call_timeout_s < section.timeout_s:
+            raise ConfigError(
+                f"{name}.call_timeout_s is {section.call_timeout_s:g} s, and {name}.timeout_s {section.timeout_s:g} s "
+                f"of one answer, which is more; set it to a multiple of {section.timeout_s:g}, or leave it out"
+            )
 
 
 def _check_off_policy(config: Config) -> None:

@@ -191,8 +191,12 @@ class Experience:
         self._sort(self.rollouts.withdraw())
 
     def finish_running(self) -> None:
-        """Generate until nothing runs, and start nothing new."""
-        while self.rollouts.busy:
+        """Generate until nothing runs, and start nothing new; where a stop is asked for, no longer than until then.
+
+        It does not raise: the train workers have the weights of a step that is not recorded yet, whose end looks at the
+        signal. What still runs begins anew when the run goes on, as its sequences may not have tokens of two versions.
+        """
+        while self.rollouts.busy and not self._session.stop.requested:
             self.work()
 
     def validate(self) -> dict[str, float]:
@@ -289,7 +293,8 @@ class Experience:
         """A group of the run before: from its tokens, or from its prompt with the present policy."""
         number, key = saved.group.number, saved.group.key
         prompt: Prompt = self._session.inputs.prompts[key]
-        whole = saved.whole and _fits(self._session.config, prompt, saved.group)
+        config, version = self._session.config, self._session.step
+        whole = saved.whole and _fits(config, prompt, saved.group) and not _runs_across(config, version, saved.group)
         self.buffer.restart(number, saved.version if whole else self._session.step)
         if not whole:
             self._start(number, key)
@@ -371,6 +376,14 @@ def _scored_group(config: Config, item: _Scoring, rewards: Rewards) -> ScoredGro
         lengths = [sum(sample.completion.sampled) for sample in item.samples]  # an environment's words are not the policy's
         values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
     return ScoredGroup(item.group, item.samples, rewards, values, _counted(rewards, item.samples))
+
+
+def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
+    """Whether a sequence of a group has tokens of two versions, or would have once it went on, though none may."""
+    if config.grpo.async_grpo.in_flight_weight_updates:
+        return False
+    made = [set(episode.versions) | (set() if episode.finish_reason else {version}) for episode in group.episodes]
+    return any(len(versions) > 1 for versions in made)
 
 
 def _fits(config: Config, prompt: Prompt, group: RolloutGroup) -> bool:

@@ -22,7 +22,7 @@ from dagrl.loops.start import REFERENCE, PhasePlan
 from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 from dagrl.refit.run import RefitReport
 from dagrl.settings import bucket_widths, generation_config, samples_per_step
-from dagrl.shapes import Batch, Bucket
+from dagrl.shapes import Batch, Bucket, Scalar
 
 Metrics = dict[str, float]
 
@@ -169,11 +169,12 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
     widest = bucket_widths(config.policy)[-1]
     steps_each = (FIRST_QUANTUM,) * generation.vllm_cfg.layout.dp
+    quantum: dict[str, Scalar] = {"engine_steps": steps_each, "seconds": generation.quantum_seconds}
     answers = requests * (generation.max_new_tokens * 3 * 8 + 256) + (1 << 16)  # ids, log-probabilities, versions
     plans = [
         PhasePlan("train_step", steps),
         *(PhasePlan(name, rows, result_bytes=_rows_bytes(rows)) for name in logprob_phases(config)),
-        PhasePlan("generate", _request_buckets(requests, widest), answers, scalars={"engine_steps": steps_each}),
+        PhasePlan("generate", _request_buckets(requests, widest), answers, scalars=quantum),
         PhasePlan("refit", value=0),
     ]
     if config.grpo.overlap_training:

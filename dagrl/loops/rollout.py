@@ -213,15 +213,16 @@ class Rollouts:
 
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Start a quantum of so many engine steps on each shard with these requests, of which it gets its `rows`."""
-        batch = self._batch(requests).with_scalars(engine_steps=engine_steps)
+        limit = {} if self._size.most_s is None else {"seconds": self._size.most_s}
+        batch = self._batch(requests).with_scalars(engine_steps=engine_steps, **limit)
         self._quanta.append((engine_steps, self._session.submit("generate", batch, rows=rows)))
 
     def _read(self) -> None:
         asked, quantum = self._quanta.popleft()
         found, counted = self._session.collect("generate", quantum)
         results = cast("Sequence[Generated]", found)
-        whole = [steps if part.engine_steps == steps else 0 for part, steps in zip(results, asked, strict=True)]
-        self._size.record(whole, counted.timing.shards_busy_s, counted.overhead_s)
+        learned = [_steps_to_learn_from(part, steps) for part, steps in zip(results, asked, strict=True)]
+        self._size.record(learned, counted.timing.shards_busy_s, counted.overhead_s)
         made = [part.request(row) for part in results for row in range(len(part))]
         self._ask([turn for request in made if (turn := self._finish(request)) is not None])
 
@@ -296,6 +297,11 @@ class Rollouts:
     def _texts(self, turns: Sequence[Turn]) -> list[str]:
         tokens = [episode.tokens for _, episode in turns]
         return cast("list[str]", self._session.inputs.tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+
+def _steps_to_learn_from(part: Generated, asked: int) -> int:
+    """Engine steps of a quantum that was whole, or ended by the clock; 0 where its requests had ended before."""
+    return part.engine_steps if part.engine_steps == asked or part.unfinished else 0
 
 
 def request_slots(max_num_seqs: int) -> int:

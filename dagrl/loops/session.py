@@ -6,7 +6,7 @@ A loop replays phases through its session, which counts where the time goes, rec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -89,6 +89,7 @@ class Session:
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
     counted: list[Counted] = field(default_factory=list)  # since the last lap
     free: dict[str, float] = field(default_factory=dict)  # since when each role's workers may have waited for the driver
+    latest: dict[str, float] = field(default_factory=dict)  # when the last replay of each role was submitted that was read
     ahead: dict[str, float] = field(default_factory=dict)  # busy seconds that laps have yet to count, by metric
     before: list[Counted] = field(default_factory=list)  # what the last lap counted
     savers: list[Callable[[Path], None]] = field(default_factory=list)
@@ -131,11 +132,20 @@ class Session:
     def count(self, name: str, timing: ReplayTiming, busy_s: float | None = None) -> Counted:
         """Count a replay in this step; `busy_s` as in `Counted`, by default the longest path's."""
         roles = load_phase(self.config.phases, name).roles
-        overhead_s = timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
+        overhead_s = self._overhead(roles, timing)
         counted = Counted(name, tuple(roles), timing, timing.mean_busy_s if busy_s is None else busy_s, overhead_s)
-        self.free.update(dict.fromkeys(roles, timing.finished))
         self.counted.append(counted)
         return counted
+
+    def _overhead(self, roles: Collection[str], timing: ReplayTiming) -> float:
+        """See `Counted`. Replays of one role run in the order of their submission: a quantum that is read after the refit
+        behind it had ended before that, and how much later it is read says nothing of its workers."""
+        if timing.started < max(self.latest.get(role, 0.0) for role in roles):
+            return 0.0
+        overhead_s = timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
+        self.free.update(dict.fromkeys(roles, timing.finished))
+        self.latest.update(dict.fromkeys(roles, timing.started))
+        return overhead_s
 
     def attend(self, role: str) -> None:
         """The driver was at something else until now; that a role waited for it is no overhead of what it replays."""

@@ -47,6 +47,14 @@ def test_quanta_are_bounded_and_new_requests_join(engine: Engine) -> None:
     assert (len(idle), idle.unfinished, idle.engine_steps) == (0, 0, 0)
 
 
+def test_an_engine_of_one_rank_ends_a_quantum_by_the_clock(engine: Engine) -> None:
+    """Time that has passed with the first step. Ranks that run in step make all that were asked for."""
+    together = engine.run(requests([1, 2], PROMPTS[:2], new=6))
+    made = engine.generate(requests([1, 2], PROMPTS[:2], new=6, steps=4, seconds=1e-9))
+    assert (made.engine_steps, made.unfinished) == (1 if engine.tp == 1 else 4, 2)
+    assert engine.run(requests([], [])) == together, "they go on as if nothing had been"
+
+
 def test_a_seed_decides_whatever_the_company(engine: Engine) -> None:
     [alone] = engine.run(requests([7], [PROMPTS[0]]))
     company = engine.run(requests([5, 6, 7, 8], [PROMPTS[1], PROMPTS[0], PROMPTS[0], PROMPTS[2]]))

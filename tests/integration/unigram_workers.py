@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.generation import FinishedRequest, Generated, Progress, merge_generated, pack_generated, steps_of_shard
+from dagrl.generation import (
+    FinishedRequest,
+    Generated,
+    Progress,
+    merge_generated,
+    pack_generated,
+    seconds_of,
+    steps_of_shard,
+)
 from dagrl.metrics import ENTROPY, StepMetrics, merge_step_metrics
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
@@ -214,6 +222,8 @@ class UnigramGenerator(UnigramWorker):
                 if reason := self._step(self.running[request], table):
                     finished.append(self._as_finished(request, reason))
                     del self.running[request]
+            if time.perf_counter() - started >= seconds_of(batch):
+                break
         return pack_generated(finished, map(Progress, self.running), steps)
 
     def _die_if_told(self) -> None:

@@ -101,8 +101,9 @@ def requests(
     steps: int = 4,
     greedy: bool = False,
     seed: int = 0,
+    seconds: float | None = None,
 ) -> Batch:
-    """A batch for `generate`; the seed of a request is `seed` plus its id."""
+    """A batch for `generate`; the seed of a request is `seed` plus its id. `seconds`: what the quantum may take."""
     rows, width = len(ids), max((len(prompt) for prompt in prompts), default=1)
     tokens = np.zeros((rows, width), np.int64)
     for row, prompt in enumerate(prompts):
@@ -115,7 +116,7 @@ def requests(
         "max_new_tokens": np.full(rows, new, np.int64),
         "greedy": np.full(rows, int(greedy), np.int64),
     }
-    return Batch(fields, {"engine_steps": steps})
+    return Batch(fields, {"engine_steps": steps, **({} if seconds is None else {"seconds": seconds})})
 
 
 def call(worker: Any, method: str, *args: Any) -> Any:

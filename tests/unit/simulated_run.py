@@ -170,6 +170,21 @@ class Environment:
         return [4] * len(text)
 
 
+class Stop:
+    """The stop signal of a run, which counts the looks at it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def requested(self) -> bool:
+        return self._run.look()
+
+    def check(self) -> None:
+        if self.requested:
+            raise StopRequestedError
+
+
 class Run:
     """One process of a run: `trained` are the batches by the step that learned them, `metrics` those recorded.
 
@@ -182,7 +197,7 @@ class Run:
         self.metrics: list[dict[str, float]] = []
         self.replays: list[tuple[str, bool]] = []  # what was submitted (True) and read, in order
         self.experience: Any = None
-        self._stop_at, self._checks = stop_at, 0
+        self.stop_at, self._checks = stop_at, 0
         tokenizer = character_tokenizer("0123456789+=")
         prompts = [Prompt(f"{n}=", np.array([4 + n % 10, 5]), str(n), f"row {n}") for n in range(9)]
         self.session: Any = SimpleNamespace(
@@ -190,7 +205,7 @@ class Run:
             state=resumed.state if resumed else TrainState(0), hold=lambda *roles, **options: None,
             train=SimpleNamespace(call=lambda *words: None), generation=self.engines,
             inputs=SimpleNamespace(prompts=prompts, validation_prompts=prompts[:2], tokenizer=tokenizer),
-            stop=SimpleNamespace(check=self._check), clock=SimpleNamespace(measure=lambda name: nullcontext()),
+            stop=Stop(self), clock=SimpleNamespace(measure=lambda name: nullcontext()),
             progress=SimpleNamespace(step=lambda *words, **keys: None, status=lambda text: None),
             submit=self._submit, collect=self._collect, lap=lambda tokens: {}, attend=lambda role: None,
             finish_step=self._finish_step, metric=lambda stage, metrics: None,
@@ -242,10 +257,10 @@ class Run:
         self.trained[step] = list(groups)
         return {"trained_tokens": 1.0}
 
-    def _check(self) -> None:
+    def look(self) -> bool:
+        """Whether a stop has been asked for by now."""
         self._checks += self.session.step > 0
-        if self._stop_at is not None and self._checks >= self._stop_at:
-            raise StopRequestedError
+        return self.stop_at is not None and self._checks >= self.stop_at
 
     def _submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
         """Engines do at once what they are asked for, as they would in its turn."""
@@ -265,4 +280,4 @@ class Run:
     def _finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         self.session.step, self.session.state = state.step, state
         self.metrics.append(metrics)
-        self._check()
+        self.session.stop.check()

@@ -23,11 +23,13 @@ from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardConfig, RewardShapingConfig
 from dagrl.errors import CheckpointError, RunError
 from dagrl.function_runner import Failed
-from dagrl.loops.episodes import Episode
-from dagrl.loops.experience import ScoredGroup
+from dagrl.generation import FIRST_QUANTUM, Generated, Progress, pack_generated
+from dagrl.loops.episodes import Episode, new_group
+from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo_step import refit
-from dagrl.loops.rollout import IN_FLIGHT
+from dagrl.loops.rollout import IN_FLIGHT, Rollouts
 from dagrl.loops.trajectory_file import read_trajectories
+from dagrl.shapes import Batch
 from dagrl.tokenization import Prompt
 from tests.unit.simulated_run import UNANSWERED, Reward, Run, logprob_of
 
@@ -295,6 +297,13 @@ def test_a_run_that_goes_on_for_fewer_steps_saves_what_it_leaves(tmp_path: Path,
     assert left > 0, "there must be something to leave"
 
 
+def timed(config: Config) -> Config:
+    """Quanta of as many steps as their times ask for, and no longer than 0.5 s both."""
+    assert config.policy.generation is not None
+    generation = config.policy.generation.model_copy(update={"quantum_engine_steps": None, "quantum_seconds": 0.5})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+
+
 def slow(config: Config) -> Config:
     """Few sequences at a time and long ones, so that groups are under way at any moment."""
     generation = config.policy.generation
@@ -303,6 +312,63 @@ def slow(config: Config) -> Config:
     settings = {"max_new_tokens": 40, "quantum_engine_steps": 2, "vllm_cfg": vllm}
     policy = config.policy.model_copy(update={"generation": generation.model_copy(update=settings)})
     return config.model_copy(update={"policy": policy})
+
+
+def test_a_stop_while_running_sequences_finish_does_not_wait_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that they delay is done and saved; they begin anew, as no sequence may run across its update."""
+    config = slow(configuration(asynchronous(2, False), room=80))
+    first, since, under_way = Run(config, seed=0), 0, set()
+    first.session.inputs.validation_prompts = []  # generated to the end before a step is recorded
+    finish_running = Experience.finish_running
+
+    def asked_to_stop(experience: Experience) -> None:
+        nonlocal since, under_way
+        if experience.rollouts.busy and not under_way:
+            first.stop_at = 0
+            since, under_way = len(first.replays), experience.rollouts.numbers
+        finish_running(experience)
+
+    monkeypatch.setattr(Experience, "finish_running", asked_to_stop)
+    state = first.train()
+    assert state is not None and under_way and state.step == max(first.trained)
+    assert first.replays[since:].count(("generate", True)) <= IN_FLIGHT + 1, "two behind the refit, and one to rest"
+    monkeypatch.undo()
+    first.save(tmp_path)
+    second = Run(config, 1, resumed=Checkpoint(tmp_path, state))
+    assert second.train() is None
+    check_tokens(second.trained, 2, in_flight=False)
+    assert sorted(numbers_of(first.trained | second.trained)) == list(range(STEPS * PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("made", "running", "learned"),
+    [(FIRST_QUANTUM, True, True), (3, True, True), (3, False, False)],
+    ids=["whole", "ended by the clock", "no request left"],
+)
+def test_what_is_learned_of_a_quantum_and_how_long_it_may_take(made: int, running: bool, learned: bool) -> None:
+    run, sent = Run(timed(configuration(asynchronous(2, True))), seed=0), list[Batch]()
+
+    def submit(name: str, batch: Batch, rows: object) -> list[Generated]:
+        sent.append(batch)
+        return [pack_generated([], [Progress(0)] if running else [], made)] * 2
+
+    run.session.submit = submit
+    rollouts = Rollouts(run.session)
+    rollouts.start(new_group(run.session, 0, 0, run.session.inputs.prompts[0], [1, 2]))
+    rollouts.advance()
+    assert rollouts._size.step_s == ({0: 1 / made, 1: 1 / made} if learned else {}), "quanta took a second"
+    assert [batch.scalars["seconds"] for batch in sent] == [0.25] * IN_FLIGHT, "both within 0.5 s"
+
+
+def test_quanta_of_a_given_number_of_steps_have_no_clock() -> None:
+    run, sent = Run(configuration(asynchronous(2, True)), seed=0), list[Batch]()
+    submit = run.session.submit
+    run.session.submit = lambda name, value, rows=(): (sent.append(value), submit(name, value, rows))[1]
+    assert run.train() is None
+    batches = [value for value in sent if isinstance(value, Batch)]
+    assert batches and not any("seconds" in batch.scalars for batch in batches)
 
 
 @pytest.mark.parametrize("changed", [{"generations": 3}, {"room": 14}], ids=str)

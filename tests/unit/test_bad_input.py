@@ -200,6 +200,17 @@ TABLE = [
         ("grpo.overlap_logprobs", "take turns"),
         ("policy.generation.colocated.enabled=true", "grpo.overlap_logprobs=true"),
     ),
+    *(
+        Row(
+            f"a {section}'s call that may not take as long as an answer in it",
+            (
+                f"{section}.call_timeout_s is 5 s, and {section}.timeout_s 20 s",
+                "set it to a multiple of 20, or leave it out",
+            ),
+            (f"{section}.call_timeout_s=5", f"{section}.timeout_s=20"),
+        )
+        for section in ("reward", "environment")
+    ),
     Row(
         "a forced ratio in several optimizer steps",
         ("loss_fn.force_on_policy_ratio is true", "several optimizer steps", "Set policy.train_global_batch_size="),

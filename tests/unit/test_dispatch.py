@@ -99,9 +99,10 @@ def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
 @pytest.mark.parametrize(
     ("seconds", "in_flight", "step_s", "overhead_s", "expected"),
     [
-        (1.0, 1, 0.01, 0.0009, 9),  # 0.9 ms is 1 % of nine steps of 10 ms
+        (1.0, 1, 0.01, 0.0009, 12),  # 0.9 ms is 0.75 % of 120 ms, twelve steps of 10 ms and itself
+        (1.0, 1, 0.01, 0.00091, 13),
         (1.0, 1, 0.01, 0.0002, 6),  # and 60 ms are the least
-        (1.0, 2, 0.01, 0.002, 20),
+        (1.0, 2, 0.01, 0.002, 27),
         (0.1, 1, 0.01, 0.002, 10),  # the bound on time wins
         (0.1, 2, 0.01, 0.002, 5),  # and is one of all quanta in flight together
         (0.001, 1, 0.01, 0.002, 1),  # but one step there must be
@@ -116,6 +117,33 @@ def test_quantum_size(seconds: float, in_flight: int, step_s: float, overhead_s:
     assert size.next() == (expected,) and fixed.next() == (7,)
     if expected > 1:
         assert in_flight * expected * step_s <= seconds + 1e-9
+
+
+@pytest.mark.parametrize("mean_s", [0.0005, 0.001, 0.0018])
+def test_the_more_a_quantum_costs_the_longer_it_is_and_the_costs_stay_under_their_share(mean_s: float) -> None:
+    """Overheads of a long tail, and every tenth quantum ends early, with its whole overhead; within 0.5 s there is room."""
+    random, size = np.random.default_rng(0), QuantumSize(None, seconds=0.5)
+    busy = spent = 0.0
+    for number in range(4000):
+        (steps,) = size.next()
+        made = 3 if number % 10 == 9 else steps
+        overhead = mean_s * float(np.exp(random.normal() - 0.5))
+        size.record([made if made == steps else 0], [made * 0.001], overhead)
+        if number >= 100:
+            busy, spent = busy + made * 0.001, spent + overhead
+    assert 0.005 < spent / (busy + spent) < 0.01
+
+
+def test_steps_that_turn_out_longer_make_quanta_of_fewer() -> None:
+    """As each quantum is then ended by the clock, with the steps that it had made."""
+    size = QuantumSize(None, seconds=1.0)
+    size.record([100], [0.1], 0.0005)
+    assert size.next() == (67,), "of 1 ms"
+    for _ in range(60):
+        made = min(*size.next(), 10)  # of 100 ms, within the second
+        size.record([made], [made * 0.1], 0.0005)
+    assert size.next() == (1,)
+    assert (size.most_s, QuantumSize(5, seconds=1.0).most_s) == (1.0, None)
 
 
 def test_quanta_of_unequal_shards_take_the_same_time() -> None:

@@ -117,7 +117,8 @@ class Overlapping(Run):
             return super()._collect(name, replay, busy_s)
         self.under_way.remove(replay)
         taken = self.experience.buffer.counts().taken
-        assert replay.ready() or taken or self._checks == self._stop_at, "generation must not wait for a chunk"
+        stopped = self.stop_at is not None and self._checks >= self.stop_at
+        assert replay.ready() or taken or stopped, "generation must not wait for a chunk"
         self._read += 1
         if self._read == self._fails:
             raise PhaseError((), "a train worker failed")

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
+from dagrl.function_runner import Deadline
 from dagrl.rewards import (
     RewardRunner,
     Rewards,
@@ -139,7 +141,8 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(function: str, completions: list[str], timeout_s: float = 5.0) -> tuple[list[float], int, str]:
-    with RewardRunner(RewardConfig(function=function, timeout_s=timeout_s, max_failed_share=1.0)) as runner:
+    config = RewardConfig(function=function, timeout_s=timeout_s, call_timeout_s=600.0, max_failed_share=1.0)
+    with RewardRunner(config) as runner:
         rewards = runner(["p"] * len(completions), completions, ["r"] * len(completions))
     return rewards.values.tolist(), rewards.failed, rewards.message
 
@@ -165,13 +168,91 @@ def test_sample_that_hangs_or_ends_the_process_costs_itself(functions: str) -> N
 
 @pytest.mark.parametrize("hangs, good", [(4, 12), (5, 0)], ids=["good ones after them", "nothing else"])
 def test_many_hangs_end(functions: str, tmp_path: Path, hangs: int, good: int) -> None:
-    """And cost themselves alone. What a call can take is bounded: all together once, then each alone once."""
+    """And cost themselves alone: all together are asked once, then each alone once, as far as the call has time."""
     noted, completions = tmp_path / "calls", ["hang"] * hangs + ["abc"] * good
-    with RewardRunner(RewardConfig(function=f"{functions}:noted", timeout_s=0.7)) as runner:
+    with RewardRunner(RewardConfig(function=f"{functions}:noted", timeout_s=0.7, call_timeout_s=600.0)) as runner:
         rewards = rewards_of(runner.submit([str(noted)] * len(completions), completions, ["r"] * len(completions)).result())
     assert rewards.values.tolist() == [0.0] * hangs + [3.0] * good
     assert (rewards.failed, rewards.message) == (hangs, "no answer within reward.timeout_s = 0.7 s")
     assert noted.read_text().splitlines() == ["hang", *completions]
+
+
+def test_a_batch_that_hangs_in_every_call_costs_the_calls_time_and_is_counted(functions: str, tmp_path: Path) -> None:
+    """Thirty processes do not start within a second: some samples are not asked a second time, and fail as the others do."""
+    noted = tmp_path / "calls"
+    config = RewardConfig(function=f"{functions}:noted", timeout_s=0.5, call_timeout_s=1.0)
+    with RewardRunner(config) as runner:
+        rewards = rewards_of(runner.submit([str(noted)] * 30, ["hang"] * 30, ["r"] * 30).result())
+        with pytest.raises(RunError, match=r"failed for all 30 samples: no answer within what reward\.call_timeout_s left"):
+            runner.check(rewards)
+    assert (rewards.failed, rewards.values.tolist()) == (30, [0.0] * 30)
+    assert 1 <= len(noted.read_text().splitlines()) <= 30
+
+
+START_S = 2.0
+
+
+class TimedProcess:
+    """In place of a process: each row takes as many seconds as its completion says, on a clock of its own."""
+
+    now = 0.0
+
+    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline) -> None:
+        self._deadline, self._alive = deadline, False
+
+    def start(self) -> None:
+        TimedProcess.now += 0.0 if self._alive else START_S
+        self._alive = True
+
+    def ask(self, columns: list[list[str]], limit: Deadline | None = None) -> list[float] | str:
+        self.start()
+        taken, deadline = sum(map(float, columns[1])), limit or self._deadline
+        TimedProcess.now += min(taken, deadline.seconds)
+        self._alive = taken <= deadline.seconds
+        return [1.0] * len(columns[1]) if self._alive else deadline.missed
+
+    def close(self, *, for_good: bool) -> None: ...
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> type[TimedProcess]:
+    monkeypatch.setattr(TimedProcess, "now", 0.0)
+    monkeypatch.setattr("dagrl.function_runner._FunctionProcess", TimedProcess)
+    monkeypatch.setattr("dagrl.function_runner.time", SimpleNamespace(monotonic=lambda: TimedProcess.now))
+    return TimedProcess
+
+
+@pytest.mark.parametrize(
+    ("completions", "call_s", "rewarded"),
+    [
+        (["inf"] * 8, None, [0.0] * 8),
+        (["inf"] * 100, None, [0.0] * 100),
+        (["inf"] * 100, 200.0, [0.0] * 100),
+        (["inf"] * 7 + ["0.5"], None, [0.0] * 7 + [1.0]),  # who hangs has a share of the 30 s that are left, no more
+        (["0.5"] + ["inf"] * 7, None, [1.0] + [0.0] * 7),
+        (["0.5"] * 63 + ["inf"], None, [1.0] * 56 + [0.0] * 8),  # shares of a second at least, though all have 28 s
+        (["2"] * 8, None, [1.0] * 8),  # 16 s together
+    ],
+)
+def test_a_call_takes_no_longer_than_its_whole_time(
+    timed: type[TimedProcess], functions: str, completions: list[str], call_s: float | None, rewarded: list[float]
+) -> None:
+    config = RewardConfig(function=f"{functions}:length", timeout_s=10.0, call_timeout_s=call_s)
+    with RewardRunner(config) as runner:
+        found = rewards_of(runner.submit([""] * len(completions), completions, [""] * len(completions)).result())
+    assert found.values.tolist() == rewarded
+    assert timed.now <= START_S + (call_s or 4 * 10.0) + START_S
+
+
+@pytest.mark.parametrize(("call_s", "takes_s"), [(None, 6 * (START_S + 10.0)), (30.0, 30.0 + START_S)])
+def test_single_samples_have_a_bound_together_only_if_it_is_given(
+    timed: type[TimedProcess], functions: str, call_s: float | None, takes_s: float
+) -> None:
+    config = RewardConfig(function=f"{functions}:steady", batched=False, timeout_s=10.0, call_timeout_s=call_s)
+    with RewardRunner(config) as runner:
+        found = rewards_of(runner.submit([""] * 6, ["inf"] * 6, [""] * 6).result())
+    assert found.failed == 6
+    assert takes_s - START_S <= timed.now <= takes_s + START_S
 
 
 def test_wrong_results(functions: str) -> None:

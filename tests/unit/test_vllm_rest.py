@@ -26,6 +26,8 @@ class AsynchronousEngine:
         self.paused = False
         self.aborted: list[str] = []
         self.output_processor = SimpleNamespace(request_states={})
+        self.seconds = iter(())  # that the steps take; then none
+        self.now = 0.0
 
     def add_request(self, name: str, prompt: object, length: int) -> None:
         self.left[name], self.made[name] = length, 0
@@ -51,6 +53,7 @@ class AsynchronousEngine:
         self.paused = False
 
     def step(self) -> list[Any]:
+        self.now += next(self.seconds, 0.0)
         self.batch_queue.appendleft([] if self.paused else list(self.left))
         for name in self.batch_queue[0]:
             self.made[name] += 1
@@ -78,6 +81,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> QuantumEngine:
     return QuantumEngine(cast("Any", AsynchronousEngine()), GenerationConfig(), ())
 
 
+@pytest.fixture
+def vllm(engine: QuantumEngine, monkeypatch: pytest.MonkeyPatch) -> AsynchronousEngine:
+    """The engine's own, whose steps alone move the clock."""
+    vllm = cast("AsynchronousEngine", engine._engine)
+    monkeypatch.setattr("workers.vllm.engine.time", SimpleNamespace(perf_counter=lambda: vllm.now))
+    return vllm
+
+
 def asked(**lengths: int) -> list[Request]:
     return [Request(int(name[1:]), [1], seed=0, max_new_tokens=length, greedy=True) for name, length in lengths.items()]
 
@@ -102,6 +113,26 @@ def test_a_quantum_of_no_steps_brings_the_engine_to_rest(engine: QuantumEngine) 
     made = engine.run([], 0)
     assert (made.engine_steps, rows(made), vllm.made["3"]) == (0, [(2, 5)], 5)
     assert (len(vllm.batch_queue), vllm.paused) == (0, False)
+
+
+def test_a_quantum_ends_with_the_step_in_which_its_time_has_passed(engine: QuantumEngine, vllm: AsynchronousEngine) -> None:
+    vllm.seconds = iter([0.25, 0.25, 1.0, 9.0, 0.25])
+    assert engine.run(asked(r1=100), 8, 1.0).engine_steps == 3, "1.5 s"
+    assert engine.run([], 8, 1.0).engine_steps == 1, "there is always one"
+    made = engine.run([], 2, 1.0)
+    assert (made.engine_steps, made.unfinished) == (2, 1), "and no more than were asked for"
+    vllm.seconds = iter([9.0] * 5)
+    assert engine.run([], 5).engine_steps == 5, "no time is stated"
+
+
+def test_ranks_that_run_in_step_make_all_steps_whatever_their_clocks_say(
+    engine: QuantumEngine, vllm: AsynchronousEngine
+) -> None:
+    compared: list[int] = []
+    engine._peers = cast("Any", SimpleNamespace(compare=lambda step, ended: compared.append(step)))
+    vllm.seconds = iter([9.0] * 4)
+    assert engine.run(asked(r1=100), 4, 1.0).engine_steps == 4
+    assert compared == [4]
 
 
 def test_what_finishes_before_a_change_comes_with_the_next_quantum(engine: QuantumEngine) -> None:

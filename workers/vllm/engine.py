@@ -8,6 +8,8 @@ and the policy version of each of its tokens is known, because versions change o
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,12 +82,14 @@ class QuantumEngine:
         """Longest prompt plus continuation, in tokens."""
         return int(self._engine.model_config.max_model_len)
 
-    def run(self, requests: Sequence[Request], engine_steps: int) -> Generated:
+    def run(self, requests: Sequence[Request], engine_steps: int, seconds: float = math.inf) -> Generated:
         """Add requests, run up to `engine_steps` steps, return what finished; with 0 steps the engine comes to rest.
 
+        After `seconds` (wall clock, from the call on) the quantum ends with the step that it is in. Ranks that run in step
+        make all steps, as each has a clock of its own and one that ended alone would leave the others waiting.
         Raises DataError for unusable requests, before any of them is added, and RunError after a quantum that broke off.
         """
-        finished, steps = self._quantum(requests, engine_steps)
+        finished, steps = self._quantum(requests, engine_steps, seconds)
         if engine_steps == 0 or not self._running:
             self.rest()
         finished, self._held = self._held + finished, []
@@ -106,7 +110,10 @@ class QuantumEngine:
         self.reset_prefix_cache()
         return pack_generated(ours, running, steps)
 
-    def _quantum(self, requests: Sequence[Request], engine_steps: int) -> tuple[list[FinishedRequest], int]:
+    def _quantum(
+        self, requests: Sequence[Request], engine_steps: int, seconds: float = math.inf
+    ) -> tuple[list[FinishedRequest], int]:
+        until = time.perf_counter() + seconds if self._peers is None else math.inf
         if self._stepping:
             raise RunError("an earlier quantum broke off inside vLLM; restart the generation workers")
         self._check(requests)
@@ -120,6 +127,8 @@ class QuantumEngine:
             finished += self._take(self._engine.step(), steps, last=steps == engine_steps)
             if self._running and not self._engine.has_unfinished_requests():
                 raise RunError(f"vLLM knows no more of requests {sorted(self._running)[:5]}; restart the generation workers")
+            if time.perf_counter() >= until:
+                break
         self._stepping = False
         return finished, steps
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError, RunError
-from dagrl.generation import FinishedRequest, Generated, merge_generated, steps_of_shard
+from dagrl.generation import FinishedRequest, Generated, merge_generated, seconds_of, steps_of_shard
 from dagrl.layout import ParallelLayout
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
@@ -109,13 +109,14 @@ class VllmWorker:
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
         [n]. Scalars: `engine_steps`, of all shards or of each, which a warm-up may lack; with 0 the engine comes to rest.
+        `seconds`, which may be lacking: an engine of one rank ends the quantum with the step in which they have passed.
         """
         engine = self._ready_engine()
         self._enter_device()
         steps = steps_of_shard(batch, self.context.coordinates.dp)
         if in_warmup():
             return self._warm_up(engine, batch, steps)
-        return engine.run(_requests(batch), steps)
+        return engine.run(_requests(batch), steps, seconds_of(batch))
 
     def merge_generated(self, parts: Sequence[Generated]) -> Generated:
         """One result from those of the ranks of a shard; raises RunError when they differ."""
