@@ -79,11 +79,14 @@ def abort_groups() -> None:
         dist.distributed_c10d._abort_process_group()
         return
     for group in list(dist.distributed_c10d._world.pg_map):
-        _break_gloo_group(group)
+        break_gloo_group(group)
 
 
-def _break_gloo_group(group: ProcessGroup) -> None:
-    """Gloo has no abort, but an operation that passes its deadline closes all connections of its group."""
+def break_gloo_group(group: ProcessGroup) -> None:
+    """End what waits in a Gloo group, here and at its peers; the group is of no use any more.
+
+    Gloo has no abort, but an operation that passes its deadline closes all connections of its group.
+    """
     import torch
 
     for peer in range(group.size()):
