@@ -5,6 +5,7 @@
 Two workers. First, replays of one phase: their median duration in the calmest thousand of the first and of the last tenth,
 their processor time in all processes together, and the memory of these along the way. Whatever else runs on a shared machine
 changes both times, so the worn graph is also measured against a fresh one, on new workers, in turns of some hundred replays.
+The driver is the same for both: that nothing grows there either is counted by `tests/integration/test_replay_growth.py`.
 Then cycles of compiling a phase with an edge of 64 MB between the workers, replaying it 50 times at its full size, and
 tearing it down: time of the teardown, memory, semaphores and shared memory left behind.
 """

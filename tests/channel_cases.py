@@ -7,6 +7,7 @@ something picklable. Used by tests/integration/test_channel_{gloo,ipc}.py and te
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -14,8 +15,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Literal
 
@@ -436,6 +437,49 @@ def aborted(place: Place) -> object:
     found = _error_of(lambda: _receive(channel, (place.rank + 1) % place.size if place.rank == 0 else 0, place))
     channel.close()
     return found
+
+
+class _Interrupted(list[tuple[torch.Tensor, int]]):
+    """Messages of a group; the channel is aborted, by another thread, when the first of them has been looked at."""
+
+    channel: Channel
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for number, message in enumerate(super().__iter__()):
+            if number == 1:
+                thread = threading.Thread(target=self.channel.abort, args=("the scheduler said so",))
+                thread.start()
+                thread.join()
+            yield message
+
+
+def aborted_while_posting(place: Place) -> object:
+    """A group is being posted when its channel is aborted: its poster raises, by the wait at the latest, and so do peers.
+
+    The error of each rank, that of whoever tries again, and descriptors and threads after each round.
+    """
+    counts = []
+    for address in (place.spec.address, *(f"127.0.0.1:{port}" for port in place.side_ports)):
+        channel = open_channel(replace(place.spec, address=address))
+        posted = _Interrupted((torch.zeros(1000, device=place.device), 1 - place.rank) for _ in range(3))
+        posted.channel = channel
+        plain = list.copy(posted)
+        found = _error_of(functools.partial(_exchange, channel, *((posted, []) if place.rank == 0 else ([], plain))))
+        again = _error_of(functools.partial(_exchange, channel, [], plain))
+        channel.close()
+        del channel, posted
+        gc.collect()
+        counts.append(_settled(counts[1] if len(counts) > 1 else (0, 0)))
+    return found, again, counts
+
+
+def _exchange(
+    channel: Channel, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+) -> None:
+    wait_all(channel.exchange(sends, receives))
+    channel.synchronize()
+    if receives:  # they may all have come
+        channel.agree()
 
 
 def agreement(place: Place) -> object:

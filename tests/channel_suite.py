@@ -72,6 +72,15 @@ class ChannelSuite:
             assert result[0] != "no error" and result[1] < freed_s, result
         assert "the scheduler said so" in str(results[0])
 
+    def test_an_abort_while_messages_are_posted_frees_who_posts_and_leaves_nothing(self) -> None:
+        deadline_s = self.deadline_s(12)
+        for result in run_case(cases.aborted_while_posting, self.kind, 2, channel_timeout_s=deadline_s):
+            assert isinstance(result, tuple), result
+            *errors, counts = result
+            for error, seconds in errors:
+                assert error != "no error" and seconds < (deadline_s / 2 if self.notices_death else 18), result
+            assert all(last <= early for early, last in zip(counts[1], counts[-1], strict=True)), counts
+
     def test_all_ranks_agree_or_none_goes_on(self) -> None:
         *others, dead = run_case(cases.agreement, self.kind, self.ranks, channel_timeout_s=5)
         assert dead is None

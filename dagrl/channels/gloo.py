@@ -49,7 +49,11 @@ class GlooChannel:
         self._reason: str | None = None
         store = open_store(spec)
         self._agreement = Agreement(store, spec)
-        self._group: ProcessGroup | None = _join(spec, store)
+        try:
+            self._group: ProcessGroup | None = _join(spec, store)
+        except BaseException:
+            self._agreement.close()  # nothing stays open of an end that nobody has
+            raise
 
     def send(self, tensor: torch.Tensor, peer: int) -> GlooPending:
         """Send `tensor`, which must not change before the wait."""

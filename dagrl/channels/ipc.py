@@ -49,10 +49,10 @@ class IpcPending:
         self._action: Callable[[], None] | None = action
 
     def wait(self) -> None:
-        """Return when the message's tensor may be used; raises ChannelError."""
-        action, self._action = self._action, None
-        if action is not None:
-            action()
+        """Return when the message's tensor may be used; raises ChannelError, also when asked again."""
+        if self._action is not None:
+            self._action()
+            self._action = None
 
 
 class IpcChannel:
@@ -133,7 +133,7 @@ class IpcChannel:
         self._finish_copies(tensors[0].device)
         fence()
         self._table[row, _WRITTEN] = number + 1
-        return IpcPending(lambda: None)
+        return IpcPending(self._check_usable)  # an abort may have come since
 
     def _receive(self, tensors: Sequence[torch.Tensor], peer: int) -> IpcPending:
         before = self._waiting.setdefault(peer, [])

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
 _POLL_S = 50e-6
 _ABORT_S = 5.0  # for NCCL to end a communicator that was aborted
+_POSTING_S = 0.5  # for messages that are being posted: who takes longer waits for a peer, and only the abort ends that
 
 
 def nccl_environment() -> dict[str, str]:
@@ -68,6 +69,7 @@ class NcclChannel:
         # Of high priority: its kernels are few and need whole multiprocessors, which others shall not take first.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # over what stands: the communicator, and why it is broken
+        self._posting = threading.Lock()  # held while messages are posted
         self._reason: str | None = None
         self._communicator: Any = None
         self._aborting: threading.Thread | None = None
@@ -76,7 +78,11 @@ class NcclChannel:
         self._recording = False
         store = open_store(spec)
         self._agreement = Agreement(store, spec)
-        self._within_deadline(lambda: self._connect(store))
+        try:
+            self._within_deadline(lambda: self._connect(store))
+        except BaseException:
+            self._agreement.close()  # nothing stays open of an end that nobody has
+            raise
         self._host_until: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="nccl-watch", daemon=True).start()
@@ -159,7 +165,8 @@ class NcclChannel:
 
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         nccl, stream, communicator = self._nccl, self._stream.cuda_stream, self._communicator
-        with self.guarded():
+        with self.guarded(), self._posting:
+            self._check_usable()  # from here on an abort lets this end first
             nccl.groupStart()
             try:
                 for tensor, peer in sends:
@@ -267,12 +274,18 @@ class NcclChannel:
             if self._reason is not None or self._communicator is None:
                 return
             self._reason = reason
-            self._aborting = threading.Thread(target=self._communicator.abort, name="nccl-abort", daemon=True)
+            self._aborting = threading.Thread(target=self._end, args=(self._communicator,), name="nccl-abort", daemon=True)
             self._aborting.start()
         self._agreement.abort(reason)
         if not self._recording:  # else `record` lets go of its graph, and `close` of the others
             self._free_graphs()
             self._aborting.join(_ABORT_S)
+
+    def _end(self, communicator: Any) -> None:
+        """Abort a communicator, which frees it: not under a thread that posts, unless that waits in NCCL for a peer."""
+        if self._posting.acquire(timeout=_POSTING_S):
+            self._posting.release()  # who comes now finds the channel broken
+        communicator.abort()
 
     def _free_graphs(self) -> None:
         """Graphs refer to the communicator, whose end waits for theirs (NCCL's `commDestroySync`)."""

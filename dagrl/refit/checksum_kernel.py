@@ -1,6 +1,7 @@
-"""The Triton kernel of checksums: the two sums of every part of a message in one launch, equal to those of `verify.py`.
+"""The Triton kernel of checksums: the two sums of every move of a bucket in one launch, equal to those of `verify.py`.
 
-Import this module only where there is a GPU: Triton comes with torch's CUDA builds.
+It reads live tensors where they lie, row by row, so that a sum does not depend on how a message was packed. Import this
+module only where there is a GPU: Triton comes with torch's CUDA builds.
 """
 
 from __future__ import annotations
@@ -12,42 +13,56 @@ import numpy as np
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
+from dagrl.refit.checksum_rows import WORD, Piece, entries, in_rows
+
 if TYPE_CHECKING:
     import torch
 
-_FIELDS = 3  # of a row: address, bytes, first tile
-_WORD = 8
-_TILE = 4096  # words
+_FIELDS = 8  # those of an `Entry`, and its first tile
+_TILE = 4096  # units
 _WARPS = 8
 PROGRAMS = 64
 
 
 class ChecksumTable:
-    """The sums of `parts`: vectors of bytes on one device that begin at multiples of 8; their memory must stay."""
+    """The sums of `moves`, the pieces of each on one device; their memory must stay.
 
-    def __init__(self, parts: Sequence[torch.Tensor], columns: int, weight: int) -> None:
+    What lies in no rows (transposed views) is first gathered into memory of the table, by one more launch for all.
+    """
+
+    def __init__(self, moves: Sequence[Sequence[Piece]], columns: int, weight: int) -> None:
         import torch
 
-        rows = np.array([(part.data_ptr(), len(part), 0) for part in parts], np.int64)
-        tiles = -(-rows[:, 1] // (_TILE * _WORD))
-        rows[:, 2] = np.cumsum(tiles) - tiles
-        device = parts[0].device
-        self._owners = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), tiles)).to(device)
+        self._scattered = [view for pieces in moves for _, view in pieces if not in_rows(view)]
+        self._gathered = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in self._scattered]
+        gathered = iter(self._gathered)
+        placed = [[(at, view if in_rows(view) else next(gathered)) for at, view in pieces] for pieces in moves]
+        rows = np.array([(*entry, 0) for entry in entries(placed)], np.int64).reshape(-1, _FIELDS)
+        tiles = -(-rows[:, 2] // _TILE)
+        rows[:, 7] = np.cumsum(tiles) - tiles
+        device = moves[0][0][1].device
+        self._entries = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), tiles)).to(device)
         self._table = torch.from_numpy(rows).to(device)
-        self._sums = torch.zeros(len(rows), 2, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(len(moves), 2, dtype=torch.int64, device=device)
         self._columns, self._weight = columns, weight
 
     def launch(self) -> torch.Tensor:
-        """`[parts, 2]` int64, on the current stream; the same tensor each time."""
+        """`[moves, 2]` int64, on the current stream; the same tensor each time."""
+        import torch
+
+        if self._scattered:
+            with torch.inference_mode():  # vLLM's parameters may be inference tensors
+                torch._foreach_copy_(self._gathered, self._scattered)
         self._sums.zero_()
-        tiles = len(self._owners)
+        tiles = len(self._entries)
         _add_sums[(min(PROGRAMS, tiles),)](
             self._table,
-            self._owners,
+            self._entries,
             self._sums,
             tiles,
             FIELDS=_FIELDS,
             TILE=_TILE,
+            WORD=WORD,
             COLUMNS=self._columns,
             WEIGHT=self._weight,
             num_warps=_WARPS,
@@ -58,31 +73,32 @@ class ChecksumTable:
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _add_sums(  # type: ignore[no-untyped-def]
     table,
-    owners,
+    entries,
     sums,
     tiles,
     FIELDS: tl.constexpr,
     TILE: tl.constexpr,
+    WORD: tl.constexpr,
     COLUMNS: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        owner = tl.load(owners + tile)
-        row = table + owner * FIELDS
-        address, size = tl.load(row), tl.load(row + 1)
-        whole = size // 8
-        square = whole // COLUMNS * COLUMNS  # words in whole rows; the rest is a row of its own, and a broken word another
-        word = (tile - tl.load(row + 2)) * TILE + tl.arange(0, TILE)
-        value = tl.load(address.to(tl.pointer_type(tl.int64)) + word, mask=word < whole, other=0)
-        in_row = tl.where(word < square, word // COLUMNS, square)
-        column = tl.where(word < square, word % COLUMNS, word - square)
-        if (tile - tl.load(row + 2) + 1) * TILE > whole:
-            byte = address.to(tl.pointer_type(tl.uint8)) + word * 8
-            for index in tl.static_range(8):
-                inside = (word == whole) & (word * 8 + index < size)
-                value += tl.load(byte + index, mask=inside, other=0).to(tl.int64) << (8 * index)
-            in_row = tl.where(word == whole, whole, in_row)
-            column = tl.where(word == whole, 0, column)
-        weight = 2 * in_row + 1 + (2 * column + 1) * WEIGHT
-        tl.atomic_add(sums + owner * 2, tl.sum(value, axis=0))
-        tl.atomic_add(sums + owner * 2 + 1, tl.sum(value * weight, axis=0))
+        entry = table + tl.load(entries + tile).to(tl.int64) * FIELDS
+        address, stride, offset = tl.load(entry), tl.load(entry + 3), tl.load(entry + 5)
+        units, total = tl.load(entry + 1).to(tl.int32), tl.load(entry + 2).to(tl.int32)
+        unit = (tile - tl.load(entry + 7).to(tl.int32)) * TILE + tl.arange(0, TILE)
+        row = unit // units
+        column = unit - row * units
+        inside = unit < total
+        if tl.load(entry + 4) == WORD:
+            value = tl.load(address.to(tl.pointer_type(tl.int64)) + row * (stride // 8) + column, mask=inside, other=0)
+            word = offset // 8 + unit
+        else:
+            byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + row * stride + column, mask=inside, other=0)
+            place = offset + unit
+            value = byte.to(tl.int64) << (8 * (place % 8))
+            word = place // 8
+        weight = 2 * (word // COLUMNS) + 1 + (2 * (word % COLUMNS) + 1) * WEIGHT
+        of_move = sums + tl.load(entry + 6) * 2
+        tl.atomic_add(of_move, tl.sum(value, axis=0))
+        tl.atomic_add(of_move + 1, tl.sum(value * weight, axis=0))

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError
+from dagrl.refit.checksum_rows import Piece
 from dagrl.refit.copies import BatchedCopy
 from dagrl.refit.moves import Message, Move, Side, TransferBucket, aligned, place_of_run
 from dagrl.refit.quantize import BlockQuantizer, scale_shape
-from dagrl.refit.slices import STACKED, Box, numbered
+from dagrl.refit.slices import STACKED, Box, numbered, volume
 
 if TYPE_CHECKING:
     import torch
@@ -70,20 +71,15 @@ class BucketMemory:
         """The bytes of each message, once bound."""
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live parts, and their places in messages
         self._owners: list[int] = []  # the move of each of these pairs
-        self._copies: dict[Side, BatchedCopy] = {}  # from this side to the other, made when first needed
+        self._copy: BatchedCopy | None = None  # of what is staged
         self._quantizer = BlockQuantizer([])
         self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
         self.alone = False  # nothing travels while it is packed or unpacked
-        self.exact = all(
-            move.scales is not None or part.dtype == wire_dtype(move)
-            for move, parts in zip(bucket.moves, self.live, strict=True)
-            for part in parts
-        )
 
     def bind(self, staging: torch.Tensor) -> None:
         """Use `staging` (uint8, at least `staged_bytes`) from now on for what is not sent or received directly."""
         self.messages, self.checksums = [], None
-        self._pairs, self._owners, self._copies = ([], []), [], {}
+        self._pairs, self._owners = ([], []), []
         quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its place, its scales' place
         end = first = 0
         for message, live in zip(self.bucket.messages, self._direct, strict=True):
@@ -94,7 +90,10 @@ class BucketMemory:
             self.messages.append(memory if live is None else live)
             first += len(message.moves)
         self._quantizer = BlockQuantizer(quantized)
-        self.prepare(self.side)
+        parts, places = self._pairs
+        targets, sources = (places, parts) if self.side == "source" else (parts, places)
+        # Now, as its table's upload would wait in a refit for a message, without a deadline.
+        self._copy = BatchedCopy(targets, sources) if parts else None
 
     def _stage(
         self, message: Message, memory: torch.Tensor, first: int
@@ -119,16 +118,23 @@ class BucketMemory:
 
     def pack(self) -> None:
         """Copy the live parts into the message, one launch for all where the backend has it; quantize where asked."""
-        self._copy("source")
+        self._run_copy()
         self._quantizer.run()
 
     def unpack(self) -> None:
         """Copy the message into the live parts, cast where their dtype differs."""
-        self._copy("target")
+        self._run_copy()
 
-    def repack(self) -> None:
-        """Copy what was unpacked back into the message, to compare it with what came."""
-        self._copy("source")
+    def summed(self) -> list[list[Piece]]:
+        """What the checksum of each move is of: its live parts and scales, or where it is cast or quantized, its message.
+
+        What lies between a move and its scales in a message is in none of the pieces.
+        """
+        places = self.bytes_of_moves(self.messages)
+        return [
+            _live_pieces(move, parts, scales) if _travels_as_held(move, parts, scales) else _pieces_of_message(move, place)
+            for move, parts, scales, place in zip(self.bucket.moves, self.live, self._scales, places, strict=True)
+        ]
 
     def bytes_of_moves(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The bytes of each move in `messages`, which are the bucket's own or others of its sizes."""
@@ -166,18 +172,28 @@ class BucketMemory:
             self._pairs[0].append(_raw(one) if same else one)
             self._pairs[1].append(_raw(place) if same else place)
 
-    def _copy(self, side: Side) -> None:
-        """As the source does, from the live parts to the message; or as the target does, back."""
-        if not self._owners:
-            return
-        self.prepare(side)
-        self._copies[side].run(self.alone)
+    def _run_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.run(self.alone)
 
-    def prepare(self, side: Side) -> None:
-        """Make the copies of `side` before a refit: their table's upload would wait for a message, without a deadline."""
-        if self._owners and side not in self._copies:
-            live, places = self._pairs
-            self._copies[side] = BatchedCopy(places, live) if side == "source" else BatchedCopy(live, places)
+
+def _travels_as_held(move: Move, parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> bool:
+    return all(part.dtype == wire_dtype(move) for part in parts) and (move.scales is None or bool(scales))
+
+
+def _live_pieces(move: Move, parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Piece]:
+    found: list[Piece] = []
+    for begin, some in ((0, parts), (move.scale_offset, scales)):
+        for one in some:
+            found.append((begin, _raw(one)))
+            begin += one.nbytes
+    return found
+
+
+def _pieces_of_message(move: Move, place: torch.Tensor) -> list[Piece]:
+    if move.scales is None:
+        return [(0, place)]
+    return [(0, place[: volume(move.box)]), (move.scale_offset, place[move.scale_offset :])]  # FP8: a byte an element
 
 
 def bind_staging(memories: Sequence[BucketMemory]) -> int:

@@ -150,17 +150,14 @@ class _End:
         self.rounds.run(self._keep, self._unpack)
 
     def _keep(self, memory: BucketMemory) -> None:
-        """The checksums of a packed message, by its receiver."""
+        """The checksums of what is sent, by its receiver."""
         if self._verify == "checksum":
             self._sums.setdefault(memory.bucket.destination, []).append(checksums(memory))
 
     def _unpack(self, memory: BucketMemory) -> None:
         """Write what came; then the checksums of what is held now, by the sender."""
-        if self._verify == "checksum" and not memory.exact:
-            self._sums.setdefault(-1 - memory.bucket.source, []).append(checksums(memory))
         memory.unpack()
-        if self._verify == "checksum" and memory.exact:
-            memory.repack()
+        if self._verify == "checksum":
             self._sums.setdefault(-1 - memory.bucket.source, []).append(checksums(memory))
 
     def _compare_sums(self, version: int) -> None:

@@ -1,8 +1,10 @@
 """Proof that what was sent is what is held: checksums of every part, or all bytes once more.
 
 A checksum is two sums modulo 2**64 over the part's bytes taken as whole numbers: a plain one, and one weighted by position,
-so that neither a changed byte nor two exchanged rows go unseen. They are computed by the sender over what it packed, and by
-the receiver over what its live tensors hold after unpacking (over what it received, where a cast changes the bytes).
+so that neither a changed byte nor two exchanged rows go unseen. The sender computes them over its live tensors and the
+receiver over its own after unpacking, each where they lie: nothing that packs, carries or unpacks stands between a tensor
+and its sum. Where the two differ by intent, the sums are of the message: the sender's of what it quantized, the receiver's
+of what came where it casts.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
+from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError, RunError
+from dagrl.refit.checksum_rows import WORD, Piece
 from dagrl.refit.moves import Move
 
 if TYPE_CHECKING:
@@ -19,7 +23,6 @@ if TYPE_CHECKING:
     from dagrl.refit.pack import BucketMemory
 
 Verify = Literal["off", "checksum", "bitwise"]
-_WORD = 8
 _COLUMNS = 1024
 _WEIGHT = 0x9E3779B1  # odd, so that it loses no bit: tells columns from rows
 
@@ -31,50 +34,60 @@ def check_mode(mode: str) -> None:
 
 
 def prepare_checksums(memory: BucketMemory) -> None:
-    """Upload the tables of `checksums`, and of what `repack` copies for them, to the GPU of a bucket that is bound."""
-    if memory.side == "target" and memory.exact:
-        memory.prepare("source")
-    parts = memory.bytes_of_moves(memory.messages)
-    if all(part.is_cuda and part.data_ptr() % _WORD == 0 for part in parts):
+    """Upload the table of `checksums` to the GPU of a bucket that is bound."""
+    moves = memory.summed()
+    if moves[0][0][1].is_cuda:
         from dagrl.refit.checksum_kernel import ChecksumTable
 
-        memory.checksums = ChecksumTable(parts, _COLUMNS, _WEIGHT)
+        memory.checksums = ChecksumTable(moves, _COLUMNS, _WEIGHT)
 
 
 def checksums(memory: BucketMemory) -> torch.Tensor:
-    """`[moves, 2]` int64: the two sums of each move of the bucket; with a table by one launch, into one tensor."""
+    """`[moves, 2]` int64: the two sums of each move of the bucket; on a GPU by one launch, into one tensor."""
     import torch
 
     if memory.checksums is not None:
         return memory.checksums.launch()
-    return torch.stack([checksum(part) for part in memory.bytes_of_moves(memory.messages)])
+    return torch.stack([checksum(in_one_piece(pieces)) for pieces in memory.summed()])
+
+
+def in_one_piece(pieces: Sequence[Piece]) -> torch.Tensor:
+    """The bytes of a move: itself where it is contiguous, else a copy, with zeros between its pieces."""
+    import torch
+
+    (_, view), *others = pieces
+    if not others:
+        return as_bytes(view.contiguous())
+    offset, last = pieces[-1]
+    whole = torch.zeros(offset + last.nbytes, dtype=torch.uint8, device=view.device)
+    for at, one in pieces:
+        whole[at : at + one.nbytes] = as_bytes(one.contiguous())
+    return whole
 
 
 def checksum(raw: torch.Tensor) -> torch.Tensor:
     """`[2]` int64 of a vector of bytes, computed without a copy of it where it is aligned.
 
-    Words of eight bytes: backends add int64 without converting it, on CPUs more than ten times as fast as smaller words.
+    Words of eight bytes, the last filled up with zeros, in rows of `_COLUMNS`: backends add int64 without converting it, on
+    CPUs more than ten times as fast as smaller words.
     """
     import torch
 
-    if raw.data_ptr() % _WORD:
+    if raw.data_ptr() % WORD:
         raw = raw.clone()
-    whole = len(raw) // _WORD
-    words = raw[: whole * _WORD].view(torch.int64)
-    rows = whole // _COLUMNS * _COLUMNS
+    square = len(raw) // (WORD * _COLUMNS)  # whole rows
+    rest = raw[square * WORD * _COLUMNS :]
+    if len(rest) % WORD:
+        rest = torch.cat([rest, rest.new_zeros(-len(rest) % WORD)])
     sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
-    for first, part, width in ((0, words[:rows], _COLUMNS), (rows, words[rows:], whole - rows)):
-        if len(part):
-            sums += _sums(part.view(-1, width), first)
-    if len(raw) % _WORD:
-        last = raw.new_zeros(_WORD)
-        last[: len(raw) % _WORD] = raw[whole * _WORD :]
-        sums += _sums(last.view(torch.int64).view(1, 1), whole)
+    for first, part in ((0, raw[: square * WORD * _COLUMNS].view(-1, WORD * _COLUMNS)), (square, rest.view(1, -1))):
+        if part.numel():
+            sums += _sums(part.view(torch.int64), first)
     return sums
 
 
 def _sums(rows: torch.Tensor, first: int) -> torch.Tensor:
-    """Plain sum, and sum weighted by the position of row and column: odd weights lose no bit of a word."""
+    """Plain sum, and sum weighted by the position of row (they count from `first`) and column."""
     import torch
 
     of_rows = rows.sum(1)

@@ -81,16 +81,24 @@ def test_a_cast_in_a_bucket_is_left_to_torch() -> None:
 
 
 def test_checksums_on_the_gpu_are_those_of_the_cpu() -> None:
+    """Of whole vectors, of parts of tensors where they lie, of several pieces with gaps between, of a transposed view."""
     from dagrl.refit.checksum_kernel import ChecksumTable
-    from dagrl.refit.verify import _COLUMNS, _WEIGHT, checksum
+    from dagrl.refit.checksum_rows import Piece
+    from dagrl.refit.verify import _COLUMNS, _WEIGHT, checksum, in_one_piece
 
     sizes = (1, 3, 8, 64, 8 * 1024, 3 * 8 * 1024 + 7, 70_000, 12_288, 5 << 20)
-    parts = [random((size,), torch.uint8) for size in sizes]
-    table = ChecksumTable(parts, _COLUMNS, _WEIGHT)
+    moves: list[list[Piece]] = [[(0, random((size,), torch.uint8))] for size in sizes]
+    moves.append([(0, random((640, 960), torch.bfloat16)[:, 320:640])])
+    moves.append([(0, random((57, 300), torch.uint8)[3:, 5:298])])
+    moves.append([(0, random((128, 128), torch.uint8)), (128 * 128, random((3,), torch.float32))])
+    moves.append([(0, random((5,), torch.uint8)), (16, random((300_001,), torch.uint8)[1:])])
+    moves.append([(0, random((640, 96), torch.bfloat16).t())])
+    table = ChecksumTable(moves, _COLUMNS, _WEIGHT)
     for _ in range(2):
-        assert torch.equal(table.launch().cpu(), torch.stack([checksum(part.cpu()) for part in parts]))
-        for part in parts:
-            part[len(part) // 2] ^= 4
+        expected = [checksum(in_one_piece([(at, view.cpu()) for at, view in pieces])) for pieces in moves]
+        assert torch.equal(table.launch().cpu(), torch.stack(expected))
+        for (_, view), *_ in moves:
+            view[len(view) // 2] += 4
 
 
 def moved(place: Place) -> object:

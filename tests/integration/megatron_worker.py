@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from datetime import timedelta
@@ -186,6 +187,14 @@ class TestedWorker(MegatronWorker):
         assert self._kv_scales is not None
         tensors = self._kv_scales.tensors
         return {piece.name: float(tensors[piece.tensor]) for piece in self.weight_slices() if piece.tensor in tensors}
+
+    def threads(self) -> int:
+        """Threads of this process, once there are no more than a moment ago; those that end take a while."""
+        counts = [len(os.listdir("/proc/self/task"))]
+        for _ in range(20):
+            time.sleep(0.05)
+            counts.append(len(os.listdir("/proc/self/task")))
+        return min(counts)
 
     def logprobs_and_abort_after(self, batch: Batch, seconds: float | None) -> Batch | None:
         """`logprobs`, with `abort()` from another thread meanwhile, as the runtime calls it."""

@@ -6,6 +6,7 @@ import os
 from typing import ClassVar
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from dagrl.channels import ChannelSpec, open_channel
@@ -25,6 +26,23 @@ class TestIpc(ChannelSuite):
             assert isinstance(result, tuple), result
             torn, before, after = result
             assert torn == [] and before == after, result
+
+
+def waited_twice(place: cases.Place) -> object:
+    """Errors of the waits for two messages of a peer that broke off, of the first again, and of one more receive."""
+    channel = place.open()
+    if place.rank == 1:
+        channel.abort("its weights are gone")
+        return None
+    first, second = (channel.receive(torch.zeros(4), 1) for _ in range(2))
+    return [cases._error_of(one.wait)[0] for one in (first, second, first)]
+
+
+def test_every_wait_for_a_message_that_did_not_come_raises() -> None:
+    """The second message waits for the first, which nobody will take out of the mailbox any more."""
+    found, _ = run_case(waited_twice, "ipc", 2, limit_s=20)
+    assert isinstance(found, list), found
+    assert all("rank 1 broke it" in error for error in found), found
 
 
 @pytest.mark.parametrize("fails", ["os.pidfd_open", "mmap.mmap"])

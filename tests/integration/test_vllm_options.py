@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dagrl.errors import RunError
+from dagrl.ports import reserve_port
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Ranks, call, requests
@@ -29,6 +30,17 @@ def test_no_shared_memory_that_a_killed_process_could_leave(vllm_ranks: Ranks, c
         engine.run(requests([1], PROMPTS[:1]))
         assert engine.on_all(vllm_calls.shared_memory) == [[], []]
     assert engine.on_all(vllm_calls.shared_memory) == [[], []]
+
+
+@pytest.mark.parametrize("fails", ["workers.vllm.worker.held_experts", "vllm.v1.core.sched.scheduler.Scheduler.__init__"])
+def test_a_rank_whose_start_failed_can_be_set_up_again(fails: str, vllm_ranks: Ranks, checkpoint: Path) -> None:
+    """With an engine that stands, and in the middle of one: groups, their threads and memory are given back."""
+    with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
+        expected = [row.tokens for row in engine.run(requests([1], PROMPTS[:1]))]
+        found = engine.on_all(vllm_calls.start_again, fails, f"127.0.0.1:{reserve_port()}", f"127.0.0.1:{reserve_port()}")
+        assert [row.tokens for row in engine.run(requests([1], PROMPTS[:1]))] == expected
+    for error, grouped, before, after in found:
+        assert error == "RuntimeError: not today" and not grouped and after <= before
 
 
 def test_abort_frees_a_rank_whose_peer_does_not_come(vllm_ranks: Ranks, checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dagrl.errors import RunError
@@ -120,3 +121,32 @@ def lacking_argument(worker: Any) -> None:
     from workers.vllm import features
 
     features.engine_config({"model": "unused", "no_such_argument": 1})
+
+
+def start_again(worker: Any, fails: str, first: str, second: str) -> tuple[str, bool, int, int]:
+    """End the engine; set up at address `first`, where the function `fails` raises; then at `second`, where it does not.
+
+    The error, whether a process group was left after it, and the threads before and after it.
+    """
+    import torch.distributed as dist
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("not today")
+
+    worker.shutdown()
+    before, error = _threads(), ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fails, fail)
+        try:
+            worker.setup(first)
+        except RuntimeError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    grouped, after = dist.is_initialized(), _threads()
+    worker.setup(second)
+    return error, grouped, before, after
+
+
+def _threads() -> int:
+    """Threads of this process, once those that are about to end have had a moment."""
+    time.sleep(1.0)
+    return len(os.listdir("/proc/self/task"))

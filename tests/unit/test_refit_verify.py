@@ -101,6 +101,44 @@ def test_a_byte_that_changes_where_it_is_held_is_found(verify: Verify, monkeypat
         run_refit(plan, tensors, 1, verify)
 
 
+@pytest.mark.parametrize("direct_bytes", [1, DIRECT_BYTES], ids=["all direct", "one message"])
+def test_a_byte_that_changes_in_packing_is_found(direct_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are of the tensors that are sent, not of what was packed: also where it goes wrong in one way each time."""
+    from dagrl.refit.pack import BucketMemory
+
+    plan, tensors = two_parameters(1 << 20, direct_bytes)
+    pack, spoiled = BucketMemory.pack, []
+
+    def spoil(memory: BucketMemory) -> None:
+        pack(memory)
+        message = memory.messages[0]  # of `p`, which is cut into columns
+        spoiled.append(message.data_ptr() not in [tensor.data_ptr() for tensor in tensors[0].values()])
+        message[21] ^= 1
+
+    monkeypatch.setattr(BucketMemory, "pack", spoil)
+    with pytest.raises(RunError, match=r"refit to version 1: parameter 'p' .* is not what rank 0 sent"):
+        run_refit(plan, tensors, 1, "checksum")
+    assert spoiled == [True]  # staging, not the weights
+
+
+def test_a_packing_that_leaves_a_part_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it sends is what staging held before: the weights of an earlier version, on both sides the same bytes."""
+    from dagrl.refit.pack import BucketMemory
+
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    plan, tensors = two_parameters(1 << 20)
+    sender = RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "checksum")
+    receiver = RefitReceiver(plan.for_rank(1), tensors[1], MemoryChannel(1, 2, queues), "checksum")
+    for version in (1, 2):
+        sender.send(version)
+        receiver.receive(version)
+    tensors[0]["t"] += 1
+    monkeypatch.setattr(BucketMemory, "pack", lambda memory: None)
+    sender.send(3)
+    with pytest.raises(RunError, match="parameter 'p'"):
+        receiver.receive(3)
+
+
 @pytest.mark.parametrize("verify", MODES)
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
 def test_casts_and_stacks_pass(verify: Verify, target: torch.dtype) -> None:

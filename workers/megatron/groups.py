@@ -79,11 +79,14 @@ def abort_groups() -> None:
         dist.distributed_c10d._abort_process_group()
         return
     for group in list(dist.distributed_c10d._world.pg_map):
-        _break_gloo_group(group)
+        break_gloo_group(group)
 
 
-def _break_gloo_group(group: ProcessGroup) -> None:
-    """Gloo has no abort, but an operation that passes its deadline closes all connections of its group."""
+def break_gloo_group(group: ProcessGroup) -> None:
+    """End what waits in a Gloo group, here and at its peers; the group is of no use any more.
+
+    Gloo has no abort, but an operation that passes its deadline closes all connections of its group.
+    """
     import torch
 
     for peer in range(group.size()):
@@ -96,7 +99,7 @@ def _break_gloo_group(group: ProcessGroup) -> None:
 
 
 def end_groups() -> None:
-    """Destroy Megatron's groups and the default one; what an abort left of them as well.
+    """Destroy Megatron's groups and the default one; what an abort, or a join that failed, left of them as well.
 
     Models and optimizers that were dropped lie in reference cycles and hold groups, each with threads that wake 100 times a
     second; they are collected here. Those of sharded optimizers were seen to be found by the second pass alone.
@@ -107,6 +110,8 @@ def end_groups() -> None:
     parallel_state.destroy_model_parallel()  # after an abort over NCCL the default group is gone, and Megatron's are not
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A join that failed was counted; the next group would have another name than at its peers, who would not find it.
+    dist.distributed_c10d._world.group_count = 0
     for _ in range(_PASSES):
         if not gc.collect():
             break

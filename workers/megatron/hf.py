@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,11 @@ from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
+from workers.megatron.groups import break_gloo_group
 from workers.megatron.together import together
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -76,16 +79,34 @@ def export_hf(
 
     `slices` are those of every rank, in rank order. All ranks call this together; rank 0 receives and writes, while others
     wait in `group`, which is over Gloo and whose deadline is made for that. The directory is written beside its place and
-    renamed; a model that was there before goes. CheckpointError, on all ranks, when anything else is there or it cannot be
-    written.
+    renamed; a model that was there before goes. CheckpointError, on all ranks, when anything else is there, a rank cannot
+    read its part, or it cannot be written; also when a rank ends or passes the deadline, which breaks `group` for good.
     """
-    writer = together(group, _begin, Path(directory), rank)
-    for name, pieces in _owners(slices).items():
-        whole = _gather(pieces, tensors, rank, group)
-        if writer is not None:
-            assert whole is not None
-            writer.add(name, whole)
-    together(group, lambda: None if writer is None else writer.finish(Path(source)))
+    owners = _owners(slices)
+    with _broken_for_all(group, directory):
+        writer = together(group, _begin, Path(directory), rank)
+        parts = _Parts(tensors)
+        for name, pieces in owners.items():
+            whole = _gather(pieces, parts, rank, group)
+            if writer is not None and whole is not None:
+                writer.add(name, whole)
+        together(group, parts.check)
+        together(group, lambda: None if writer is None else writer.finish(Path(source)))
+
+
+@contextmanager
+def _broken_for_all(group: ProcessGroup | None, directory: str | Path) -> Iterator[None]:
+    """Who notices that a message of the block failed breaks the group, so that nobody waits for those that follow."""
+    try:
+        yield
+    except RuntimeError as error:
+        if group is None:
+            raise
+        break_gloo_group(group)
+        raise CheckpointError(
+            f"the export to {directory} broke off: a worker ended, failed or did not answer within the deadline "
+            f"(1.5 times timeouts.checkpoint_s): {error}; look for the first error of the others, and restart the group"
+        ) from error
 
 
 def _begin(directory: Path, rank: int) -> _Writer | None:
@@ -185,24 +206,60 @@ def _owners(slices: Sequence[Sequence[WeightSlice]]) -> dict[str, dict[Box, tupl
     return {name: found[name] for name in sorted(found)}
 
 
+@dataclass
+class _Parts:
+    """This rank's parts. Zeros go in place of one that cannot be read, since others wait for it, and `check` raises then."""
+
+    tensors: Mapping[str, Tensor]
+    error: Exception | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.tensors.values())).dtype
+
+    def read(self, piece: WeightSlice) -> Tensor:
+        """A copy on the host, contiguous."""
+        try:
+            return local_view(self.tensors[piece.tensor], piece).contiguous().cpu()
+        except Exception as error:
+            self.error = self.error or error
+            return self.empty(piece.box).zero_()
+
+    def empty(self, box: Box) -> Tensor:
+        """Memory on the host for a part."""
+        import torch
+
+        return torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+
+    def whole(self, shape: Sequence[int]) -> Tensor | None:
+        """Memory on the host for a parameter; None where there is none, or the export has failed anyway."""
+        if self.error is not None:
+            return None
+        try:
+            return self.empty(tuple((0, size) for size in shape))
+        except Exception as error:
+            self.error = error
+            return None
+
+    def check(self) -> None:
+        """Raise CheckpointError for the first that failed."""
+        if self.error is not None:
+            raise CheckpointError(f"cannot read the weights to export: {self.error}") from self.error
+
+
 def _gather(
-    pieces: Mapping[Box, tuple[int, WeightSlice]], tensors: Mapping[str, Tensor], rank: int, group: ProcessGroup | None
+    pieces: Mapping[Box, tuple[int, WeightSlice]], parts: _Parts, rank: int, group: ProcessGroup | None
 ) -> Tensor | None:
-    """The whole parameter on the host of rank 0; None on the others."""
-    import torch
+    """The whole parameter on the host of rank 0; None on the others, and where something could not be read."""
     import torch.distributed as dist
 
     shape = [max(box[axis][1] for box in pieces) for axis in range(len(next(iter(pieces))))]
     _check_covered(next(iter(pieces.values()))[1].name, shape, list(pieces))
-    sample = next(iter(tensors.values()))
-    whole = torch.empty(shape, dtype=sample.dtype) if rank == 0 else None
+    whole = parts.whole(shape) if rank == 0 else None
     for box, (owner, piece) in pieces.items():
-        if owner == rank:
-            part = local_view(tensors[piece.tensor], piece).contiguous().cpu()
-        elif rank == 0:
-            part = torch.empty([stop - start for start, stop in box], dtype=sample.dtype)
-        else:
+        if rank not in (0, owner):
             continue
+        part = parts.read(piece) if owner == rank else parts.empty(box)
         if owner != 0:
             dist.recv(part, owner, group) if rank == 0 else dist.send(part, 0, group)
         if whole is not None:

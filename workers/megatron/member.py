@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -78,14 +79,22 @@ class GroupMember:
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads, **nccl_environment()}
 
     def setup(self, address: str) -> None:
-        """Join the group at `address`, build this rank's part of the model and load its weights."""
+        """Join the group at `address`, build this rank's part of the model and load its weights.
+
+        When that fails, groups and memory are given back before the error is raised: the worker can be set up again.
+        """
         from workers.megatron.hf import read_hf_config
 
         self._hf_config = read_hf_config(self._source)
         check_layout(self._hf_config, self.context.layout)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns of every optional extension that is absent
-            self._trainer = self._build(address)
+            try:
+                self._trainer = self._build(address)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the model, and with it the groups and their threads
+                self.shutdown()
+                raise
 
     def _build(self, address: str) -> Trainer:
         from workers.megatron import cpu
@@ -129,7 +138,7 @@ class GroupMember:
         if self._trainer is not None:
             self._trainer.model.forget_microbatches()
         self._trainer = self._sender = self._channel = self._reference = self._saving = None
-        self._checkpoint_group = None
+        self._checkpoint_group = self._kv_scales = None
         end_groups()
 
     def _ready(self, *needs: Part) -> Trainer:

@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -109,6 +110,21 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
     engine = LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
     _drop_message_queue()
     return engine
+
+
+def end_engine(engine: LLMEngine | None) -> None:
+    """End an engine, or what a start that failed left behind: its process groups, their threads, its memory."""
+    import torch.distributed as dist
+
+    if engine is not None:
+        engine.engine_core.shutdown()
+    elif "vllm.distributed.parallel_state" in sys.modules:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    if not dist.is_initialized():
+        # A join that failed was counted; the next group would have another name than at its peers, who would not find it.
+        dist.distributed_c10d._world.group_count = 0
 
 
 def _drop_message_queue() -> None:

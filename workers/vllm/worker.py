@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +25,7 @@ from workers.vllm import features
 from workers.vllm.engine import QuantumEngine, Request
 from workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
 from workers.vllm.experts import held_experts
-from workers.vllm.launch import break_collectives, meet, read_hf_config, start_engine
+from workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
 from workers.vllm.loader import take_loaded_parameters
 from workers.vllm.peers import Peers
 from workers.vllm.quantization import compute_dtype, in_fp8
@@ -33,6 +34,7 @@ from workers.vllm.weights import derived_tensors, vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
+    from vllm import LLMEngine
 
     from dagrl.channels import Channel, ChannelSpec
     from dagrl.refit.moves import RankPlan
@@ -51,6 +53,7 @@ class VllmWorker:
         self.config = config
         self.generation = require_generation(config)
         self._engine: QuantumEngine | None = None
+        self._llm: LLMEngine | None = None
         self._torn: str | None = None
         self._asleep: set[str] = set()
         self._channel: Channel | None = None
@@ -88,21 +91,35 @@ class VllmWorker:
         return vllm_environment(config)
 
     def setup(self, address: str) -> None:
-        """Start the engine together with the other ranks of the shard; `address` is the group's rendezvous."""
+        """Start the engine together with the other ranks of the shard; `address` is the group's rendezvous.
+
+        When that fails, groups and memory are given back before the error is raised: the worker can be set up again.
+        """
+        try:
+            self._start(address)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold an engine that was begun
+            self._end()
+            raise
+
+    def _start(self, address: str) -> None:
         self._hf_config = read_hf_config(self.config)
-        self._llm = start_engine(self.config, self.context, meet(self.context, address))
-        model, self._device = self._llm.collective_rpc(_worker_model)[0]
-        placement = held_experts(model, self._llm.vllm_config)
+        llm = self._llm = start_engine(self.config, self.context, meet(self.context, address))
+        model, self._device = llm.collective_rpc(_worker_model)[0]
+        placement = held_experts(model, llm.vllm_config)
         self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank, placement)
-        self._destinations = self._find_destinations(model)
-        self._engine = QuantumEngine(self._llm, self.generation, _eos_token_ids(self._hf_config), self._peers())
+        self._destinations = self._find_destinations(model, llm)
+        self._engine = QuantumEngine(llm, self.generation, _eos_token_ids(self._hf_config), self._peers(llm))
 
     def shutdown(self) -> None:
         """End the engine, leave its process group and the refit channel."""
         self._close_channel()
         if self._engine is not None:
-            self._engine = None
-            self._llm.engine_core.shutdown()
+            self._end()
+
+    def _end(self) -> None:
+        llm, self._llm, self._engine = self._llm, None, None
+        end_engine(llm)
 
     def generate(self, batch: Batch) -> Generated:
         """One quantum: add the batch's requests, run engine steps, return what finished.
@@ -254,18 +271,18 @@ class VllmWorker:
         ]
         return engine.rehearse(requests, steps)
 
-    def _peers(self) -> Peers | None:
+    def _peers(self, llm: LLMEngine) -> Peers | None:
         from vllm.distributed import get_tp_group
 
         if self.context.layout.tp == 1:
             return None
-        most = self._llm.vllm_config.scheduler_config.max_num_seqs
+        most = llm.vllm_config.scheduler_config.max_num_seqs
         return Peers(get_tp_group().cpu_group, most, self.context.collective_timeout_s)
 
-    def _find_destinations(self, model: torch.nn.Module) -> Destinations:
+    def _find_destinations(self, model: torch.nn.Module, llm: LLMEngine) -> Destinations:
         rules = derived_tensors(self._hf_config)
         rules += derived_kv_scales(self._hf_config) if carries_kv_scales(self.config) else []
-        return find_destinations(model, take_loaded_parameters(model), self._slices, self._llm.vllm_config, rules)
+        return find_destinations(model, take_loaded_parameters(model), self._slices, llm.vllm_config, rules)
 
     def _enter_device(self) -> None:
         """Phases run on threads of the runtime's; the current CUDA device is a thread's own."""

@@ -1,0 +1,93 @@
+"""Nothing grows with the number of replays, neither on the driver nor on workers: objects and bytes that Python knows of.
+
+`test_endurance.py` has the whole processes' memory and time, over many more.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from bench.endurance import two_workers
+from bench.worker import BenchWorker
+from dagrl.executors.node import TRACE_CAPACITY, drain_runs, state_of
+from dagrl.phase import Input, Phase, Shard, Value, phase
+from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.shapes import Batch, Bucket, Field
+from dagrl.worker_group import WorkerGroup
+
+WARMUP, REPLAYS = 500, 3000
+OBJECTS, BYTES = REPLAYS // 10, 8 * REPLAYS
+"""Growth that is none: less than one object in ten replays, and less than a pointer in each."""
+
+
+@phase
+def every_worker(train: Shard, value: Input) -> Value:
+    """Every worker gets the input; every result goes to the driver."""
+    return train.map("step", value)
+
+
+@phase(inputs={"tokens": Field("int64"), "lengths": Field("int64", "row")})
+def rows(train: Shard, batch: Input) -> Value:
+    """The batch comes back."""
+    return train[1].map("echo", train[0].map("echo", batch))
+
+
+BATCH = Batch({"tokens": np.ones((3, 5), np.int64), "lengths": np.array([5, 2, 4], np.int64)}, {})
+
+
+@pytest.fixture(scope="module")
+def group(cluster: None) -> Iterator[WorkerGroup]:
+    group = two_workers()
+    yield group
+    group.kill([0, 1])
+
+
+def count(worker: BenchWorker | None = None) -> tuple[int, int]:
+    """Objects that the garbage collector follows, and bytes allocated by Python since the first call."""
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()
+    if worker is not None:
+        drain_runs(worker)  # type: ignore[arg-type]  # the trace, of which the driver takes the runs in every step
+    gc.collect()
+    return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
+
+
+def remembered(worker: BenchWorker) -> tuple[int, int | None]:
+    runs = state_of(worker).runs  # type: ignore[arg-type]
+    return len(runs), runs.maxlen
+
+
+@pytest.mark.parametrize("executor", ["compiled", "eager"])
+@pytest.mark.parametrize(("which", "value"), [(every_worker, b"x"), (rows, BATCH)], ids=["bytes", "batches"])
+def test_nothing_grows_with_the_number_of_replays(executor: str, which: Phase, value: object, group: WorkerGroup) -> None:
+    options = SchedulerOptions(executor=executor, fallback="error")  # type: ignore[arg-type]
+    with Scheduler([group], options) as scheduler:
+        scheduler.add(which, buckets=[Bucket(4, 8)] if which is rows else (), warmup_value=b"x")
+        scheduler.compile()
+        scheduler.warmup()
+        try:
+            before = _after(WARMUP, lambda: scheduler.replay(which, value).result(), group)
+            after = _after(REPLAYS, lambda: scheduler.replay(which, value).result(), group)
+            runs = group.call_function(remembered)
+        finally:
+            tracemalloc.stop()
+    for place, (then, now) in enumerate(zip(before, after, strict=True)):
+        who = f"worker {place - 1}" if place else "the driver"
+        assert now[0] - then[0] < OBJECTS, f"{who}: {now[0] - then[0]} objects more after {REPLAYS} replays"
+        assert now[1] - then[1] < BYTES, f"{who}: {now[1] - then[1]} bytes more after {REPLAYS} replays"
+    assert all(length == 0 and most == TRACE_CAPACITY for length, most in runs)
+
+
+def _after(replays: int, replay: Callable[[], object], group: WorkerGroup) -> list[tuple[int, int]]:
+    """What is counted on the driver and on each worker after some replays."""
+    if not tracemalloc.is_tracing():
+        count()
+        group.call_function(count)
+    for _ in range(replays):
+        replay()
+    return [count(), *group.call_function(count)]
