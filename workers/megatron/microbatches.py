@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dagrl.config import PolicyConfig
 from dagrl.layout import Coordinates, ParallelLayout
@@ -113,11 +113,15 @@ def cut_batch(batch: Batch, rule: CutRule, place: Place, vocabulary: int | None 
     are none the ids of the vocabulary; without, it is of id 0.
     """
     lengths = batch["lengths"].astype(np.int64)
-    tables = [_table(rows, lengths, batch.tokens, place) for rows in _arrange(batch, lengths, rule, place)]
-    items = _microbatches(tables, _fields(batch, lengths, vocabulary), place)
-    size = sum(item.tokens.numel() for item in items)
+    cuts = [_Cut.of(rows, place) for rows in _arrange(batch, lengths, rule, place)]
+    sequences = np.array([sequence for cut in cuts for sequence in cut.sequences], np.int64).T
+    names = [name for name in batch.fields if name != "lengths"]
+    whole, own, *columns = upload([sequences, lengths, *(batch[name] for name in names)], place.device)
+    size = sum(rows * width for rows, width in (cut.shape for cut in cuts))
+    table = _table(whole, own, size, batch, place)
+    items = _microbatches(cuts, table, dict(zip(names, columns, strict=True)), own, vocabulary)
     filled = float(lengths.sum()) / place.layout.cp
-    rows, width = tables[0].sources.shape
+    rows, width = cuts[0].shape
     shape = (rows, width * place.layout.cp)
     return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), place)
 
@@ -198,92 +202,93 @@ def _most(number: int, place: Place) -> int:
 
 
 @dataclass(frozen=True)
-class _Table:
-    """Where a microbatch's tokens are in the batch, read row after row: `sources` and those after them, -1 for nowhere.
+class _Cut:
+    """A microbatch to be: its sequences, row after row; its shape [b, s] and segments after the cut over cp workers."""
 
-    `rows` [b, s] is each token's row in the batch, or -1. All after the cut over context-parallel workers.
-    """
-
-    sources: Indices
-    following: Indices
-    rows: Indices
-    positions: Indices
+    sequences: Row
+    shape: tuple[int, int]
     segments: Segments | None
 
-
-def _table(rows: list[Row], lengths: Indices, width: int, place: Place) -> _Table:
-    size, rank = place.layout.cp, place.at.cp
-    lines = [_line(row, lengths, width, size, rank) for row in rows]
-    columns = [np.stack(column) for column in zip(*lines, strict=True)]
-    plain = size == 1 and all(len(row) == 1 for row in rows)
-    segments = None if plain else make_segments([[room for _, room in row] for row in rows], size, rank, place.device)
-    return _Table(columns[0], columns[1], columns[2], columns[3], segments)
-
-
-def _line(row: Row, lengths: Indices, width: int, size: int, rank: int) -> list[Indices]:
-    """Sources, following sources, rows and positions [s] of one row of a microbatch."""
-    parts = []
-    for number, room in row:
-        positions = zigzag(room, size, rank)
-        length = int(lengths[number]) if number >= 0 else 0
-        sources = np.where(positions < length, positions + number * width, -1)
-        following = np.where(positions < length - 1, positions + number * width + 1, -1)
-        parts.append((sources, following, np.full(len(positions), number), positions))
-    return [np.concatenate(column) for column in zip(*parts, strict=True)]
-
-
-Array = npt.NDArray[Any]
+    @staticmethod
+    def of(rows: list[Row], place: Place) -> _Cut:
+        """The microbatch of these rows, which are equally wide, on this worker."""
+        size, rank = place.layout.cp, place.at.cp
+        plain = size == 1 and all(len(row) == 1 for row in rows)
+        segments = None if plain else make_segments([[room for _, room in row] for row in rows], size, rank, place.device)
+        width = sum(room for _, room in rows[0]) // size
+        return _Cut([sequence for row in rows for sequence in row], (len(rows), width), segments)
 
 
 @dataclass(frozen=True)
-class _Fields:
-    """The batch's arrays, read row after row, with an entry more that is 0: that of nowhere.
+class _Table:
+    """Where the tokens of all microbatches, one after the other, are in the batch, read row after row; all [n], int64.
 
-    `filler` are token ids for padding, to be repeated.
+    `sources` and those after them, `nowhere` for none; each token's row in the batch, or the number of its rows, and its
+    position in its sequence. It is computed where the model is: on a processor it takes longer than all else before a
+    step's first kernel.
     """
 
-    tokens: Array
-    filler: Array
-    by_token: Mapping[str, Array]
-    by_row: Mapping[str, Array]
+    sources: Tensor
+    following: Tensor
+    rows: Tensor
+    positions: Tensor
     nowhere: int
 
 
-def _fields(batch: Batch, lengths: Indices, vocabulary: int | None) -> _Fields:
-    filler = np.zeros(1, np.int64) if vocabulary is None else _own_tokens(batch, lengths, vocabulary)
-    token = {name: array for name, array in batch.fields.items() if array.ndim == 2}
-    row = {name: array for name, array in batch.fields.items() if array.ndim == 1 and name != "lengths"}
-    if "loss_mask" in token:
-        whole = {name: torch.from_numpy(array[:, 1:].copy()) for name, array in token.items()}
-        row |= {name: value.flatten().numpy() for name, value in row_sums(whole).items()}
-    flat = {name: np.append(array.ravel(), array.dtype.type(0)) for name, array in token.items()}
-    by_row = {name: np.append(array, array.dtype.type(0)) for name, array in row.items()}
-    return _Fields(flat.pop("tokens"), filler, flat, by_row, batch.rows * batch.tokens)
-
-
-def _own_tokens(batch: Batch, lengths: Indices, vocabulary: int) -> Array:
-    own: Array = batch["tokens"][np.arange(batch.tokens) < lengths[:, None]]
-    return own if len(own) else np.arange(vocabulary)
-
-
-def _microbatches(tables: Sequence[_Table], fields: _Fields, place: Place) -> tuple[Microbatch, ...]:
-    """Every field is taken for all microbatches at once, and all cross to the device in one copy."""
-    sources, following, rows, positions = (
-        np.concatenate([getattr(table, name).ravel() for table in tables])
-        for name in ("sources", "following", "rows", "positions")
+def _table(sequences: Tensor, lengths: Tensor, size: int, batch: Batch, place: Place) -> _Table:
+    """Of `sequences` [2, m], the position of each one's row in the batch (-1: padding) and its room; `size` tokens here."""
+    numbers, rooms = sequences
+    held = rooms // place.layout.cp  # of a sequence's tokens on this worker
+    owners = torch.repeat_interleave(held, output_size=size)
+    positions = torch.arange(size, device=held.device) - (held.cumsum(0) - held)[owners]
+    positions = zigzag(positions, held[owners], place.layout.cp, place.at.cp)
+    ends = torch.where(numbers < 0, 0, lengths[numbers])[owners]
+    nowhere, sources = batch.rows * batch.tokens, positions + (numbers * batch.tokens)[owners]
+    return _Table(
+        sources=torch.where(positions < ends, sources, nowhere),
+        following=torch.where(positions < ends - 1, sources + 1, nowhere),
+        rows=torch.where(numbers < 0, batch.rows, numbers)[owners],
+        positions=positions,
+        nowhere=nowhere,
     )
-    targets = np.where(following < 0, fields.nowhere, following)
-    data = {name: array[following] for name, array in fields.by_token.items()}
-    data |= {name: array[rows] for name, array in fields.by_row.items()}
-    tokens, padding = fields.tokens[sources], sources < 0
-    tokens[padding] = np.resize(fields.filler, np.count_nonzero(padding))
-    arrays = [tokens, fields.tokens[following], positions, targets, *data.values()]
-    sizes = [table.sources.size for table in tables]
-    columns = [torch.split(column, sizes) for column in upload(arrays, place.device)]
+
+
+def _microbatches(
+    cuts: Sequence[_Cut], table: _Table, fields: Mapping[str, Tensor], lengths: Tensor, vocabulary: int | None
+) -> tuple[Microbatch, ...]:
+    """Every field is taken for all microbatches at once."""
+    by_token = {name: field for name, field in fields.items() if field.ndim == 2}
+    by_row = {name: field for name, field in fields.items() if field.ndim == 1}
+    if "loss_mask" in by_token:
+        by_row |= {name: sums.flatten() for name, sums in row_sums({k: v[:, 1:] for k, v in by_token.items()}).items()}
+    data = {name: _taken(field, table.following) for name, field in by_token.items()}
+    data |= {name: _taken(field, table.rows) for name, field in by_row.items()}
+    labels, tokens = data.pop("tokens"), _taken(by_token["tokens"], table.sources)
+    if vocabulary is not None:
+        tokens = _filled(tokens, by_token["tokens"], table, lengths, vocabulary)
+    sizes = [rows * width for rows, width in (cut.shape for cut in cuts)]
+    columns = [torch.split(one, sizes) for one in (tokens, labels, table.positions, table.following, *data.values())]
     return tuple(
-        _microbatch([column[number].view(table.sources.shape) for column in columns], list(data), table.segments)
-        for number, table in enumerate(tables)
+        _microbatch([column[number].view(cut.shape) for column in columns], list(data), cut.segments)
+        for number, cut in enumerate(cuts)
     )
+
+
+def _taken(field: Tensor, index: Tensor) -> Tensor:
+    """Of a field, read row after row, the entries of `index`; just past its end is nowhere, where all is 0."""
+    return pad(field.flatten(), (0, 1)).index_select(0, index)
+
+
+def _filled(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor, vocabulary: int) -> Tensor:
+    """`taken` with the batch's own tokens, one after the other, again and again, where there are none."""
+    padding = table.sources == table.nowhere
+    order = padding.cumsum(0) - 1
+    ends = lengths.cumsum(0)
+    number = order.remainder(ends[-1].clamp(min=1))
+    row = torch.searchsorted(ends, number, right=True).clamp(max=len(lengths) - 1)
+    column = number - (ends - lengths)[row]
+    own = tokens.flatten().index_select(0, (row * tokens.shape[1] + column).clamp(max=tokens.numel() - 1))
+    return torch.where(padding, torch.where(ends[-1] > 0, own, order.remainder(vocabulary).to(own.dtype)), taken)
 
 
 def _microbatch(parts: Sequence[Tensor], names: Sequence[str], segments: Segments | None) -> Microbatch:

@@ -50,17 +50,16 @@ class Segments:
         return max(self.key_lengths)
 
 
-def zigzag(length: int, size: int, rank: int) -> Indices:
-    """Positions of a sequence of `length` that context-parallel worker `rank` of `size` holds; all of them for size 1.
+def zigzag(places: Tensor, held: Tensor, size: int, rank: int) -> Tensor:
+    """Positions in their sequences of tokens that context-parallel worker `rank` of `size` holds; `places` where it is one.
 
-    Chunks `rank` and `2 size - 1 - rank` of `2 size`: the cut balances causal attention (`get_batch_on_this_cp_rank` in
-    Megatron). `length` is a multiple of `2 size`.
+    `places` count what the worker holds of a token's sequence, `held` tokens: chunks `rank` and `2 size - 1 - rank` of
+    `2 size`. The cut balances causal attention (`get_batch_on_this_cp_rank` in Megatron).
     """
     if size == 1:
-        return np.arange(length)
-    chunk = length // (2 * size)
-    steps = np.arange(chunk)
-    return np.concatenate([steps + rank * chunk, steps + (2 * size - 1 - rank) * chunk])
+        return places
+    chunk = held // 2
+    return places + torch.where(places < chunk, rank, 2 * size - 2 - rank) * chunk
 
 
 def make_segments(rows: Sequence[Sequence[int]], size: int, rank: int, device: torch.device) -> Segments:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -19,17 +20,17 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Ten
     To a GPU they go in one copy from pinned memory: nothing waits for it, and what follows on the current stream finds them
     there. A copy for each, from other memory, would be waited for each time while the device has nothing to do.
     """
-    tensors = [torch.from_numpy(array) for array in arrays]
-    starts = list(accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0))
+    starts = list(accumulate((-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays), initial=0))
     host = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for tensor, place in zip(tensors, _laid_out(host, tensors, starts), strict=True):
-        place.copy_(tensor)
-    return _laid_out(host.to(device, non_blocking=True), tensors, starts)
-
-
-def _laid_out(memory: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """Tensors of those types and shapes in `memory` [bytes], each at its start."""
+    memory = host.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        np.copyto(memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape), array)
+    there = host.to(device, non_blocking=True)
     return [
-        memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for tensor, start in zip(like, starts, strict=True)
+        there[start : start + array.nbytes].view(_torch_type(array)).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
     ]
+
+
+def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
