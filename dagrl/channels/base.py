@@ -137,7 +137,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a vector of bytes over the same memory."""
     import torch
 
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element is contiguous whatever its stride
 
 
 def open_store(spec: ChannelSpec) -> Store:

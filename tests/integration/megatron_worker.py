@@ -204,13 +204,13 @@ class TestedWorker(MegatronWorker):
 
     def export_in_files(self, directory: str, file_bytes: int) -> None:
         """`export_hf` with files of at most `file_bytes`."""
-        from workers.megatron import hf
+        from workers.megatron import hf_export
 
-        usual, hf.FILE_BYTES = hf.FILE_BYTES, file_bytes
+        usual, hf_export.FILE_BYTES = hf_export.FILE_BYTES, file_bytes
         try:
             self.export_hf(directory)
         finally:
-            hf.FILE_BYTES = usual
+            hf_export.FILE_BYTES = usual
 
     def export_to_a_full_disk(self, directory: str, file_bytes: int) -> None:
         """`export_in_files`, of which the second cannot be written."""

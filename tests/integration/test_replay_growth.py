@@ -20,9 +20,9 @@ from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
 from dagrl.worker_group import WorkerGroup
 
-WARMUP, REPLAYS = 500, 3000
-OBJECTS, BYTES = REPLAYS // 10, 8 * REPLAYS
-"""Growth that is none: less than one object in ten replays, and less than a pointer in each."""
+WARMUP, REPLAYS = 200, 1000
+OBJECTS, BYTES = REPLAYS // 10, 24 * REPLAYS
+"""Growth that is none: less than one object in ten replays, and less than the smallest object in each."""
 
 
 @phase

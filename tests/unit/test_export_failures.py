@@ -22,7 +22,7 @@ from dagrl.ports import reserve_port
 from dagrl.refit.slices import WeightSlice
 
 RANKS, NAMES = 3, ("a", "b", "c")
-DEADLINE_S = 100.0
+START_S, DEADLINE_S = 180.0, 100.0  # to import torch and Megatron beside other tests; of the groups
 WHOLE = {name: torch.arange(9 * 4, dtype=torch.float32).view(9, 4) + 100 * i for i, name in enumerate(NAMES)}
 
 
@@ -55,11 +55,12 @@ def worker(rank: int, port: int, failing: int, directory: Path, kinds: list[str]
     """Export once for each of `kinds`, as which rank `failing` behaves; answers with the error of each, or ''."""
     import torch.distributed as dist
 
-    from workers.megatron.hf import export_hf
+    from workers.megatron.hf_export import export_hf
 
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(seconds=DEADLINE_S))
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(seconds=START_S))
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLINE_S))
+    connection.send("ready")
     mine = {name: tensor[3 * rank : 3 * rank + 3] for name, tensor in WHOLE.items()}
     for kind in kinds:
         tensors = KINDS[kind if rank == failing else "well"](mine)
@@ -83,6 +84,9 @@ def exports(directory: Path, failing: int, kinds: list[str]) -> list[list[str | 
         theirs.close()
         running.append((process, ours))
     try:
+        for _, connection in running:
+            assert connection.poll(START_S), "a worker has not started"
+            assert connection.recv() == "ready"
         return [_answers(connection, len(kinds)) for _, connection in running]
     finally:
         for process, _ in running:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from dagrl.errors import CheckpointError
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice, expand
-from workers.megatron import hf
+from workers.megatron import hf, hf_export
 from workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
 LAYERS, FILES = 8, 6
@@ -149,11 +149,11 @@ def test_an_export_holds_no_more_than_a_file(
 ) -> None:
     directory, weights = checkpoint
     limit = sum(weight.nbytes for weight in weights.values()) // 5
-    monkeypatch.setattr(hf, "FILE_BYTES", limit)
+    monkeypatch.setattr(hf_export, "FILE_BYTES", limit)
     slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
     tensors = local_tensors(slices)
     hf.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
-    hf.export_hf(directory, tmp_path / "out", [slices], tensors, 0, None)
+    hf_export.export_hf(directory, tmp_path / "out", [slices], tensors, 0, None)
     found = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         assert path.stat().st_size < limit + (1 << 16)  # and its header
@@ -190,8 +190,8 @@ def test_an_export_takes_the_place_of_the_one_before_when_it_is_whole(
     slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
     tensors, out = local_tensors(slices), tmp_path / "out"
     hf.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
-    monkeypatch.setattr(hf, "FILE_BYTES", sum(weight.nbytes for weight in weights.values()) // 5)
-    hf.export_hf(directory, out, [slices], tensors, 0, None)
+    monkeypatch.setattr(hf_export, "FILE_BYTES", sum(weight.nbytes for weight in weights.values()) // 5)
+    hf_export.export_hf(directory, out, [slices], tensors, 0, None)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def fails(*args: object) -> None:
@@ -200,12 +200,12 @@ def test_an_export_takes_the_place_of_the_one_before_when_it_is_whole(
     for tensor in tensors.values():
         tensor.zero_()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="disk is full"):
-        patched.setattr(hf, "_copy_companions", fails)
-        hf.export_hf(directory, out, [slices], tensors, 0, None)
+        patched.setattr(hf_export, "_copy_companions", fails)
+        hf_export.export_hf(directory, out, [slices], tensors, 0, None)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
-    monkeypatch.setattr(hf, "FILE_BYTES", 1 << 40)
-    hf.export_hf(directory, out, [slices], tensors, 0, None)
+    monkeypatch.setattr(hf_export, "FILE_BYTES", 1 << 40)
+    hf_export.export_hf(directory, out, [slices], tensors, 0, None)
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]  # no index of old files
     assert not any(tensor.any() for tensor in load_file(out / "model.safetensors").values())
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out"]
@@ -216,5 +216,5 @@ def test_an_export_over_other_files_is_refused(checkpoint: tuple[Path, dict[str,
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="mine has other files"):
-        hf.export_hf(checkpoint[0], tmp_path / "mine", [slices], local_tensors(slices), 0, None)
+        hf_export.export_hf(checkpoint[0], tmp_path / "mine", [slices], local_tensors(slices), 0, None)
     assert (tmp_path / "mine" / "thesis.tex").exists()

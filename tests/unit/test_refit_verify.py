@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from dagrl.channels.base import as_bytes
 from dagrl.errors import ChannelError, RefitPlanError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.moves import DIRECT_BYTES
 from dagrl.refit.slices import Scales, WeightSlice
-from dagrl.refit.verify import Verify, checksum
+from dagrl.refit.verify import Verify, checksum, in_one_piece
 from tests.unit.memory_channel import Done, MemoryChannel, run_refit
 from tests.unit.test_refit_plan import check_megatron_to_vllm, held
 from tests.unit.weight_reference import model_config
@@ -54,6 +55,15 @@ def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int, direct_byte
     assert FlippingChannel.flipped
     run_refit(plan, tensors, 8, verify, FlippingChannel)  # and the next, whole one, is good
     assert torch.equal(tensors[1]["u"], tensors[0]["u"])
+
+
+def test_a_single_element_of_a_strided_tensor_has_a_checksum() -> None:
+    """Its part is contiguous for torch, with the stride of the tensor that it is cut out of."""
+    rows = torch.randn(3, 128)
+    one = rows[1:2, 5:6].T
+    assert one.is_contiguous() and one.stride() != (1, 1)
+    assert torch.equal(checksum(in_one_piece([(0, one)])), checksum(as_bytes(one.clone())))
+    assert as_bytes(one).data_ptr() == one.data_ptr()
 
 
 @pytest.mark.parametrize("verify", MODES)

@@ -279,7 +279,7 @@ class MegatronWorker(GroupMember):
 
     def export_hf(self, directory: str) -> None:
         """Write the policy as a Hugging Face directory that transformers loads; all workers together."""
-        from workers.megatron.hf import export_hf
+        from workers.megatron.hf_export import export_hf
 
         slices = [self._slices_of(rank) for rank in range(self.context.layout.world_size)]
         with self._running():
