@@ -67,7 +67,7 @@ class HostSegment:
         import torch
 
         try:
-            self._memory = mmap.mmap(descriptor, nbytes)  # freed with the last view of it
+            self._memory: mmap.mmap | None = mmap.mmap(descriptor, nbytes)  # freed with the last view of it
         except OSError:
             os.close(descriptor)
             raise
@@ -75,10 +75,12 @@ class HostSegment:
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last tensor that uses it."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
+        """Close the descriptor and let go of the mapping, which goes now, or with the last tensor of others that uses it."""
+        if self._descriptor is None:
+            return
+        os.close(self._descriptor)
+        self._descriptor = self._memory = None
+        self.bytes = self.bytes.new_empty(0)
 
 
 class DeviceSegment:

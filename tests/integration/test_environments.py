@@ -84,6 +84,7 @@ def check_answered(episode: Episode) -> None:
     assert episode.finish_reason in {"stop", "length"} and not episode.awaiting
 
 
+@pytest.mark.slow
 def test_a_question_that_a_checkpoint_finds_open_is_asked_again(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

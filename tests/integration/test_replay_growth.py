@@ -20,8 +20,8 @@ from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
 from dagrl.worker_group import WorkerGroup
 
-WARMUP, REPLAYS = 200, 1000
-OBJECTS, BYTES = REPLAYS // 10, 24 * REPLAYS
+WARMUP, REPLAYS = 500, 3000
+OBJECTS, BYTES = REPLAYS // 10, 16 * REPLAYS
 """Growth that is none: less than one object in ten replays, and less than the smallest object in each."""
 
 
@@ -62,7 +62,7 @@ def remembered(worker: BenchWorker) -> tuple[int, int | None]:
     return len(runs), runs.maxlen
 
 
-@pytest.mark.parametrize("executor", ["compiled", "eager"])
+@pytest.mark.parametrize("executor", ["compiled", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("which", "value"), [(every_worker, b"x"), (rows, BATCH)], ids=["bytes", "batches"])
 def test_nothing_grows_with_the_number_of_replays(executor: str, which: Phase, value: object, group: WorkerGroup) -> None:
     options = SchedulerOptions(executor=executor, fallback="error")  # type: ignore[arg-type]

@@ -75,6 +75,7 @@ def test_a_start_is_broken_off(config: str, moment: str, output: Path) -> None:
         assert ends_in_time(run, run.interrupt) == INTERRUPTED
 
 
+@pytest.mark.slow
 def test_a_second_time_does_not_wait_for_a_save(output: Path) -> None:
     with running(SFT, output, "twice", *SMALL_SFT) as run:
         run.wait_for_step(5)
