@@ -156,6 +156,7 @@ def test_the_final_model_is_that_of_the_train_workers(learned: Run, megatron_poo
     assert text == prompts[0].text
 
 
+@pytest.mark.slow
 def test_both_executors_give_the_same_losses_and_tokens(small_run: Run, tmp_path: Path) -> None:
     eager = train(GRPO, tmp_path, "eager", *SMALL, "executor=eager")
     assert untimed(eager.metrics) == untimed(small_run.metrics)  # bit for bit
