@@ -42,7 +42,7 @@ from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
 from workers.vllm.weights import vllm_weight_slices
 
-Kind = Literal["gloo", "nccl", "ipc", "ipc on a GPU"]
+Kind = Literal["gloo", "nccl", "ipc", "ipc on a GPU", "ipc between GPUs"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0,
     ports, address = (reserve_port(), reserve_port()), f"127.0.0.1:{reserve_port()}"
     running = []
     for rank in range(size):
-        backend: Literal["gloo", "nccl", "ipc"] = "ipc" if kind == "ipc on a GPU" else kind
-        device = {"nccl": f"cuda:{rank}", "ipc on a GPU": "cuda:0"}.get(kind, "cpu")
+        backend: Literal["gloo", "nccl", "ipc"] = kind if kind == "gloo" or kind == "nccl" else "ipc"
+        device = {"nccl": f"cuda:{rank}", "ipc on a GPU": "cuda:0", "ipc between GPUs": f"cuda:{rank}"}.get(kind, "cpu")
         place = Place(ChannelSpec(backend, address, rank, size, channel_timeout_s), ports, device)
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(case, place, limit_s, theirs))

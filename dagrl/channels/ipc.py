@@ -263,7 +263,9 @@ class IpcChannel:
         self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"sending {nbytes} bytes by")
         fence()
         for tensor, place in zip(tensors, _places(self._mailbox(peer, row), number, tensors), strict=True):
-            as_bytes(tensor).copy_(place)
+            # From another GPU through memory of torch's own: torch lets that GPU make the copy, which cannot write to memory
+            # that is open to its own GPU alone, as what vLLM puts to sleep.
+            as_bytes(tensor).copy_(place.to(tensor.device))
         self._finish_copies(tensors[0].device)
         fence()
         self._table[row, _READ] = number + 1
