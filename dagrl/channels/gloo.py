@@ -6,24 +6,21 @@ one that is there.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.errors import ChannelError
+from dagrl.process_groups import break_gloo_group
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store, Work  # type: ignore[attr-defined]
 
-logger = logging.getLogger(__name__)
-
-_DATA_TAG, _ABORT_TAG = 0, 1
+_TAG = 0
 
 
 class GlooPending:
@@ -94,7 +91,7 @@ class GlooChannel:
         what = f"{operation} of {tensor.nbytes} bytes {preposition} rank {peer}"
         self._check_usable(what)
         try:
-            work = getattr(self._group, operation)([as_bytes(tensor)], peer, _DATA_TAG)
+            work = getattr(self._group, operation)([as_bytes(tensor)], peer, _TAG)
         except RuntimeError as error:
             raise self.broken(what, error) from error
         return GlooPending(self, work, what)
@@ -115,28 +112,13 @@ class GlooChannel:
         )
 
     def abort(self, reason: str) -> None:
-        """Break the channel from any thread.
-
-        Gloo has no abort of its own, but an operation that passes its deadline closes every pair of its context, which
-        frees all waiting threads here and at the peers. So one is posted to each peer with a deadline of a millisecond:
-        the first whose pair still stands breaks them all.
-        """
+        """Break the channel from any thread."""
         with self._lock:
             if self._reason is not None or self._group is None:
                 return
             self._reason = reason
-            for peer in range(self.spec.size):
-                if peer != self.spec.rank:
-                    self._break_pair(self._group, peer)
+            break_gloo_group(self._group)
             self._agreement.abort(reason)
-
-    def _break_pair(self, group: ProcessGroup, peer: int) -> None:
-        import torch
-
-        try:
-            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            logger.debug("channel rank %d, pair with %d: %s", self.spec.rank, peer, error)
 
     def close(self) -> None:
         """Close connections, threads and the store."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gc
-import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dagrl.layout import ParallelLayout
+from dagrl.process_groups import break_gloo_group, name_groups_anew
 from dagrl.worker import WorkerContext
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-logger = logging.getLogger(__name__)
-
-_ABORT_TAG = 1 << 20  # apart from the tags of pipeline transfers
 _PASSES = 5  # of the garbage collector at most, until it finds nothing
 
 
@@ -82,22 +79,6 @@ def abort_groups() -> None:
         break_gloo_group(group)
 
 
-def break_gloo_group(group: ProcessGroup) -> None:
-    """End what waits in a Gloo group, here and at its peers; the group is of no use any more.
-
-    Gloo has no abort, but an operation that passes its deadline closes all connections of its group.
-    """
-    import torch
-
-    for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        try:
-            group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            logger.debug("connection to rank %d of a group of %d: %s", peer, group.size(), error)
-
-
 def end_groups() -> None:
     """Destroy Megatron's groups and the default one; what an abort, or a join that failed, left of them as well.
 
@@ -110,8 +91,7 @@ def end_groups() -> None:
     parallel_state.destroy_model_parallel()  # after an abort over NCCL the default group is gone, and Megatron's are not
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A join that failed was counted; the next group would have another name than at its peers, who would not find it.
-    dist.distributed_c10d._world.group_count = 0
+    name_groups_anew()
     for _ in range(_PASSES):
         if not gc.collect():
             break

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
+from dagrl.process_groups import break_gloo_group
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
-from workers.megatron.groups import break_gloo_group
 from workers.megatron.hf import INDEX, SINGLE, local_view, read_hf_config
 from workers.megatron.together import together
 

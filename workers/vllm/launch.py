@@ -6,7 +6,6 @@ in the same order (vllm/v1/executor/uniproc_executor.py). Imports of vLLM stay i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config
 from dagrl.errors import MissingDependencyError
 from dagrl.ports import reserve_port
+from dagrl.process_groups import break_gloo_group, name_groups_anew
 from dagrl.worker import WorkerContext
 from workers.vllm import features
 from workers.vllm.environment import OWN_ARGUMENTS, VISIBLE, device_index, model_path, require_generation
@@ -31,8 +31,6 @@ from workers.vllm.quantization import quantization_arguments, quantized_names, q
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
-
-_ABORT_TAG = 0x0DA6
 
 ALONE = "dagrl-alone"
 """Scheme of the init method of an engine with one rank."""
@@ -123,8 +121,7 @@ def end_engine(engine: LLMEngine | None) -> None:
 
         cleanup_dist_env_and_memory()
     if not dist.is_initialized():
-        # A join that failed was counted; the next group would have another name than at its peers, who would not find it.
-        dist.distributed_c10d._world.group_count = 0
+        name_groups_anew()
 
 
 def _drop_message_queue() -> None:
@@ -141,9 +138,7 @@ def break_collectives() -> None:
     """From any thread: end the collectives in which this rank and its peers wait for each other; the engine is lost.
 
     NCCL's operations end without an error: what they gave must not be used (see `QuantumEngine.give_up`).
-    Gloo has no abort, but an operation that passes its deadline closes every connection of its group, so one is posted.
     """
-    import torch
     from vllm.distributed import get_tp_group
 
     coordinator = get_tp_group()
@@ -153,11 +148,8 @@ def break_collectives() -> None:
     for group in (coordinator.cpu_group, coordinator.device_group):
         if group.name() == "nccl":
             group.abort()
-            continue
-        for peer in range(group.size()):
-            if peer != group.rank():
-                with contextlib.suppress(RuntimeError):  # the deadline that is the purpose
-                    group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        else:
+            break_gloo_group(group)
 
 
 def _import_vllm() -> None:
