@@ -160,6 +160,7 @@ def add_kv_scales(checkpoint: Path) -> None:
 def fp8_config(model: Path, **vllm: Any) -> Config:
     content: dict[str, Any] = make_config(model, length=128).model_dump()
     content["policy"]["precision"] = "bfloat16"
+    content["policy"]["generation"]["colocated"] = {"enabled": vllm.get("kv_cache_dtype") == "fp8"}  # it can sleep
     more = {"max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.3, "precision": "fp8", **vllm}
     content["policy"]["generation"]["vllm_cfg"] |= more
     return Config.model_validate(content)
@@ -199,6 +200,13 @@ def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(
             greedy(engine)
         engine.on_all(refit_calls.refit_from, slices, second, 2)
         held, scales, tokens = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)
+        if cache == "fp8":
+            for level in (1, 2):
+                engine.on_all(call, "sleep", level)
+                engine.on_all(call, "wake_up", ["weights"])
+                engine.on_all(refit_calls.refit_from, slices, second, 2 + level)
+                engine.on_all(call, "wake_up", ["kv_cache"])
+                assert engine.on_all(vllm_calls.kv_scales) == scales
     truth = export_fp8(second, tmp_path / "fp8")
     with running(ranks, fp8_config(truth, **engine_of, precision=None)) as engine:
         right, right_scales, expected = engine.on_all(refit_calls.held), engine.on_all(vllm_calls.kv_scales), greedy(engine)

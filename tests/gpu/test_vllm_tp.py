@@ -43,6 +43,15 @@ def test_first_batches_agree(cluster: None, checkpoints: list[Path], start: int)
             check_abort(engine.group)
 
 
+def test_a_first_batch_that_takes_long_agrees(cluster: None, tmp_path: Path) -> None:
+    """The host is far ahead of the GPU in the first step of a thread, and waits for what it reads all the same."""
+    model = make_gpu_checkpoint(tmp_path / "model", 0, **SHAPES["0.6B"])
+    prompts = [[3 + (7 * row + 11 * place) % 900 for place in range(200 + row % 8)] for row in range(64)]
+    with started([model], gpu_config(model, eager=False, tp=2), tp=2, warm=False) as engine:
+        rows = engine.run(requests(range(64), prompts, new=4, steps=8))
+    assert difference(model, rows, prompts) < 0.05
+
+
 def check_abort(group: object) -> None:
     """A rank whose peer does not come into the step is freed by `abort`, and gives no tokens."""
     lone = group.actors[0].__ray_call__.remote(vllm_calls.generate_then_abort, requests([500], PROMPTS[:1]), 1.0)  # type: ignore[attr-defined]

@@ -167,9 +167,10 @@ class MegatronWorker(GroupMember):
 
         if self._kv_scales is None:
             raise RunError("there are no scales to calibrate; set policy.generation.vllm_cfg.kv_cache_dtype=fp8")
-        with nullcontext() if in_warmup() else self._kv_scales.calibrating(self.config.refit.kv_scale_margin):
-            self.logprobs(without_padding(batch))
-        return self._kv_scales.largest()
+        with self._running():
+            with nullcontext() if in_warmup() else self._kv_scales.calibrating(self.config.refit.kv_scale_margin):
+                self.logprobs(without_padding(batch))
+            return self._kv_scales.largest()
 
     def merge_kv_scales(self, parts: list[dict[str, float]]) -> dict[str, float]:
         """The largest scales of several workers."""

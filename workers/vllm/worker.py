@@ -110,6 +110,10 @@ class VllmWorker:
         self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank, placement)
         self._destinations = self._find_destinations(model, llm)
         self._engine = QuantumEngine(llm, self.generation, _eos_token_ids(self._hf_config), self._peers(llm))
+        if self._device.type == "cuda":
+            import torch
+
+            self._stream = torch.cuda.current_stream(self._device)
 
     def shutdown(self) -> None:
         """End the engine, leave its process group and the refit channel."""
@@ -174,6 +178,8 @@ class VllmWorker:
         if wanted:
             self._require_engine().wake_up(wanted)
             self._asleep -= set(wanted)
+        if "kv_cache" in wanted and not self._asleep and carries_kv_scales(self.config):
+            self._run_hooks()  # some releases of vLLM set the scales of a cache that wakes to 1
 
     def unfinished_requests(self) -> list[FinishedRequest]:
         """What the requests that have not finished have made so far, for a checkpoint; they go on."""
@@ -199,6 +205,7 @@ class VllmWorker:
         from dagrl.refit.run import RefitReceiver
 
         self._close_channel()
+        self._enter_device()
         self._channel = open_channel(channel)
         refit = self.config.refit
         self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel, refit.verify, refit.cuda_graph)
@@ -285,11 +292,16 @@ class VllmWorker:
         return find_destinations(model, take_loaded_parameters(model), self._slices, llm.vllm_config, rules)
 
     def _enter_device(self) -> None:
-        """Phases run on threads of the runtime's; the current CUDA device is a thread's own."""
+        """Phases run on threads of the runtime's; the current CUDA device and stream are a thread's own.
+
+        vLLM keeps the stream that it was started on, and waits for that one alone before it reads what was sampled. On a
+        thread that has none, its first collective would change to a new stream in the middle of a step.
+        """
         if self._device.type == "cuda":
             import torch
 
             torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(self._stream)
 
     def _free_bytes(self) -> int:
         import torch
