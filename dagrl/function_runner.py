@@ -29,17 +29,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from dagrl.config import FunctionConfig
 from dagrl.errors import RunError
 from dagrl.imports import load_callable
+
+Item = TypeVar("Item")
 
 GRACE_S = 1.0
 """Seconds beyond their deadline in which the process says which coroutines have missed it."""
@@ -73,6 +75,15 @@ class Failed:
 
 Answers = list[Any]
 """One answer a row, `Failed` where there is none."""
+
+
+def split_answered(items: Iterable[Item], answer: Callable[[Item], Future[Any]]) -> tuple[list[Item], list[Item]]:
+    """Those whose future is done, and those that still wait. Each is looked at once: it may be done a moment later."""
+    answered: list[Item] = []
+    waiting: list[Item] = []
+    for item in items:
+        (answered if answer(item).done() else waiting).append(item)
+    return answered, waiting
 
 
 class FunctionRunner:

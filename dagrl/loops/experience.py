@@ -29,7 +29,7 @@ from dagrl.data import Sampler
 from dagrl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.environments import EnvironmentRunner
 from dagrl.errors import RunError
-from dagrl.function_runner import Answers
+from dagrl.function_runner import Answers, split_answered
 from dagrl.loops.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.loops.rollout import Rollouts
 from dagrl.loops.session import Session
@@ -123,12 +123,12 @@ class Experience:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # a checkpoint will be saved, and now rewards can still be asked for, and the environment can still answer
-        if error is None or isinstance(error, StopRequestedError):
-            self.rest()
-            wait(self.rollouts.pending, self._session.config.environment.timeout_s)
-            self.rest()
-            self.rollouts.leave_questions()
-        self._stack.close()
+        with self._stack:
+            if error is None or isinstance(error, StopRequestedError):
+                self.rest()
+                wait(self.rollouts.pending, self._session.config.environment.timeout_s)
+                self.rest()
+                self.rollouts.leave_questions()
 
     def fill(self) -> None:
         """Start the groups that may start now, and that the steps left will need."""
@@ -148,6 +148,10 @@ class Experience:
             awaited: list[Future[Any]] = [*self.rollouts.pending, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
             awaited += [item.answers for item in self._validated if not item.answers.done()]  # they stay until all are
+            if not awaited and not self._validated:
+                raise RunError(
+                    f"no batch can come: nothing is generated, scored or answered; groups: {self.buffer.counts()}"
+                )
             wait(awaited, WAIT_S, FIRST_COMPLETED)
             self._sort(self.rollouts.advance())
         self._take_scores()
@@ -316,8 +320,7 @@ class Experience:
         scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples))))
 
     def _take_scores(self) -> None:
-        done = [item for item in self._scoring if item.answers.done()]
-        self._scoring = [item for item in self._scoring if not item.answers.done()]
+        done, self._scoring = split_answered(self._scoring, lambda item: item.answers)
         config = self._session.config
         for item in done:
             group = _scored_group(config, item, rewards_of(item.answers.result()))

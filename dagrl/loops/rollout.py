@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
 from dagrl.environments import ENDED, EnvironmentRunner, Reply
+from dagrl.function_runner import split_answered
 from dagrl.generation import FinishedRequest, Generated
 from dagrl.loops.episodes import Episode, RolloutGroup, half_stop, token_rows, turn_seed
 from dagrl.loops.session import Session
@@ -252,8 +253,7 @@ class Rollouts:
             self._asked.append(_Asked(part, replies))
 
     def _take_answers(self) -> None:
-        answered = [asked for asked in self._asked if asked.replies.done()]
-        self._asked = [asked for asked in self._asked if not asked.replies.done()]
+        answered, self._asked = split_answered(self._asked, lambda asked: asked.replies)
         for asked in answered:
             for (group, episode), reply in zip(asked.turns, asked.replies.result(), strict=True):
                 if not episode.finish_reason:  # not aborted meanwhile

@@ -45,12 +45,13 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)  # noqa: S311  # not cryptography
-        self.now = 0
+        self._sudden = random.Random(seed)  # noqa: S311
+        self.now, self._idle = 0, 0
         self._due: list[tuple[int, Future[Any], Callable[[], Any]]] = []
 
     def later(self, most: int, make: Callable[[], Any]) -> Future[Any]:
-        """A future whose result is made when its time has come."""
-        future: Future[Any] = Future()
+        """A future whose result is made when its time has come, or a moment after somebody looked whether it is there."""
+        future = Sudden(self)
         self._due.append((self.now + self.random.randint(0, most), future, make))
         return future
 
@@ -58,20 +59,45 @@ class World:
         """Time passes."""
         self.now += 1
         for item in [item for item in self._due if item[0] <= self.now]:
-            self._due.remove(item)
-            try:
-                item[1].set_result(item[2]())
-            except StopRequestedError as error:
-                item[1].set_exception(error)
+            self._end(item)
+
+    def end_early(self, future: Future[Any]) -> None:
+        """Now and then, end what a future stands for before its time."""
+        if self._sudden.random() < 0.1:
+            for item in [item for item in self._due if item[1] is future]:
+                self._end(item)
+
+    def _end(self, item: tuple[int, Future[Any], Callable[[], Any]]) -> None:
+        self._due.remove(item)
+        try:
+            item[1].set_result(item[2]())
+        except StopRequestedError as error:
+            item[1].set_exception(error)
 
     def wait(self, futures: Sequence[Future[Any]], timeout: float, return_when: str = ALL_COMPLETED) -> None:
         """In place of `concurrent.futures.wait`; where all are waited for, the time is up first in half of the cases."""
         if return_when == ALL_COMPLETED and self.random.random() < 0.5:
             return
+        self._idle = 0 if futures else self._idle + 1
+        assert self._idle < 3, "a loop that waits for nothing spins"
         enough = all if return_when == ALL_COMPLETED else any
-        while futures and not enough(future.done() for future in futures):
+        while futures and not enough(map(Future.done, futures)):  # its own look changes nothing
             assert self._due, "nothing is under way that could be waited for"
             self.tick()
+
+
+class Sudden(Future[Any]):
+    """May be done just after it was seen not to be, as futures are that other threads complete."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def done(self) -> bool:
+        found = super().done()
+        if not found:
+            self._world.end_early(self)
+        return found
 
 
 class Engines:
