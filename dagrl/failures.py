@@ -70,7 +70,7 @@ def collect_outcome(replay: Replay, groups: Groups, until: float = math.inf) -> 
     while so_far.waiting:
         _wait_for_next(replay, so_far, groups, until)
     if so_far.late:
-        raise _late(replay, so_far, groups)
+        raise _late(replay, so_far, groups) from so_far.broken
     if so_far.broken is not None:
         raise _broke(replay, so_far.failures, so_far.broken) from so_far.broken
     if so_far.failures:
@@ -156,8 +156,8 @@ def _late(replay: Replay, so_far: SoFar, groups: Groups) -> PhaseError:
     """The error of a replay that passed its deadline, or the time that its first failure left: it names who is to blame.
 
     Workers that run it are freed from their collectives. Whoever stays in it all the same hangs, and is killed; not where
-    another one failed, as that was no deadline of theirs. Workers that run another phase are left alone: this one may have
-    waited for its turn behind it.
+    another one failed, or a graph broke, as that was no deadline of theirs. Workers that run another phase are left alone:
+    this one may have waited for its turn behind it.
     """
     breaks = f"replay {replay.number} of phase {replay.phase!r} did not end in time"
     if so_far.failures and not so_far.broken:
@@ -169,6 +169,8 @@ def _late(replay: Replay, so_far: SoFar, groups: Groups) -> PhaseError:
         group.abort([rank for of, rank in running if of == role])
     if so_far.failures:
         return PhaseError(cause_first(so_far.failures), breaks=breaks)
+    if so_far.broken is not None:
+        return _broke(replay, (), so_far.broken)
     hung = _stuck(replay, groups, running) or list(running)
     failures = [_hung(replay, groups, place, running[place]) for place in hung]
     advice = "The deadline is timeouts.replay_s (timeouts.warmup_s in a warm-up); raise it if the phase is only slow."

@@ -25,12 +25,14 @@ import math
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -276,11 +278,17 @@ class _FunctionProcess:
             return "the process that runs it ended"
 
     def _answers(self, connection: Connection, columns: Sequence[Sequence[str]], limit: Deadline | None) -> Answers | str:
-        connection.send([list(column) for column in columns])
-        if not connection.poll(self._patience_s if limit is None else limit.seconds):
-            self.close()
-            return (limit or self._deadline).missed
-        return _unpickled(connection.recv_bytes())
+        patience_s = self._patience_s if limit is None else limit.seconds
+        stuck = threading.Timer(patience_s + GRACE_S, self.close)  # it reads or writes half of a message: that raises then
+        stuck.start()
+        try:
+            connection.send([list(column) for column in columns])
+            if connection.poll(patience_s):
+                return _unpickled(connection.recv_bytes())
+        finally:
+            stuck.cancel()
+        self.close()
+        return (limit or self._deadline).missed
 
     def close(self, *, for_good: bool = False) -> None:
         """End the process; nothing happens when there is none."""
@@ -289,7 +297,8 @@ class _FunctionProcess:
             process, connection = self._process, self._connection
             self._process = self._connection = None
         if process is not None:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what the function has started too: it began a session
             process.wait()
         if connection is not None:
             connection.close()

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,9 +70,7 @@ class CompiledGraph:
         mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
         places = {number: Place(mailbox.address, place) for place, number in enumerate(near)} if mailbox else {}
         with _driver_context(limits), _one_driver_proxy(), _loops(accelerator):
-            self._dag = _bind(graph, actors, limits, places).experimental_compile(
-                _max_inflight_executions=limits.max_in_flight, _max_buffered_results=limits.max_in_flight
-            )
+            self._dag = self._compile(_bind(graph, actors, limits, places))
         (self._input,) = self._dag.dag_input_channels
         self._outputs = Outputs(self._dag.dag_output_channels, mailbox)
         self._submitted = 0
@@ -91,6 +90,31 @@ class CompiledGraph:
                 f'{{"{LOOPS}": n}} for n phases (WorkerGroup.create does), and of a class without async methods'
             ) from late
         return nodes
+
+    def _compile(self, bound: Any) -> CompiledDAG:
+        """Ray's compilation, which waits for workers and their communicators without a deadline: on a thread of its own."""
+        most = self._limits.max_in_flight
+        compiled: Future[CompiledDAG] = Future()
+
+        def compile_() -> None:
+            try:
+                compiled.set_result(bound.experimental_compile(_max_inflight_executions=most, _max_buffered_results=most))
+            except BaseException as error:
+                compiled.set_exception(error)
+
+        threading.Thread(target=compile_, name=f"dagrl-compile-{self._phase}", daemon=True).start()
+        try:
+            return compiled.result(self._limits.compile_s)
+        except BaseException as error:
+            if compiled.done():
+                raise
+            compiled.add_done_callback(_end_unwanted)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise TimeoutError(
+                f"Ray had not compiled it within timeouts.compile_s = {self._limits.compile_s:g} s: a worker does not "
+                "answer, or a communicator between GPUs was not made"
+            ) from error
 
     def submit(self, packet: Packet) -> Submitted:
         """Write the input; the scheduler has checked size and replays in flight.
@@ -177,6 +201,12 @@ class CompiledExecutor:
     def compile(self, graph: PhaseGraph, actors: Actors, limits: Limits) -> CompiledGraph:
         """Compile the graph; its actors' loops run from here to its teardown."""
         return CompiledGraph(graph, actors, limits)
+
+
+def _end_unwanted(compiled: Future[CompiledDAG]) -> None:
+    """Give back what was compiled after nobody waited for it any more."""
+    if compiled.exception() is None:
+        compiled.result().teardown()
 
 
 def _bind(graph: PhaseGraph, actors: Actors, limits: Limits, places: Mapping[int, Place]) -> Any:

@@ -6,6 +6,7 @@ asked of it but the methods that phases name. What a worker's process must remem
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -26,6 +27,8 @@ from dagrl.executors.tensors import accelerator_tensors
 from dagrl.graph import Json
 from dagrl.shapes import Batch
 from dagrl.worker import ReplayContext, replay_context
+
+logger = logging.getLogger(__name__)
 
 TRACE_CAPACITY = 65_536
 """Node runs remembered on a worker until the driver drains them; older ones are dropped."""
@@ -288,10 +291,17 @@ def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseExcept
 
 
 def _abort(worker: HasState) -> None:
-    """Free the peers that wait for this worker in a collective: a failed worker will not come to it."""
+    """Free the peers that wait for this worker in a collective: a failed worker will not come to it.
+
+    Where that fails too, what failed first is still what the driver hears of.
+    """
     abort = getattr(worker, "abort", None)
-    if abort is not None:
+    if abort is None:
+        return
+    try:
         abort()
+    except Exception:
+        logger.warning("the worker's abort() raised; its peers wait for it until their deadline", exc_info=True)
 
 
 # Classic calls of the driver, on the actor's main thread, beside the graph loops.

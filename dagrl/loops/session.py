@@ -5,9 +5,10 @@ A loop replays phases through its session, which counts where the time goes, rec
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ from dagrl.shapes import Batch
 from dagrl.timing import PhaseClock
 from dagrl.trace import TraceEvent, TraceWriter
 from dagrl.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
 
 TRACE_PERIOD = 20
 """Steps between two collections of the workers' trace events."""
@@ -303,7 +306,15 @@ class Session:
         if self.config.logger.plot_enabled and self.step:
             thread = self.ended.enter_context(ThreadPoolExecutor(1, thread_name_prefix="plot"))
             title = f"{self.config.name} ({self.config.algorithm})"
-            self.ended.callback(thread.submit(plot_run, self.paths.metrics, self.paths.plot, title).result)
+            self.ended.callback(_end_of_plotting, thread.submit(plot_run, self.paths.metrics, self.paths.plot, title))
+
+
+def _end_of_plotting(plotted: Future[None]) -> None:
+    """Wait for the plot; how the run ended does not depend on it."""
+    try:
+        plotted.result()
+    except Exception as error:
+        logger.warning("the run is not plotted: %s: %s", type(error).__name__, error)
 
 
 def _generation_timing(counted: Sequence[Counted]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from dagrl.config import Config
 from dagrl.errors import ConfigError
 from dagrl.loops.colocated import TRAIN_PARTS, SharedDevices
 from dagrl.loops.session import Session, process_label
-from dagrl.loops.stop import StopRequestedError, StopSignal, stop_on_signals
+from dagrl.loops.stop import StopRequestedError, StopSignal, failing_for_good, stop_on_signals
 from dagrl.machine import gpus_per_worker
 from dagrl.model_init import prepare_model
 from dagrl.preflight import limit_steps, load_phase, preflight, worker_classes
@@ -81,6 +81,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
     config = limit_steps(config, inputs)
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
+        stack.enter_context(failing_for_good(stop))
         progress = stack.enter_context(Progress(config.logger))
         ended = stack.enter_context(ExitStack())
         progress.stage("Preparing the run")

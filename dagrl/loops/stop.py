@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from dagrl.errors import DeadlineError, RunError, WorkerError
+
 logger = logging.getLogger(__name__)
 
 
@@ -53,6 +55,17 @@ class StopSignal:
             raise KeyboardInterrupt
         self.requested = True
         logger.warning("stopping after this replay; the last finished step is saved (once more to stop at once)")
+
+
+@contextmanager
+def failing_for_good(stop: StopSignal) -> Iterator[None]:
+    """A failure inside, while a stop is asked for, is the run's last: RunError, after which nothing starts again."""
+    try:
+        yield
+    except (WorkerError, DeadlineError) as error:
+        if not stop.requested:
+            raise
+        raise RunError(f"while it was stopping on request: {error}") from error
 
 
 @contextmanager

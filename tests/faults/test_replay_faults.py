@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from dagrl.errors import DeadlineError, PhaseError, RunError, WorkerError
+from dagrl.executors.compiled import CompiledGraph
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
@@ -88,6 +91,28 @@ def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
     scheduler.warmup()
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
     assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
+
+
+def test_compiling_with_a_worker_that_does_not_answer_ends(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stops once Ray begins, which would wait for it without end."""
+    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=1, tp=2), None)
+    prepare, stopped = CompiledGraph._prepare, group.places[1].pid
+
+    def stop_after(graph: CompiledGraph, *arguments: Any) -> list[str]:
+        nodes = prepare(graph, *arguments)
+        os.kill(stopped, signal.SIGSTOP)
+        return nodes
+
+    monkeypatch.setattr(CompiledGraph, "_prepare", stop_after)
+    options = SchedulerOptions(executor="compiled", fallback="error", compile_s=5.0, teardown_s=TEARDOWN_S)
+    with Scheduler([group], options) as scheduler:
+        scheduler.add(misbehave, warmup_value={"rank": -1})
+        started = time.monotonic()
+        with pytest.raises(RunError, match=r"timeouts\.compile_s = 5 s: a worker does not answer"):
+            scheduler.compile()
+        assert time.monotonic() - started < SOON_S
+    os.kill(stopped, signal.SIGKILL)
+    group.shutdown(2.0)
 
 
 class Adding(FakeWorker):

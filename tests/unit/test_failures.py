@@ -220,6 +220,14 @@ def test_nobody_waits_for_the_rest_once_a_graph_is_lost_however_long_shards_woul
     assert {failure.kind for failure in error.failures} == {"raised", "died"} and error.breaks
 
 
+def test_what_broke_a_graph_is_told_and_not_that_others_were_not_done_yet() -> None:
+    group = Group(reports=(BUSY, IDLE, IDLE), stay=[0])
+    error = failure_of(replay(Shard(ValueError("cannot unpickle the result")), Shard()), group)
+    assert "cannot unpickle the result" in str(error) and "hung" not in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    assert (group.aborted, group.killed) == ([0], [])
+
+
 def test_results_come_in_the_order_of_the_shards() -> None:
     shards = [Shard("slow", after_s=0.3), Shard("quick"), Shard("middle", after_s=0.15)]
     assert [packets[0].value for packets in outcome_of(replay(*shards))] == ["slow", "quick", "middle"]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError, DagrlError, DataError, DeadlineError, PhaseError, WorkerError
+from dagrl.errors import ConfigError, DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.loops.restart import run_with_restarts
+from dagrl.loops.stop import StopSignal, failing_for_good
 
 
 def configuration(**keys: Any) -> Config:
@@ -27,6 +28,20 @@ class Run:
         self.resumed.append(config.checkpointing.resume)
         if len(self.resumed) <= self.failures:
             raise self.error
+
+
+def test_a_failure_while_a_stop_is_asked_for_is_the_last() -> None:
+    stop, runs = StopSignal(), []
+
+    def run(config: Config) -> None:
+        runs.append(config.checkpointing.resume)
+        with failing_for_good(stop):
+            stop.requested = len(runs) == 2
+            raise PhaseError((), "train worker 0 hung")
+
+    with pytest.raises(RunError, match="while it was stopping on request: train worker 0 hung"):
+        run_with_restarts(run, configuration())
+    assert runs == [False, True]
 
 
 LOST = [PhaseError((), "a worker died"), WorkerError((), "a worker died as it saved"), DeadlineError("a save hung")]

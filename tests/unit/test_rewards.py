@@ -17,7 +17,7 @@ import pytest
 
 from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
-from dagrl.function_runner import Deadline
+from dagrl.function_runner import Deadline, Failed
 from dagrl.rewards import (
     RewardRunner,
     Rewards,
@@ -99,6 +99,13 @@ def beside(prompts, completions, references):
     while len(os.listdir(prompts[0])) < 2:
         time.sleep(0.01)
     return [1.0] * len(prompts)
+
+def sandboxed(prompts, completions, references):
+    import subprocess
+    child = subprocess.Popen(["sleep", "600"])
+    with open(prompts[0], "a") as file:
+        file.write(f"{child.pid}\\n")
+    child.wait()
 
 class Odd:
     def __init__(self, fails):
@@ -366,6 +373,25 @@ def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pyte
             (answered,) = runner(["p"], ["c"], ["r"]).values
             assert {path.stem for path in tmp_path.glob("*.pid")} > {str(int(answered))}
     assert not [path for path in Path("/proc").glob("[0-9]*") if module in _command(path)]
+
+
+def test_what_a_function_started_ends_with_its_process(functions: str, tmp_path: Path) -> None:
+    config = RewardConfig(function=f"{functions}:sandboxed", timeout_s=1.0)
+    with RewardRunner(config) as runner:
+        (answer,) = runner.submit([str(tmp_path / "children")], [""], [""]).result(30.0)
+    assert answer == Failed("no answer within reward.timeout_s = 1 s")
+    (child,) = (tmp_path / "children").read_text().split()
+    assert not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
+
+
+def test_a_process_that_does_not_read_ends_the_call(functions: str) -> None:
+    config = RewardConfig(function=f"{functions}:pid", timeout_s=0.5, max_failed_share=1.0)
+    with RewardRunner(config) as runner:
+        process = int(runner(["p"], ["c"], ["r"]).values[0])
+        os.kill(process, signal.SIGSTOP)
+        large = "x" * (4 << 20)  # more than a pipe holds
+        assert runner.submit(["p"], [large], ["r"]).result(30.0) == [Failed("the process that runs it ended")]
+        assert runner(["p"], ["c"], ["r"]).failed == 0
 
 
 def test_a_process_that_starts_while_the_runner_closes_ends_too(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -57,6 +57,16 @@ def test_a_checkpoint_is_ranked_by_what_its_own_step_measured() -> None:
 def test_a_metric_that_no_step_has_is_refused_with_those_there_are(name: str, metrics: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"metric_name is '{name}'.* it has: .*{min(metrics)}"):
         metric(name, metrics)
+
+
+def test_a_plot_that_fails_does_not_change_how_a_run_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "metrics.png")
+    paths.metrics.touch()  # nothing to draw
+    with ExitStack() as ended:
+        session: Any = MagicMock(ended=ended, config=configuration(), step=3, paths=paths)
+        Session.summarize(session)
+    assert "the run is not plotted: DataError" in caplog.text
+    session.progress.summary.assert_called_once()
 
 
 @pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
