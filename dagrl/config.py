@@ -209,7 +209,7 @@ class TimeoutConfig(Section):
     """Deadlines in seconds; every wait of a run is one of these."""
 
     start_s: PositiveFloat = 180.0  # workers built and models loaded
-    compile_s: PositiveFloat = 60.0
+    compile_s: PositiveFloat = 60.0  # for workers to make ready for a graph, and then for Ray to compile it
     warmup_s: PositiveFloat = 180.0  # one warm-up replay
     replay_s: PositiveFloat = 120.0
     grace_s: PositiveFloat = 30.0  # after a worker raised in a replay, for the others to end it; about what a restart takes

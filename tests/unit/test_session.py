@@ -60,7 +60,7 @@ def test_a_metric_that_no_step_has_is_refused_with_those_there_are(name: str, me
 
 
 def test_a_plot_that_fails_does_not_change_how_a_run_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = SimpleNamespace(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "metrics.png")
+    paths = MagicMock(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "metrics.png")
     paths.metrics.touch()  # nothing to draw
     with ExitStack() as ended:
         session: Any = MagicMock(ended=ended, config=configuration(), step=3, paths=paths)
