@@ -93,6 +93,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dagrl {project['version']}\n"
 
 
+@pytest.mark.parametrize(("command", "needed"), [("train", "CONFIG"), ("inspect", "CONFIG"), ("bench", "NAME")])
+def test_only_what_is_needed_is_asked_for(command: str, needed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {needed}\n")
+
+
 def test_bench_says_a_word_on_each(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
