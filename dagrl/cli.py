@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", parents=[common], help="train by SFT or GRPO, as the configuration says")
     train.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
-    train.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the file; values are YAML")
+    train.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="keys to set over those of the file; values are YAML"
+    )
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, and stop")
     train.set_defaults(command=_train)
 
@@ -97,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         "inspect", parents=[common], help="draw the phase graphs, print buckets and the refit plan"
     )
     inspect.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
-    inspect.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the file; values are YAML")
+    inspect.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="keys to set over those of the file; values are YAML"
+    )
     inspect.add_argument("--phase", metavar="P", help="only this one of `phases`, such as train_step")
     inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .svg, .mmd or .md file")
     inspect.set_defaults(command=_inspect)
@@ -110,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench.add_argument("name", choices=BENCHES, metavar="NAME", help="what to measure, one of those below")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="options of that measurement")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="options of that measurement").required = False
     bench.set_defaults(command=_bench, debug=False)
 
     doctor = commands.add_parser("doctor", parents=[common], help="say what this machine has, and what is known not to work")
@@ -126,7 +130,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if rest:
-        options.overrides += rest
+        options.overrides = [*options.overrides, *rest]
     return options
 
 

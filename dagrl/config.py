@@ -7,9 +7,10 @@ longest, is written down in `dagrl.config_policy`.
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 # All sections are imported from here (`as` makes them names of this module).
 from dagrl.config_policy import DynamicBatchingConfig as DynamicBatchingConfig
@@ -18,9 +19,9 @@ from dagrl.config_policy import GenerationConfig as GenerationConfig
 from dagrl.config_policy import Json as Json
 from dagrl.config_policy import MegatronConfig as MegatronConfig
 from dagrl.config_policy import OptimizerConfig as OptimizerConfig
+from dagrl.config_policy import PathText, Section
 from dagrl.config_policy import PolicyConfig as PolicyConfig
 from dagrl.config_policy import RandomInit as RandomInit
-from dagrl.config_policy import Section
 from dagrl.config_policy import SequencePackingConfig as SequencePackingConfig
 from dagrl.config_policy import VllmConfig as VllmConfig
 
@@ -112,9 +113,9 @@ class DataConfig(Section):
     that makes examples.
     """
 
-    path: str | None = None
+    path: PathText | None = None
     subset: str | None = None  # of a dataset that has several, such as `main` of openai/gsm8k
-    val_path: str | None = None  # None: `val_fraction` of `path` is held out, unless val_split names a split of it
+    val_path: PathText | None = None  # None: `val_fraction` of `path` is held out, unless val_split names a split of it
     split: str = "train"  # of a dataset with several
     val_split: str | None = None
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
@@ -175,7 +176,7 @@ class PhasesConfig(Section):
 
 class CheckpointConfig(Section):
     enabled: bool = True
-    checkpoint_dir: str | None = None  # None: <run>/checkpoints
+    checkpoint_dir: PathText | None = None  # None: <run>/checkpoints
     save_period: PositiveInt = 10
     keep_top_k: PositiveInt | None = None  # the best by metric_name; None, and keep_last_k too: keep all
     keep_last_k: PositiveInt | None = None  # and the newest, one at least
@@ -202,7 +203,7 @@ class ClusterConfig(Section):
     gpus_per_worker: NonNegativeFloat | None = None  # None: 1 where the machine has GPUs, else 0
     max_workers: PositiveInt | None = None  # None: 8 a CPU core without GPUs, 1 a GPU with them
     object_store_memory: PositiveInt = 256 << 20  # bytes
-    temp_dir: str | None = None
+    temp_dir: PathText | None = None
 
 
 class TimeoutConfig(Section):
@@ -224,11 +225,17 @@ class ExecutorConfig(Section):
     result_bytes: int = Field(default=1 << 20, ge=1 << 14)  # room for a result; inputs are sized from the largest bucket
 
 
+def _directory_name(name: str) -> str:
+    if "\0" in name or name == ".." or not name or Path(name).name != name:
+        raise ValueError("a plain directory name, without slashes")
+    return name
+
+
 class Config(Section):
-    name: str
+    name: Annotated[str, AfterValidator(_directory_name)]  # of the run's directory in output_dir
     algorithm: Literal["sft", "grpo"]
     seed: int = 0
-    output_dir: str = "runs"
+    output_dir: PathText = "runs"
     executor: Literal["compiled", "eager"] = "compiled"
     fallback: Literal["eager", "error"] = "eager"
     on_failure: Literal["stop", "restart"] = "stop"  # when a worker raised, died or hung: end, or resume

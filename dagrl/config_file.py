@@ -22,6 +22,8 @@ from dagrl.imports import did_you_mean
 Key = tuple[str | int, ...]
 Places = dict[Key, str]
 
+_TOO_DEEP = "is nested deeper than can be read; write it with fewer levels"
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The checked configuration of a YAML file with overrides such as `policy.train_micro_batch_size=4` applied in order.
@@ -53,12 +55,14 @@ def _read_yaml(path: Path) -> tuple[dict[str, Json], Places]:
     try:
         node = yaml.compose(text, yaml.SafeLoader)
         content = yaml.safe_load(text)
+        places: Places = {}
+        _note_places(node, (), str(path), places)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} {_TOO_DEEP}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {_shown(content)}; expected: a mapping with 'name', 'algorithm', 'policy', ...")
-    places: Places = {}
-    _note_places(node, (), str(path), places)
     return content, places
 
 
@@ -89,6 +93,8 @@ def _override(content: dict[str, Json], word: str, places: Places) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of the override {word!r} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"the value of the override {_shown(word)} {_TOO_DEEP}") from error
     section = content
     for depth, name in enumerate(names[:-1], start=1):
         below = section.get(name)

@@ -5,9 +5,18 @@ Keys and defaults follow NeMo-RL where it has them. Import these from `dagrl.con
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from typing_extensions import TypeAliasType
 
 from dagrl.errors import LayoutError
@@ -15,6 +24,16 @@ from dagrl.layout import ParallelLayout
 
 # A named alias: pydantic follows a recursive type only through its name.
 Json = TypeAliasType("Json", "str | int | float | bool | list[Json] | dict[str, Json] | None")
+
+
+def _without_nul(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a path, which holds no null byte")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_without_nul)]
+"""The path of a file or a directory."""
 
 
 class Section(BaseModel):
@@ -36,7 +55,7 @@ class RandomInit(Section):
 
 
 class TokenizerConfig(Section):
-    name: str | None = None  # a directory; None: the model's
+    name: PathText | None = None  # a directory; None: the model's
     chat_template: str | None = None  # Jinja text; None: the tokenizer's own
 
 
@@ -186,7 +205,7 @@ class DynamicBatchingConfig(Section):
 
 
 class PolicyConfig(Section):
-    model_name: str | None = None  # a Hugging Face checkpoint directory; None: random_init
+    model_name: PathText | None = None  # a Hugging Face checkpoint directory; None: random_init
     random_init: RandomInit | None = None
     tokenizer: TokenizerConfig = TokenizerConfig()
     worker: str = "workers.megatron:MegatronWorker"

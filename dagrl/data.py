@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
@@ -18,8 +18,8 @@ import numpy as np
 
 from dagrl.config import DataConfig, Json
 from dagrl.errors import CheckpointError, ConfigError, DataError
-from dagrl.hf_data import is_dataset, read_rows
-from dagrl.imports import load_callable
+from dagrl.hf_data import has_splits, is_dataset, read_rows
+from dagrl.imports import load_callable, running
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,35 @@ def read_jsonl(path: str | Path, config: DataConfig) -> list[Example]:
 
 def _load_files(config: DataConfig) -> Splits:
     path = cast(str, config.path)
+    _check_split_names(config, path)
     examples = read_examples(path, config.split, config)
     if config.val_path is not None or config.val_split is not None:
         validation = read_examples(config.val_path or path, config.val_split or config.split, config)
     else:
         examples, validation = _hold_out(examples, config)
     return Splits(tuple(examples), tuple(examples), tuple(validation))
+
+
+def _check_split_names(config: DataConfig, path: str) -> None:
+    """That what names a part of a dataset is of one that has parts; elsewhere it would change nothing, unseen."""
+    held_out = config.val_path or path
+    everywhere = [path] if config.val_path is None else [path, config.val_path]
+    named = (
+        (
+            "val_split",
+            config.val_split,
+            [held_out],
+            "name a file of examples for validation in data.val_path, or leave it out",
+        ),
+        ("split", config.split if config.split != DataConfig().split else None, everywhere, "leave it out"),
+        ("subset", config.subset, everywhere, "leave it out"),
+    )
+    for key, name, paths, advice in named:
+        if name is not None and not any(map(has_splits, paths)):
+            raise ConfigError(
+                f"data.{key} is {name!r}, but {' and '.join(map(repr, paths))} has no splits or subsets, as JSONL "
+                f"and single files of a dataset have none; {advice}"
+            )
 
 
 def _hold_out(examples: list[Example], config: DataConfig) -> tuple[list[Example], list[Example]]:
@@ -112,24 +135,50 @@ def _hold_out(examples: list[Example], config: DataConfig) -> tuple[list[Example
 
 def _load_task(config: DataConfig) -> Splits:
     task = cast("Callable[..., object]", load_callable(cast(str, config.task), "data.task"))
-    try:
-        inspect.signature(task).bind(**config.task_args)
-    except TypeError as error:
-        accepted = ", ".join(inspect.signature(task).parameters)
-        raise ConfigError(f"data.task_args: {error}; {config.task} takes {accepted}") from error
-    try:
-        splits = task(**config.task_args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"data.task {config.task} with {config.task_args}: {error}") from error
+    _check_arguments(task, config)
+    with running(cast(str, config.task), "data.task"):
+        try:
+            splits = task(**config.task_args)
+        except ValueError as error:  # what tasks say of their arguments
+            raise ConfigError(f"data.task {config.task} with {config.task_args}: {error}") from error
     if not isinstance(splits, Splits):
         raise ConfigError(f"data.task {config.task} returned {type(splits).__name__}; expected: dagrl.data.Splits")
+    _check_made(splits, config)
     return splits
+
+
+def _check_arguments(task: Callable[..., object], config: DataConfig) -> None:
+    try:
+        signature = inspect.signature(task)
+    except ValueError:  # some of what is written in C does not tell its parameters
+        return
+    try:
+        signature.bind(**config.task_args)
+    except TypeError as error:
+        accepted = ", ".join(signature.parameters)
+        raise ConfigError(f"data.task_args: {error}; {config.task} takes {accepted}") from error
+
+
+def _check_made(splits: Splits, config: DataConfig) -> None:
+    """That a task's splits hold examples, and these text: nothing but the task has looked at them."""
+    for split in fields(splits):
+        made: object = getattr(splits, split.name)
+        if not isinstance(made, tuple | list):
+            raise ConfigError(
+                f"data.task {config.task}: Splits.{split.name} is {made!r:.60}; expected: a tuple of dagrl.data.Example"
+            )
+        for number, example in enumerate(made):
+            where = f"data.task {config.task}: Splits.{split.name}[{number}]"
+            if not isinstance(example, Example):
+                raise ConfigError(f"{where} is {example!r:.60}; expected: a dagrl.data.Example")
+            for part, text in (("prompt", example.prompt), ("response", example.response)):
+                _require_text(text, f"{where}: {part!r}")
 
 
 def _example(line: bytes, source: str, config: DataConfig) -> Example:
     try:
         content = json.loads(line)
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or more brackets in brackets than can be read
         shown = line[:60].decode(errors="replace")
         raise DataError(f"{source}: not JSON ({error}); found {shown!r}") from error
     if not isinstance(content, dict):
@@ -148,11 +197,24 @@ def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> st
     if key not in content:
         found = ", ".join(map(repr, content)) or "nothing"
         raise DataError(f"{source}: no key {key!r}; found {found}. Set {option} to the name that the file uses")
-    text = content[key]
-    if not isinstance(text, str):
-        raise DataError(f"{source}: {key!r} is {text!r:.60}; expected text")
+    text = _require_text(content[key], f"{source}: {key!r}")
     if not text.strip():
         raise DataError(f"{source}: {key!r} is empty; expected text")
+    return text
+
+
+def _require_text(text: object, what: str) -> str:
+    """Text that has an encoding: JSON and Python allow halves of surrogate pairs, which are no characters."""
+    if not isinstance(text, str):
+        raise DataError(f"{what} is {text!r:.60}; expected text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(
+            f"{what} has half of a surrogate pair, {found}, at character {error.start}; expected: text that UTF-8 can hold. "
+            "Write the whole character, or remove the example"
+        ) from error
     return text
 
 
@@ -174,7 +236,7 @@ def _message(turn: Json, source: str) -> Message:
     role, content = turn.get("role"), turn.get("content")
     if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
         raise DataError(f"{source} is {turn!r:.80}; expected texts 'role' and 'content' that are not empty")
-    return Message(role, content)
+    return Message(_require_text(role, f"{source}: 'role'"), _require_text(content, f"{source}: 'content'"))
 
 
 class Sampler:

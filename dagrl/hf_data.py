@@ -19,13 +19,20 @@ from dagrl.errors import DataError
 from dagrl.imports import require_package
 
 SUFFIXES = (".parquet", ".arrow")
-_SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` writes beside the data
+_ONE_SPLIT = "state.json"  # what `save_to_disk` writes beside the data of one split,
+_SAVED = ("dataset_dict.json", _ONE_SPLIT)  # and of several
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_dataset(path: str | Path) -> bool:
     """Whether a path is for `datasets` to read: a directory, a file in one of its formats, or a name on the Hub."""
     return Path(path).is_dir() or Path(path).suffix in SUFFIXES or _is_hub_name(path)
+
+
+def has_splits(path: str | Path) -> bool:
+    """Whether a path may hold several splits: a dataset that is no single file, nor saved without splits."""
+    file = Path(path).suffix in SUFFIXES and not Path(path).is_dir()
+    return is_dataset(path) and not file and not (Path(path) / _ONE_SPLIT).exists()
 
 
 def read_rows(path: str | Path, split: str, subset: str | None = None) -> Iterator[tuple[str, Mapping[str, Json]]]:

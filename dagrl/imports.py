@@ -7,10 +7,12 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
-from dagrl.errors import ConfigError, MissingDependencyError
+from dagrl.errors import ConfigError, MissingDependencyError, UserError
 
 EXTRAS = {
     "megatron": ("megatron",),
@@ -55,6 +57,24 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a callable is expected")
     return cast("Callable[..., Any]", found)
+
+
+@contextmanager
+def running(path: str, key: str) -> Iterator[None]:
+    """Around code of the user's that the configuration's `key` names: what it raises is a ConfigError with its traceback.
+
+    A UserError is told as it is.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        below = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this function
+        frames = "".join(traceback.format_exception(type(error), error, below)).rstrip()
+        raise ConfigError(
+            f"{key}: {path} raised {type(error).__name__}: {error}; mend it, or name another\n{frames}"
+        ) from error
 
 
 def require_package(module: str, key: str, otherwise: str = "") -> None:

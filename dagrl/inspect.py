@@ -7,20 +7,20 @@ dagrl inspect examples/grpo_quickstart.yaml --phase refit -o refit.svg     # a p
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dagrl.config import Config
+from dagrl.config import Config, Json
 from dagrl.draw import Drawing, mermaid, size_text
 from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.layout import ParallelLayout
 from dagrl.model_init import load_tokenizer, model_description
-from dagrl.preflight import load_phase, trace_phases, worker_classes
+from dagrl.preflight import check_model, load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, no_collections, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
@@ -64,11 +64,13 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
     """
     draw = _drawer(output)
     check_settings(config)
+    hf_config = _model(config)
+    check_model(config, hf_config, worker_classes(config))
     reports = phase_reports(config, phase)
     texts = [str(report) for report in reports]
     if any(report.plan.name == REFIT for report in reports):
         with no_collections():
-            texts.append(_refit_text(config))
+            texts.append(_refit_text(config, hf_config))
     picture = draw([report.drawing for report in reports])
     if output is None:
         comments = "\n".join(f"%% {line}".rstrip() for line in "\n".join(texts).splitlines())
@@ -89,12 +91,15 @@ def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
     return [_report(config, plan, Drawing(graphs[plan.name])) for plan in plans if only in (None, plan.name)]
 
 
-def plan_config_refit(config: Config) -> RefitPlan | None:
-    """The refit plan of a run, from the worker classes' descriptions; None where a class gives none."""
+def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = None) -> RefitPlan | None:
+    """The refit plan of a run, from the worker classes' descriptions; None where a class gives none.
+
+    `hf_config` is the model's `config.json`; None: read as the configuration says.
+    """
     described = [getattr(worker, "describe", None) for worker in worker_classes(config).values()]
     if None in described:
         return None
-    hf_config = model_description(config.policy, len(load_tokenizer(config.policy)))
+    hf_config = _model(config) if hf_config is None else hf_config
     sources, destinations = (
         _descriptions(partial(describe, config, hf_config, layout), layout)
         for describe, layout in zip(described, layouts(config).values(), strict=True)
@@ -112,6 +117,10 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
         replicate_in_host=config.refit.replicate_in_host,
         speeds=LinkSpeeds.of_config(config.refit),
     )
+
+
+def _model(config: Config) -> Mapping[str, Json]:
+    return model_description(config.policy, len(load_tokenizer(config.policy)))
 
 
 def _descriptions(describe: Callable[[int], Sequence[WeightSlice]], layout: ParallelLayout) -> list[Sequence[WeightSlice]]:
@@ -169,8 +178,8 @@ def _report(config: Config, plan: PhasePlan, bare: Drawing) -> PhaseReport:
     return PhaseReport(plan, path, Drawing(bare.graph, groups, buffers), input_bytes, result_bytes)
 
 
-def _refit_text(config: Config) -> str:
-    plan = plan_config_refit(config)
+def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
+    plan = plan_config_refit(config, hf_config)
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
     train = layouts(config)["train"].world_size

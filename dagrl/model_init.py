@@ -58,12 +58,22 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"there is no tokenizer that transformers can load in {directory}: {error}") from error
+    except Exception as error:  # whatever the code for the files' content stumbles over
+        for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+            if (directory / file).exists():
+                _read_object(directory / file, key)
+        raise ConfigError(f"{key}: there is no tokenizer that transformers can load in {directory}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
-    if policy.tokenizer.chat_template is not None:
-        tokenizer.chat_template = policy.tokenizer.chat_template
+    given = policy.tokenizer.chat_template
+    if given is not None:
+        if tokenizer.chat_template not in (None, given):
+            logger.warning(
+                "policy.tokenizer.chat_template replaces the chat template that the tokenizer in %s has; set it to null to "
+                "keep that one",
+                directory,
+            )
+        tokenizer.chat_template = given
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
@@ -74,11 +84,7 @@ def model_description(policy: PolicyConfig, vocabulary: int) -> dict[str, Json]:
         raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
     if policy.random_init is not None:
         return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, vocabulary)}
-    path = _existing_directory(policy.model_name, "policy.model_name") / "config.json"
-    try:
-        return cast("dict[str, Json]", json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.model_name: {path} cannot be read as a Hugging Face config.json: {error}") from error
+    return _read_object(_existing_directory(policy.model_name, "policy.model_name") / "config.json", "policy.model_name")
 
 
 def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
@@ -119,6 +125,19 @@ def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, dir
     shutil.rmtree(directory, ignore_errors=True)
     part.rename(directory)
     logger.info("made a model of %d parameters from seed %d in %s", model.num_parameters(), init.seed, directory)
+
+
+def _read_object(path: Path, key: str) -> dict[str, Json]:
+    """The JSON object in a file of a Hugging Face directory."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read as a Hugging Face {path.name}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{key}: {path} holds a JSON {type(content).__name__}; expected an object, as Hugging Face writes it"
+        )
+    return content
 
 
 def _vocabulary(init: RandomInit, tokenizer: int) -> int:

@@ -16,12 +16,12 @@ from dagrl.data import Example, load_splits
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.files import require_writable
 from dagrl.graph import PhaseGraph
-from dagrl.imports import load_attribute, load_callable, load_class, require_package
+from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count, gpus_per_worker
 from dagrl.metrics import VALIDATION
 from dagrl.model_init import load_tokenizer, model_description
 from dagrl.phase import Phase, Role, group_transports, methods_of
-from dagrl.record import RunPaths, require_extras
+from dagrl.record import RunPaths, check_run_directory, require_extras
 from dagrl.settings import bucket_widths, check_settings, generation_config, is_colocated, layouts
 from dagrl.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 
@@ -72,7 +72,7 @@ def preflight(config: Config) -> Inputs:
             _check_function(config.environment.function, "environment.function")
     tokenizer = load_tokenizer(config.policy)
     hf_config = model_description(config.policy, len(tokenizer))
-    _check_model(config, hf_config, workers)
+    check_model(config, hf_config, workers)
     inputs = _read_data(config, tokenizer, hf_config)
     _check_metric(config, inputs)
     _warn_of_longer_epochs(config, inputs)
@@ -107,14 +107,20 @@ def _warn_of_longer_epochs(config: Config, inputs: Inputs) -> None:
 
 def worker_classes(config: Config) -> dict[str, type]:
     """The worker class of each group. A class may name the top-level packages it imports later in `requires`."""
-    keys = {"train": ("policy.worker", config.policy.worker)}
-    if config.algorithm == "grpo":
-        keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
+    keys = _worker_keys(config)
     classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
     for role, worker in classes.items():
         for package in getattr(worker, "requires", ()):
             require_package(package, keys[role][0])
     return classes
+
+
+def _worker_keys(config: Config) -> dict[str, tuple[str, str]]:
+    """The key of each group's worker class, and the import path there."""
+    keys = {"train": ("policy.worker", config.policy.worker)}
+    if config.algorithm == "grpo":
+        keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
+    return keys
 
 
 def _check_function(path: str, key: str) -> None:
@@ -130,7 +136,13 @@ def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, Phase
     """
     transports = group_transports(gpus_per_worker(config.cluster))
     roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in layouts(config).items()}
-    return {key: load_phase(config.phases, key).trace(roles, config.executor_cfg.arity) for key in _phase_keys(config)}
+    return {key: _trace_phase(config, key, roles) for key in _phase_keys(config)}
+
+
+def _trace_phase(config: Config, key: str, roles: Mapping[str, Role]) -> PhaseGraph:
+    found = load_phase(config.phases, key)
+    with running(getattr(config.phases, key), f"phases.{key}"):
+        return found.trace(roles, config.executor_cfg.arity)
 
 
 def load_phase(phases: PhasesConfig, key: str) -> Phase:
@@ -164,6 +176,7 @@ def _check_metric(config: Config, inputs: Inputs) -> None:
 
 def _check_outputs(config: Config) -> None:
     paths = RunPaths.of(config)
+    check_run_directory(paths)
     require_writable(paths.directory, f"output_dir {config.output_dir}")
     if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
         require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {config.checkpointing.checkpoint_dir}")
@@ -195,18 +208,21 @@ def _most_workers(config: Config) -> tuple[int | None, str]:
     return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core, or set cluster.max_workers)"
 
 
-def _check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
-    """What the model allows, and what a worker class says in its static `check(config, hf_config)`, if it has one."""
+def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
+    """Raise a UserError for what the model, or the static `check(config, hf_config)` of a worker class, does not allow."""
     positions, widest = hf_config.get("max_position_embeddings"), bucket_widths(config.policy)[-1]
     if isinstance(positions, int) and positions < widest:
         raise ConfigError(
             f"the model has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
         )
+    keys = _worker_keys(config)
     for role, worker in workers.items():
-        try:
-            getattr(worker, "check", _accept)(config, hf_config)
-        except (ConfigError, LayoutError) as error:
-            raise type(error)(f"{role} workers: {error}") from error
+        key, path = keys[role]
+        with running(f"{path}.check", key):
+            try:
+                getattr(worker, "check", _accept)(config, hf_config)
+            except (ConfigError, LayoutError) as error:
+                raise type(error)(f"{role} workers: {error}") from error
 
 
 def _accept(config: Config, hf_config: Mapping[str, Json]) -> None:

@@ -101,19 +101,22 @@ class RunPaths:
 def prepare_run_directory(config: Config) -> RunPaths:
     """Make the run's directory and save the resolved configuration in it.
 
-    What an earlier run of the name left is kept as `<name>.1`, unless this one resumes it. Raises ConfigError when the name
-    cannot be a directory's, or the directory holds something that is not a run.
+    What an earlier run of the name left is kept as `<name>.1`, unless this one resumes it. Raises ConfigError as
+    `check_run_directory` does.
     """
     paths = RunPaths.of(config)
-    if Path(config.name).name != config.name:
-        raise ConfigError(f"name is {config.name!r}; expected a plain directory name, without slashes")
-    if paths.directory.exists() and not paths.config.exists() and any(paths.directory.iterdir()):
-        raise ConfigError(f"{paths.directory} holds something that is not a run; choose another name or output_dir")
+    check_run_directory(paths)
     if paths.config.exists() and not config.checkpointing.resume:
         logger.info("the earlier run of this name is now at %s", move_aside(paths.directory))
     paths.directory.mkdir(parents=True, exist_ok=True)
     _save_config(config, paths.config)
     return paths
+
+
+def check_run_directory(paths: RunPaths) -> None:
+    """Raise ConfigError when the directory holds something that is not a run."""
+    if paths.directory.exists() and not paths.config.exists() and any(paths.directory.iterdir()):
+        raise ConfigError(f"{paths.directory} holds something that is not a run; choose another name or output_dir")
 
 
 def require_extras(config: LoggerConfig) -> None:

@@ -81,7 +81,12 @@ def _check_choices(config: Config) -> None:
         )
     _check_microbatches(policy, widest)
     if config.algorithm == "grpo":
-        length = generation_config(config).vllm_cfg.max_model_len
+        new, length = generation_config(config).max_new_tokens, generation_config(config).vllm_cfg.max_model_len
+        if new >= widest:
+            raise ConfigError(
+                f"policy.generation.max_new_tokens is {new}, which leaves no room for a prompt in the largest bucket, "
+                f"{widest} tokens; lower it, or raise policy.max_total_sequence_length"
+            )
         if length is not None and length < widest:
             raise ConfigError(
                 f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket, {widest} tokens"

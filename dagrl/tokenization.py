@@ -127,9 +127,10 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
     dropped = len(rows) - len(fitting)
     if dropped and (too_long == "error" or not fitting):
         longest = max(rows, key=len)
+        ways = "shorten the data, or set data.too_long=drop" if fitting else "or shorten the data"
         raise DataError(
             f"{longest.source}: {len(longest)} tokens, but there is room for {room} ({limit}); {dropped} of {len(rows)} "
-            "sequences are too long. Raise policy.max_total_sequence_length, shorten the data, or set data.too_long=drop"
+            f"sequences are too long. Raise policy.max_total_sequence_length, {ways}"
         )
     if dropped:
         logger.warning("left out %d of %d sequences with more than %d tokens", dropped, len(rows), room)
@@ -149,9 +150,12 @@ def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast, t
 def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
     """Loss on what the chat template itself marks as generated."""
     _render(example.messages, tokenizer, example, opened=False)  # what the template refuses is said there
-    encoded = tokenizer.apply_chat_template(
-        _turns(example.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            _turns(example.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except OverflowError:  # transformers looks for the token before an empty block that the text begins with
+        encoded = {"assistant_masks": []}
     if not any(encoded["assistant_masks"][1:]):
         raise DataError(
             f"{example.source}: the chat template marks nothing of the conversation as generated; set "

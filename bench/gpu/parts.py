@@ -13,7 +13,16 @@ LIMIT_S = 560
 
 TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 
-TESTS_FOR_TWO = ("channel_nccl", "end_to_end", "faults", "megatron_nccl", "pipeline_nccl", "plain_broadcast", "vllm_tp")
+TESTS_FOR_TWO = (
+    "channel_ipc_between",
+    "channel_nccl",
+    "end_to_end",
+    "faults",
+    "megatron_nccl",
+    "pipeline_nccl",
+    "plain_broadcast",
+    "vllm_tp",
+)
 """Files of `tests/gpu` in which every test needs two GPUs."""
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import yaml
 
 from dagrl.cli import main
+from dagrl.config import Config, Json
+from dagrl.data import Example, Splits
 from dagrl.errors import UserError
+from dagrl.model_init import character_tokenizer
+from dagrl.phase import Input, Shard, Value, phase
+from workers.megatron import MegatronWorker
 
 MODEL = {
     "model_type": "qwen3",
@@ -114,6 +119,40 @@ TABLE = [
         ("data.val_fraction=0",),
         lines=('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}',),
     ),
+    *(
+        Row(
+            f"{where} with half of a surrogate pair",
+            ("data.jsonl, line 2: ", "'content'" if where == "message" else f"'{where}'", r"\ud800", "at character 1"),
+            lines=(good_lines()[0], line),
+        )
+        for where, line in {
+            "prompt": r'{"prompt": "1\ud800", "response": "2"}',
+            "response": r'{"prompt": "1", "response": "2\ud800"}',
+            "message": r'{"messages": [{"role": "user", "content": "1\ud800"}, {"role": "assistant", "content": "2"}]}',
+        }.items()
+    ),
+    Row("line of brackets in brackets", ("data.jsonl, line 1: not JSON", "'[[["), lines=("[" * 100_000,)),
+    *(
+        Row(f"{key} of a file", (f"data.{key} is 'test'", "data.jsonl' has no splits", advice), (f"data.{key}=test",))
+        for key, advice in {"val_split": "data.val_path", "split": "leave it out", "subset": "leave it out"}.items()
+    ),
+    *(
+        Row(
+            f"{key} with a null byte",
+            (f"{key} (command line): found 'a\\x00b'", "expected: a ", "name" if key == "name" else "no null byte"),
+            (f'{key}="a\\0b"',),
+        )
+        for key in ("name", "output_dir", "data.path", "data.val_path", "policy.model_name", "checkpointing.checkpoint_dir")
+    ),
+    *(
+        Row(
+            f"{name!r} as a name",
+            (f"name (command line): found {name!r}", "without slashes"),
+            (f"name='{name}'", "--dry-run"),
+        )
+        for name in ("a/b", "..", ".", "", "/a")
+    ),
+    Row("override of brackets in brackets", ("override 'seed=[[[", "nested deeper"), ("seed=" + "[" * 5000 + "]" * 5000,)),
     Row("empty data set", ("data.jsonl' is empty",), lines=()),
     Row("all held out", ("has 1 example(s)", "data.val_path"), lines=(good_lines()[0],)),
     Row("sequence too long", ("data.jsonl, line 26: 3", "room for 16 (the largest bucket)"), lines=(*good_lines(), LONG)),
@@ -121,6 +160,16 @@ TABLE = [
         "prompt too long to generate from",
         ("room for 2 (the largest bucket less policy.generation.max_new_tokens 14)",),
         ("policy.generation.max_new_tokens=14", "sft.max_num_steps=0"),
+    ),
+    Row(
+        "nothing that fits among what is dropped",
+        ("room for 2", "Raise policy.max_total_sequence_length, or shorten the data\n"),
+        ("policy.generation.max_new_tokens=14", "sft.max_num_steps=0", "data.too_long=drop"),
+    ),
+    Row(
+        "completions as long as the largest bucket",
+        ("policy.generation.max_new_tokens is 16", "no room for a prompt", "16 tokens; lower it, or raise"),
+        ("policy.generation.max_new_tokens=16",),
     ),
     Row("bucket beyond the model", ("64 positions", "128 tokens"), ("policy.max_total_sequence_length=128",)),
     Row("bucket beyond the limit", ("sequence_buckets has 32", "length 16"), ("policy.sequence_buckets=[8, 32]",)),
@@ -168,6 +217,23 @@ TABLE = [
         "task's argument out of range",
         ("digits is 7; expected 1 or 2",),
         ("data.path=null", "data.task=dagrl.tasks:arithmetic", "data.task_args={digits: 7}"),
+    ),
+    Row(
+        "task that does not tell its parameters",
+        ("data.task builtins:dict returned dict; expected: dagrl.data.Splits",),
+        ("data.path=null", "data.task=builtins:dict"),
+    ),
+    *(
+        Row(
+            f"task that makes {made}",
+            ("tests.unit.test_bad_input:strange", message),
+            ("data.path=null", "data.task=tests.unit.test_bad_input:strange", f"data.task_args={{made: {made}}}"),
+        )
+        for made, message in {
+            "words": "Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example",
+            "numbers": "Splits.demonstrations is 3; expected: a tuple of dagrl.data.Example",
+            "prompts of numbers": "Splits.train[0]: 'prompt' is 1; expected text",
+        }.items()
     ),
     Row("tensorboard missing", ("logger.tensorboard_enabled", "dagrl[tracking]"), without="tensorboard"),
     Row("matplotlib missing", ("logger.plot_enabled", "dagrl[tracking]"), without="matplotlib"),
@@ -283,6 +349,34 @@ class Worker:
     """A train worker without the methods that the phases name."""
 
 
+class Checked(MegatronWorker):
+    """A train worker whose check breaks."""
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        raise KeyError("hidden")
+
+
+@phase
+def broken(train: Shard, batch: Input) -> Value:
+    raise ZeroDivisionError("while traced")
+
+
+def failing() -> Splits:
+    raise RuntimeError("no disk")
+
+
+def strange(made: str) -> Splits:
+    """Splits of something else than examples, whatever the types say."""
+    example: Any = Example("1", "2")
+    parts: dict[str, Any] = {
+        "words": (("a",), (example,), ()),
+        "numbers": (3, 4, 5),
+        "prompts of numbers": ((example,), (Example(cast(str, 1), "2"),), ()),
+    }
+    return Splits(*parts[made])
+
+
 Run = Callable[..., tuple[int, str]]
 
 
@@ -316,6 +410,52 @@ def test_bad_input(row: Row, run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     for part in row.message:
         assert part in errors
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "function"),
+    [
+        (("data.path=null", "data.task={}:failing"), "data.task: {}:failing raised RuntimeError: no disk", "failing"),
+        (("phases.refit={}:broken",), "phases.refit: {}:broken raised ZeroDivisionError: while traced", "broken"),
+        (("policy.worker={}:Checked",), "policy.worker: {}:Checked.check raised KeyError: 'hidden'", "check"),
+    ],
+)
+def test_what_the_users_own_code_raises(overrides: tuple[str, ...], message: str, function: str, run: Run) -> None:
+    """One message that names the key, and below it where in that code it was."""
+    code, errors = run(*(word.format(__name__) for word in overrides))
+    assert code == 2 and errors.startswith(f"dagrl: error: {message.format(__name__)}")
+    assert errors.count("Traceback") == 1 and "test_bad_input.py" in errors and f", in {function}\n" in errors
+
+
+def test_a_directory_that_is_no_run_is_refused_by_the_dry_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "bad").mkdir(parents=True)
+    (tmp_path / "runs" / "bad" / "thesis.tex").touch()
+    code, errors = run("--dry-run")
+    assert code == 2 and "holds something that is not a run" in errors
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("config.json", "[1]", "holds a JSON list; expected an object"),
+        ("config.json", "{", "cannot be read"),
+        ("tokenizer.json", "[]", "holds a JSON list; expected an object"),
+        ("tokenizer_config.json", "[]", "holds a JSON list; expected an object"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "inspect"])
+def test_files_of_a_model_that_are_other_json(
+    command: str, file: str, content: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    character_tokenizer("0123456789+=").save_pretrained(model)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / file).write_text(content)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(configuration("none.jsonl")))
+    assert main([command, str(path), f"output_dir={tmp_path}", "policy.random_init=null", f"policy.model_name={model}"]) == 2
+    errors = capsys.readouterr().err
+    assert f"policy.model_name: {model / file} {found}" in errors and "Traceback" not in errors
 
 
 def test_good_input_passes_all_checks(run: Run) -> None:
@@ -372,6 +512,7 @@ def test_debug_shows_the_traceback(run: Run) -> None:
         ("name: x\nname: y\n", "name (CONFIG, line 2) is written a second time"),
         ("name: x\nalgorithm: sft\npolicy:\n  precison: float32\ndata: {}\n", "policy.precison (CONFIG, line 4)"),
         ("name: x\n", "missing key algorithm (CONFIG)"),
+        ("name: " + "[" * 5000 + "]" * 5000, "CONFIG is nested deeper than can be read"),
     ],
 )
 def test_bad_files(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import yaml
 
 from dagrl.cli import BENCHES, main
 from dagrl.config import Config
+from dagrl.config_file import load_config
 from dagrl.errors import ChannelError, ConfigError
+from dagrl.model_init import character_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/sft_quickstart.yaml"
@@ -60,6 +63,28 @@ def test_sft_quickstart_takes_a_file_of_chat_messages(
     assert main(["train", EXAMPLE, f"data.path={tmp_path / 'chat.jsonl'}", "--dry-run"]) == 0, capsys.readouterr().err
 
 
+def test_the_readmes_command_for_data_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It trains a checkpoint with its own chat template."""
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    character_tokenizer("12+", template).save_pretrained(tmp_path / "model")
+    quickstart = load_config(ROOT / EXAMPLE).policy.random_init
+    assert quickstart is not None
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**quickstart.hf_config, "vocab_size": 7}))
+    command = re.search(r"^dagrl (train examples/sft_own_data.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert command is not None
+    words = command[1].replace("/models/Qwen3-0.6B", str(tmp_path / "model")).replace("=train", f"={tmp_path / 'train'}")
+    monkeypatch.chdir(ROOT)
+    assert main([*words.split(), f"output_dir={tmp_path}", "--dry-run"]) == 0, capsys.readouterr().err
+    assert "chat_template" not in caplog.text
+    with caplog.at_level("WARNING", "dagrl"):
+        assert main([*words.split(), "policy.tokenizer.chat_template=x", f"output_dir={tmp_path}", "--dry-run"]) == 2
+    assert "policy.tokenizer.chat_template replaces" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("mine"), 2), (ChannelError("broken"), 1), (KeyboardInterrupt(), 130)]
 )
@@ -91,6 +116,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"dagrl {project['version']}\n"
+
+
+@pytest.mark.parametrize(("command", "needed"), [("train", "CONFIG"), ("inspect", "CONFIG"), ("bench", "NAME")])
+def test_only_what_is_needed_is_asked_for(command: str, needed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {needed}\n")
 
 
 def test_bench_says_a_word_on_each(capsys: pytest.CaptureFixture[str]) -> None:

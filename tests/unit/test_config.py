@@ -65,7 +65,7 @@ def test_every_error_is_listed_with_its_place(small: Path) -> None:
     assert "missing key policy.random_init.hf_config (command line); it has no default" in lines
 
 
-@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart"])
+@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data"])
 def test_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
     config = load_config(EXAMPLES / f"{name}.yaml", ["policy.sequence_buckets=[8]"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from dagrl.config import DataConfig
 from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
-from dagrl.errors import CheckpointError, DataError, MissingDependencyError
+from dagrl.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
+from dagrl.hf_data import has_splits
 from dagrl.model_init import character_tokenizer
 from dagrl.tokenization import Demonstration, Prompt, collate, digest_of, encode_demonstrations, encode_prompts, keep_fitting
 
@@ -110,6 +111,13 @@ def test_loss_mask_is_that_of_a_template_with_generation_tags() -> None:
         encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, untagged + "{% generation %}{% endgeneration %}"))
 
 
+@pytest.mark.parametrize("opening", ["", "[{{ m.role }}]"])
+def test_a_template_with_nothing_between_generation_tags_marks_nothing(opening: str) -> None:
+    template = f"{{% for m in messages %}}{opening}{{% generation %}}{{% endgeneration %}}{{{{ m.content }}}}{{% endfor %}}"
+    with pytest.raises(DataError, match=r"line 3: the chat template marks nothing .* data\.assistant_turns=each"):
+        encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, template))
+
+
 def test_turns_of_a_template_that_rewrites_earlier_ones() -> None:
     """Qwen3's rule: an answer after the last question opens with an empty thought, those before it do not."""
     tokenizer = character_tokenizer(CHARACTERS, QWEN3)
@@ -196,6 +204,21 @@ def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load_splits(DataConfig(path="nobody/sums"))
     with pytest.raises(DataError, match=r"the data file 'nobody/sums\.jsonl' cannot be read"):
         load_splits(DataConfig(path="nobody/sums.jsonl"))
+
+
+def test_what_may_have_splits(tmp_path: Path) -> None:
+    for name in ("saved", "one", "files"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").touch()
+    (tmp_path / "one" / "state.json").touch()
+    (tmp_path / "rows.parquet").touch()
+    several = [path for path in (*sorted(tmp_path.iterdir()), "owner/name", "rows.jsonl", "none.arrow") if has_splits(path)]
+    assert several == [tmp_path / "files", tmp_path / "saved", "owner/name"]
+    for path in (tmp_path / "rows.parquet", tmp_path / "one"):
+        with pytest.raises(ConfigError, match=r"data\.val_split is 'test'.*data\.val_path"):
+            load_splits(DataConfig(path=str(path), val_split="test"))
+    with pytest.raises(ConfigError, match=r"data\.val_split is 'test'"):
+        load_splits(DataConfig(path=str(tmp_path / "saved"), val_path=str(tmp_path / "rows.parquet"), val_split="test"))
 
 
 def test_a_dataset_without_its_package_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,12 @@ def test_sft_has_no_generation_and_no_refit() -> None:
     assert all(set(report.drawing.graph.widths) == {"train"} for report in reports)
 
 
+@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_layouts_that_the_model_does_not_allow_are_refused(size: str) -> None:
+    with pytest.raises(LayoutError, match=r"train workers: layout .*3 does not fit the model"):
+        inspect_config(load_config(SFT, [f"policy.megatron_cfg.{size}=3"]))
+
+
 def test_layouts_larger_than_any_machine_are_drawn() -> None:
     sizes = ["data_parallel_size=8", "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"]
     config = load_config(GRPO, [f"policy.megatron_cfg.{size}" for size in sizes] + GENERATION_DP2_TP2)

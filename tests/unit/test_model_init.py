@@ -71,6 +71,21 @@ def test_character_tokenizer_keeps_every_character(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
 
 
+def test_a_template_in_place_of_the_tokenizers_own_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, own in (("with", "{{ messages[0].content }}"), ("without", None)):
+        character_tokenizer("01", own).save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
+    with caplog.at_level("WARNING", "dagrl"):
+        for name, given in (("with", None), ("with", "{{ messages[0].content }}"), ("without", "x")):
+            load_tokenizer(
+                PolicyConfig.model_validate({"model_name": str(tmp_path / name), "tokenizer": {"chat_template": given}})
+            )
+        assert not caplog.text
+        policy = PolicyConfig.model_validate({"model_name": str(tmp_path / "with"), "tokenizer": {"chat_template": "x"}})
+        assert load_tokenizer(policy).chat_template == "x"
+    assert "policy.tokenizer.chat_template replaces the chat template" in caplog.text
+
+
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json"):

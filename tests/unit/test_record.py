@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dagrl.config import Config
@@ -91,9 +92,10 @@ def test_a_directory_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
     assert precious.exists()
 
 
-def test_a_name_is_one_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without slashes"):
-        prepare_run_directory(config(tmp_path, name="../elsewhere"))
+@pytest.mark.parametrize("name", ["../elsewhere", "..", ""])
+def test_a_name_is_one_directory(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValidationError, match="without slashes"):
+        config(tmp_path, name=name)
 
 
 def test_tensorboard_events(tmp_path: Path) -> None:
