@@ -21,7 +21,9 @@ from dagrl.config_policy import OptimizerConfig as OptimizerConfig
 from dagrl.config_policy import PolicyConfig as PolicyConfig
 from dagrl.config_policy import RandomInit as RandomInit
 from dagrl.config_policy import Section
+from dagrl.config_policy import Seed as Seed
 from dagrl.config_policy import SequencePackingConfig as SequencePackingConfig
+from dagrl.config_policy import TokenizerConfig as TokenizerConfig
 from dagrl.config_policy import VllmConfig as VllmConfig
 
 
@@ -124,7 +126,7 @@ class DataConfig(Section):
     response_key: str = "response"
     messages_key: str = "messages"
     shuffle: bool = True
-    seed: int = 0
+    seed: Seed = 0
     # Assistant's turns that SFT learns of a conversation: all, in one row, if the chat template only appends or marks what
     # is generated; each in a row that ends with it, as it is rendered when it is generated; or the last alone.
     assistant_turns: Literal["all", "each", "last"] = "all"
@@ -227,7 +229,7 @@ class ExecutorConfig(Section):
 class Config(Section):
     name: str
     algorithm: Literal["sft", "grpo"]
-    seed: int = 0
+    seed: Seed = 0
     output_dir: str = "runs"
     executor: Literal["compiled", "eager"] = "compiled"
     fallback: Literal["eager", "error"] = "eager"

@@ -19,7 +19,7 @@ from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.layout import ParallelLayout
-from dagrl.model_init import load_tokenizer, model_description
+from dagrl.model_init import load_tokenizer, model_description, token_count
 from dagrl.preflight import load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, no_collections, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
@@ -94,7 +94,7 @@ def plan_config_refit(config: Config) -> RefitPlan | None:
     described = [getattr(worker, "describe", None) for worker in worker_classes(config).values()]
     if None in described:
         return None
-    hf_config = model_description(config.policy, len(load_tokenizer(config.policy)))
+    hf_config = model_description(config.policy, token_count(load_tokenizer(config.policy)))
     sources, destinations = (
         _descriptions(partial(describe, config, hf_config, layout), layout)
         for describe, layout in zip(described, layouts(config).values(), strict=True)
