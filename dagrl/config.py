@@ -22,7 +22,9 @@ from dagrl.config_policy import OptimizerConfig as OptimizerConfig
 from dagrl.config_policy import PathText, Section
 from dagrl.config_policy import PolicyConfig as PolicyConfig
 from dagrl.config_policy import RandomInit as RandomInit
+from dagrl.config_policy import Seed as Seed
 from dagrl.config_policy import SequencePackingConfig as SequencePackingConfig
+from dagrl.config_policy import TokenizerConfig as TokenizerConfig
 from dagrl.config_policy import VllmConfig as VllmConfig
 
 
@@ -125,7 +127,7 @@ class DataConfig(Section):
     response_key: str = "response"
     messages_key: str = "messages"
     shuffle: bool = True
-    seed: int = 0
+    seed: Seed = 0
     # Assistant's turns that SFT learns of a conversation: all, in one row, if the chat template only appends or marks what
     # is generated; each in a row that ends with it, as it is rendered when it is generated; or the last alone.
     assistant_turns: Literal["all", "each", "last"] = "all"
@@ -234,7 +236,7 @@ def _directory_name(name: str) -> str:
 class Config(Section):
     name: Annotated[str, AfterValidator(_directory_name)]  # of the run's directory in output_dir
     algorithm: Literal["sft", "grpo"]
-    seed: int = 0
+    seed: Seed = 0
     output_dir: PathText = "runs"
     executor: Literal["compiled", "eager"] = "compiled"
     fallback: Literal["eager", "error"] = "eager"

@@ -124,7 +124,9 @@ def _describe(problem: Mapping[str, Any], places: Places, file: str) -> str:
 
 
 def _expected(message: str) -> str:
-    return "expected: " + message.removeprefix("Input should be ").removeprefix("Value error, ")
+    for start in ("Input should be ", "String should have ", "Value error, "):
+        message = message.removeprefix(start)
+    return f"expected: {message}"
 
 
 def _near_misses(name: str, parent: Key, section: type[BaseModel] | None) -> list[str]:

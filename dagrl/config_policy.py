@@ -24,6 +24,7 @@ from dagrl.layout import ParallelLayout
 
 # A named alias: pydantic follows a recursive type only through its name.
 Json = TypeAliasType("Json", "str | int | float | bool | list[Json] | dict[str, Json] | None")
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy, torch and vLLM all take
 
 
 def _without_nul(path: str) -> str:
@@ -50,7 +51,7 @@ class RandomInit(Section):
     """
 
     hf_config: dict[str, Json]
-    seed: int = 0
+    seed: Seed = 0
     tokenizer_characters: str | None = None  # build a character tokenizer of these; None: use policy.tokenizer.name
 
 
@@ -75,7 +76,7 @@ class SchedulerConfig(Section):
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_iters: NonNegativeInt = 0
-    lr_warmup_init: NonNegativeFloat = 0.0
+    lr_warmup_init: NonNegativeFloat = 0.0  # optimizer.lr at most
     lr_decay_iters: PositiveInt | None = None  # None: all optimizer steps of the run
 
 
@@ -169,8 +170,8 @@ class GenerationConfig(Section):
     max_new_tokens: PositiveInt = 64
     temperature: NonNegativeFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int | None = None
-    stop_strings: tuple[str, ...] = ()
+    top_k: int | None = Field(default=None, ge=-1)  # None, 0 or -1: all tokens
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # besides the ends of sequence of the tokenizer and of the model's config.json
     quantum_engine_steps: PositiveInt | None = None  # engine steps in one replay of `generate`; None: what its overhead asks
     quantum_seconds: PositiveFloat = 0.5  # what an update waits for quanta at most, where their engine steps are not given

@@ -104,7 +104,7 @@ def _load_module(name: str, path: str, key: str) -> Any:
         raise MissingDependencyError(
             f"{key}: importing {name!r} needs {missing!r}, which is not installed; {_install(missing.partition('.')[0])}"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: importing {name!r} raised {type(error).__name__}: {error}") from error
 
 

@@ -19,7 +19,7 @@ from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.layout import ParallelLayout
-from dagrl.model_init import load_tokenizer, model_description
+from dagrl.model_init import load_tokenizer, model_description, token_count
 from dagrl.preflight import check_model, load_phase, trace_phases, worker_classes
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, no_collections, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
@@ -120,7 +120,7 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
 
 
 def _model(config: Config) -> Mapping[str, Json]:
-    return model_description(config.policy, len(load_tokenizer(config.policy)))
+    return model_description(config.policy, token_count(load_tokenizer(config.policy)))
 
 
 def _descriptions(describe: Callable[[int], Sequence[WeightSlice]], layout: ParallelLayout) -> list[Sequence[WeightSlice]]:

@@ -12,9 +12,11 @@ from dagrl.config import Json, PolicyConfig, RandomInit
 from dagrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Tokens 0 to 3 of a character tokenizer; the characters follow in the order given."""
@@ -54,15 +56,18 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
     own = policy.tokenizer.name is not None
     key, name = ("policy.tokenizer.name", policy.tokenizer.name) if own else ("policy.model_name", policy.model_name)
     directory = _existing_directory(name, key)
+    if (directory / CONFIG).exists():
+        _read_description(directory, key)  # transformers looks at it too
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # whatever the code for the files' content stumbles over
-        for file in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        for file in (CONFIG, "tokenizer_config.json", "tokenizer.json"):
             if (directory / file).exists():
                 _read_object(directory / file, key)
-        raise ConfigError(f"{key}: there is no tokenizer that transformers can load in {directory}: {error}") from error
+        reason = _reason(error)
+        raise ConfigError(f"{key}: there is no tokenizer that transformers can load in {directory}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
     given = policy.tokenizer.chat_template
@@ -77,14 +82,29 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
-def model_description(policy: PolicyConfig, vocabulary: int) -> dict[str, Json]:
-    """The content of the model's `config.json`; for a model from a seed, with a `vocab_size` that holds the tokenizer's."""
+def token_count(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Rows that an embedding needs for it: one more than its largest token."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
+    """The content of the model's `config.json`; for a model from a seed, with a `vocab_size` that holds the tokenizer's.
+
+    `tokens` is the tokenizer's `token_count`. Raises ConfigError when the embedding of a checkpoint has fewer rows.
+    """
     if (policy.model_name is None) == (policy.random_init is None):
         found = "neither" if policy.model_name is None else "both"
         raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
     if policy.random_init is not None:
-        return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, vocabulary)}
-    return _read_object(_existing_directory(policy.model_name, "policy.model_name") / "config.json", "policy.model_name")
+        return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, tokens)}
+    description = _read_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
+    rows = description.get("vocab_size")
+    if isinstance(rows, int) and rows < tokens:
+        raise ConfigError(
+            f"the tokenizer of {policy.tokenizer.name or policy.model_name} has tokens up to {tokens - 1}, but the model of "
+            f"{policy.model_name} has rows for 0 to {rows - 1} (vocab_size {rows}); use the tokenizer of that model"
+        )
+    return description
 
 
 def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
@@ -95,10 +115,10 @@ def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, dire
     return directory
 
 
-def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write a float32 checkpoint with seeded weights, its configuration and the tokenizer; the same bytes every time.
+def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> PreTrainedModel:
+    """The model in float32 with seeded weights; on device `meta` without any, to see soon whether it can be made.
 
-    The directory appears whole or not at all. Raises ConfigError when transformers does not know the architecture.
+    Raises ConfigError for what transformers refuses.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,16 +128,24 @@ def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, dir
     description = dict(init.hf_config)
     kind = description.pop("model_type", None)
     tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
-    tokens |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": _vocabulary(init, len(tokenizer))}
+    tokens |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": _vocabulary(init, token_count(tokenizer))}
     try:
         hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(init.seed)
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError) as error:
+            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32))
+    except Exception as error:  # of whatever the architecture's code does with its keys
         raise ConfigError(
-            f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {error}"
+            f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {_reason(error)}"
         ) from error
+
+
+def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write a float32 checkpoint with seeded weights, its configuration and the tokenizer; the same bytes every time.
+
+    The directory appears whole or not at all. Raises ConfigError when transformers does not know the architecture.
+    """
+    model = make_random_model(init, tokenizer)
     part = directory.with_name(directory.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
@@ -140,10 +168,32 @@ def _read_object(path: Path, key: str) -> dict[str, Json]:
     return content
 
 
-def _vocabulary(init: RandomInit, tokenizer: int) -> int:
+def _vocabulary(init: RandomInit, tokens: int) -> int:
     """Rows of the embedding: those of `hf_config.vocab_size`, and at least one a token of the tokenizer."""
     wanted = init.hf_config.get("vocab_size")
-    return max(tokenizer, wanted if isinstance(wanted, int) else 0)
+    return max(tokens, wanted if isinstance(wanted, int) else 0)
+
+
+def _read_description(directory: Path, key: str) -> dict[str, Json]:
+    """A checkpoint's `config.json`. Raises ConfigError when there is none, or one that transformers refuses.
+
+    Of a `model_type` that transformers does not know it is for the worker classes to say what they need.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = directory / CONFIG
+    description = _read_object(path, key)
+    if description.get("model_type") in list(CONFIG_MAPPING):
+        try:
+            AutoConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # transformers has a class of errors for each way to check a key
+            raise ConfigError(f"{key}: transformers refuses {path}: {_reason(error)}; mend that file") from error
+    return description
+
+
+def _reason(error: Exception) -> str:
+    """On one line: errors of transformers' checks have several."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _existing_directory(name: str | None, key: str) -> Path:

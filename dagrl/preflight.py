@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, Json, PhasesConfig
 from dagrl.data import Example, load_splits
-from dagrl.errors import ConfigError, LayoutError
+from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.graph import PhaseGraph
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count, gpus_per_worker
 from dagrl.metrics import VALIDATION
-from dagrl.model_init import load_tokenizer, model_description
+from dagrl.model_init import load_tokenizer, make_random_model, model_description, token_count
 from dagrl.phase import Phase, Role, group_transports, methods_of
 from dagrl.record import RunPaths, check_run_directory, require_extras
 from dagrl.settings import bucket_widths, check_settings, generation_config, is_colocated, layouts
@@ -71,8 +71,10 @@ def preflight(config: Config) -> Inputs:
         if config.environment.function is not None:
             _check_function(config.environment.function, "environment.function")
     tokenizer = load_tokenizer(config.policy)
-    hf_config = model_description(config.policy, len(tokenizer))
+    hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
+    if config.policy.random_init is not None:
+        make_random_model(config.policy.random_init, tokenizer, "meta")
     inputs = _read_data(config, tokenizer, hf_config)
     _check_metric(config, inputs)
     _warn_of_longer_epochs(config, inputs)
@@ -221,7 +223,7 @@ def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[
         with running(f"{path}.check", key):
             try:
                 getattr(worker, "check", _accept)(config, hf_config)
-            except (ConfigError, LayoutError) as error:
+            except UserError as error:
                 raise type(error)(f"{role} workers: {error}") from error
 
 

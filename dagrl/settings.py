@@ -16,6 +16,7 @@ def check_settings(config: Config) -> None:
     """What the configuration alone says that cannot be, on whatever machine. Raises a UserError that says what to change."""
     _check_choices(config)
     _check_batches(config)
+    _check_rates(config)
     _check_functions(config)
     _check_off_policy(config)
     _check_on_policy(config)
@@ -122,6 +123,17 @@ def _check_batches(config: Config) -> None:
             f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x num_generations_per_prompt "
             f"{config.grpo.num_generations_per_prompt} = {samples} samples are not divisible into optimizer steps of "
             f"policy.train_global_batch_size {size}; choose a divisor of {samples}"
+        )
+
+
+def _check_rates(config: Config) -> None:
+    """The schedule warms up to `optimizer.lr`; `sft.lr`, constant, is beside it."""
+    megatron = config.policy.megatron_cfg
+    start, rate = megatron.scheduler.lr_warmup_init, megatron.optimizer.lr
+    if start > rate:
+        raise ConfigError(
+            f"policy.megatron_cfg.scheduler.lr_warmup_init is {start:g}, above policy.megatron_cfg.optimizer.lr {rate:g}, "
+            "which the warm-up leads to; set it to that or less"
         )
 
 

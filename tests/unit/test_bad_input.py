@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from dagrl.cli import main
-from dagrl.config import Config, Json
+from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.data import Example, Splits
 from dagrl.errors import UserError
-from dagrl.model_init import character_tokenizer
+from dagrl.model_init import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.phase import Input, Shard, Value, phase
 from workers.megatron import MegatronWorker
 
@@ -31,7 +31,7 @@ MODEL = {
 }
 
 
-def configuration(data: str) -> dict[str, object]:
+def configuration(data: str) -> dict[str, Any]:
     return {
         "name": "bad",
         "algorithm": "grpo",
@@ -68,6 +68,26 @@ TABLE = [
     Row("key in another section", ("did you mean 'policy.generation.temperature'",), ("grpo.temperature=1",)),
     Row("wrong type", ("seed (command line)", "found 'many'", "integer"), ("seed=many",)),
     Row("out of range", ("grpo.max_num_steps", "found -1", "greater than 0"), ("grpo.max_num_steps=-1",)),
+    *(
+        Row(f"{key} below the range", (f"{key} (command line): found -1; expected: greater",), (f"{key}=-1",))
+        for key in ("seed", "data.seed", "policy.random_init.seed")
+    ),
+    Row("seed above the range", ("seed (command line)", "expected: less than 4294967296"), (f"seed={2**32}",)),
+    Row(
+        "top_k below the range",
+        ("policy.generation.top_k (command line): found -5; expected: greater than or equal to -1",),
+        ("policy.generation.top_k=-5",),
+    ),
+    Row(
+        "a stop string that is always there",
+        ("policy.generation.stop_strings.1 (command line): found ''; expected: at least 1 character",),
+        ("policy.generation.stop_strings=[a, '']",),
+    ),
+    Row(
+        "a warm-up from above",
+        ("policy.megatron_cfg.scheduler.lr_warmup_init is 1, above policy.megatron_cfg.optimizer.lr 0.001", "or less"),
+        (f"{MEGATRON}.scheduler.lr_warmup_init=1", "sft.lr=2"),
+    ),
     Row("not an override", ("'seed'", "KEY=VALUE"), ("seed",)),
     Row("value where a section is", ("override 'name.x=1'", "not a section"), ("name.x=1",)),
     Row(
@@ -341,6 +361,31 @@ TABLE = [
     ),
     Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
+    *(
+        Row(
+            f"{key} of nothing",
+            (f"train workers: the model's config.json has {key} = {size}; expected a number of at least 1",),
+            (f"policy.random_init.hf_config.{key}={size}",),
+        )
+        for key, size in (
+            ("num_attention_heads", 0),
+            ("num_key_value_heads", 0),
+            ("num_hidden_layers", 0),
+            ("head_dim", 0),
+            ("intermediate_size", 0),
+            ("hidden_size", -64),
+        )
+    ),
+    Row(
+        "a value that transformers refuses",
+        ("policy.random_init.hf_config: transformers cannot make", "'initializer_range' expected float, got str"),
+        ("policy.random_init.hf_config.initializer_range=abc",),
+    ),
+    Row(
+        "values that transformers refuses together",
+        ("policy.random_init.hf_config: transformers cannot make", "`num_hidden_layers` (2) must be equal"),
+        ("policy.random_init.hf_config.layer_types=[full_attention]",),
+    ),
     Row("characters", ("tokenizer_characters", "'1' more than once"), ('policy.random_init.tokenizer_characters="121"',)),
 ]
 
@@ -460,6 +505,50 @@ def test_files_of_a_model_that_are_other_json(
 
 def test_good_input_passes_all_checks(run: Run) -> None:
     assert run("--dry-run") == (0, "")
+
+
+@pytest.mark.parametrize("off", ["null", "0", "-1"])
+def test_top_k_may_be_off(off: str, run: Run) -> None:
+    assert run("--dry-run", f"policy.generation.top_k={off}") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sys.exit(0)", "importing 'user_module' raised SystemExit: 0"),
+        ("argparse.ArgumentParser().parse_args(['--data'])", "importing 'user_module' raised SystemExit: 2"),
+        ("raise ValueError('no')", "importing 'user_module' raised ValueError: no"),
+    ],
+)
+def test_a_module_that_ends_the_process(
+    line: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(line, tmp_path, monkeypatch)
+    code, errors = run("reward.function=user_module:score")
+    assert code == 2 and f"dagrl: error: reward.function: {message}" in errors
+
+
+def test_an_interrupt_during_an_import_interrupts(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module("raise KeyboardInterrupt", tmp_path, monkeypatch)
+    code, errors = run("reward.function=user_module:score")
+    assert code == 130 and "importing" not in errors
+
+
+def write_module(line: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`user_module.py`, which does `line` when it is imported."""
+    (directory / "user_module.py").write_text(f"import argparse, sys\n{line}\n")
+    monkeypatch.syspath_prepend(directory)
+
+
+def test_weights_are_looked_at(run: Run, tmp_path: Path) -> None:
+    init = RandomInit.model_validate(configuration("")["policy"]["random_init"])
+    write_random_model(init, load_tokenizer(PolicyConfig(random_init=init)), tmp_path / "model")
+    words = ("policy.random_init=null", f"policy.model_name={tmp_path / 'model'}", "--dry-run")
+    assert run(*words) == (0, "")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, errors = run(*words)
+    assert code == 2 and f"dagrl: error: train workers: cannot read the weights in {weights.parent}: " in errors
 
 
 def test_good_input_starts_ray(run: Run) -> None:

@@ -122,6 +122,33 @@ def checkpoint(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]
     yield tmp_path, weights
 
 
+def test_a_check_reads_no_weights(checkpoint: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CountingReader()
+    monkeypatch.setattr(safetensors, "safe_open", counter)
+    hf.check_hf(checkpoint[0], parameter_shapes(MODEL))
+    assert counter.files == counter.read == 0 and counter.most_files == 1
+
+
+def test_a_check_finds_damaged_files(checkpoint: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    directory, shapes = checkpoint[0], parameter_shapes(MODEL)
+    path, index = sorted(directory.glob("*.safetensors"))[-1], directory / hf.INDEX
+    content = path.read_bytes()
+    for damaged in (b"", content[:1000], content[:-1], b"\xff" * 5000):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"cannot read {path}: .*the file is missing or damaged"):
+            hf.check_hf(directory, shapes)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"cannot read {path}: No such file"):
+        hf.check_hf(directory, shapes)
+    for text in ("{", "[]", '{"weight_map": []}', '{"weight_map": {"w": 3}}'):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"cannot read the weights in {directory}: .*expected {hf.SINGLE}"):
+            hf.check_hf(directory, shapes)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=rf"cannot read the weights in {directory}: No such file"):
+        hf.check_hf(directory, shapes)
+
+
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(), ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)], ids=["single", "tp2pp2ep4"]
 )
@@ -181,6 +208,8 @@ def test_weights_of_another_model_are_refused(
     slices = megatron_weight_slices(model, ParallelLayout(), 0)
     with pytest.raises(CheckpointError, match=message):
         hf.load_hf(checkpoint[0], slices, parameter_shapes(model), local_tensors(slices))
+    with pytest.raises(CheckpointError, match=message):
+        hf.check_hf(checkpoint[0], parameter_shapes(model))
 
 
 def test_an_export_takes_the_place_of_the_one_before_when_it_is_whole(

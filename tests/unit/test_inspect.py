@@ -156,3 +156,9 @@ def test_mistakes() -> None:
         inspect_config(load_config(SFT, ["policy.train_global_batch_size=63", "policy.megatron_cfg.data_parallel_size=2"]))
     with pytest.raises(LayoutError, match=r"policy\.megatron_cfg: vpp is 2 but pp is 1"):
         inspect_config(load_config(SFT, ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"]))
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"])
+def test_a_model_of_nothing(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = 0; expected a number of at least 1"):
+        plan_config_refit(load_config(GRPO, [f"policy.random_init.hf_config.{key}=0"]))

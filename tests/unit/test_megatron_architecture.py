@@ -79,6 +79,10 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
         ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
         ({"hidden_size": None}, "hidden_size = None"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; expected a number of at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0; expected a number of at least 1"),
+        ({"num_attention_heads": 128}, "head_dim = 0; expected a number of at least 1"),
+        ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step = 0; expected a number of at least 1"),
     ],
 )
 def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from dagrl.config import PolicyConfig, RandomInit
+from dagrl.config import PolicyConfig, RandomInit, TokenizerConfig
 from dagrl.errors import ConfigError
-from dagrl.model_init import character_tokenizer, load_tokenizer, model_description, write_random_model
+from dagrl.model_init import character_tokenizer, load_tokenizer, model_description, token_count, write_random_model
 
 INIT = RandomInit(
     tokenizer_characters="0123456789+= \n",
@@ -60,6 +62,50 @@ def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path: Path, wanted: i
     written(tmp_path / "a", vocab_size=wanted)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == rows
+
+
+def test_a_checkpoint_has_a_row_for_each_token(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    policy = PolicyConfig(model_name=str(tmp_path / "a"))
+    assert model_description(policy, token_count(load_tokenizer(policy)))["vocab_size"] == 18
+    character_tokenizer(f"{INIT.tokenizer_characters}x").save_pretrained(tmp_path / "larger")
+    policy = PolicyConfig(model_name=str(tmp_path / "a"), tokenizer=TokenizerConfig(name=str(tmp_path / "larger")))
+    with pytest.raises(ConfigError, match=r"tokens up to 18, but the model .* has rows for 0 to 17 \(vocab_size 18\)"):
+        model_description(policy, token_count(load_tokenizer(policy)))
+
+
+def test_tokens_are_counted_by_the_largest(tmp_path: Path) -> None:
+    """A vocabulary may have gaps; then it has fewer tokens than its largest asks rows for."""
+    vocabulary = models.WordLevel({"<pad>": 0, "<eos>": 2, "a": 40}, unk_token="<pad>")  # noqa: S106  # a token of text
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary), pad_token="<pad>", eos_token="<eos>")  # noqa: S106
+    assert (len(tokenizer), token_count(tokenizer)) == (3, 41)
+    write_random_model(INIT, tokenizer, tmp_path / "a")
+    assert model_description(PolicyConfig(model_name=str(tmp_path / "a")), 41)["vocab_size"] == 41
+
+
+def test_a_configuration_that_transformers_refuses(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    policy, path = PolicyConfig(model_name=str(tmp_path / "a")), tmp_path / "a" / "config.json"
+    good = json.loads(path.read_text())
+    path.write_text(json.dumps({**good, "num_hidden_layers": 2}))
+    refused = r"policy\.model_name: transformers refuses .*config\.json: .*`num_hidden_layers` \(2\) must be equal"
+    with pytest.raises(ConfigError, match=refused):
+        model_description(policy, 0)
+    with pytest.raises(ConfigError, match=refused):
+        load_tokenizer(policy)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json holds a JSON list; expected an object"):
+        model_description(policy, 0)
+    path.write_text(json.dumps({"model_type": "gpt9"}))
+    assert model_description(policy, 0) == {"model_type": "gpt9"}  # it is for the worker classes to say
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer(file: str, tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    (tmp_path / "a" / file).write_text("[]")
+    with pytest.raises(ConfigError, match=f"{file} holds a JSON list; expected an object"):
+        load_tokenizer(PolicyConfig(model_name=str(tmp_path / "a")))
 
 
 def test_character_tokenizer_keeps_every_character(tmp_path: Path) -> None:

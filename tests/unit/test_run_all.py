@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -29,6 +30,7 @@ from dagrl.model_init import character_tokenizer
 from dagrl.preflight import preflight, trace_phases, worker_classes
 from dagrl.settings import check_settings
 from workers.megatron.architecture import check_layout
+from workers.megatron.weights import parameter_shapes
 
 CARDS = ("NVIDIA H200", "NVIDIA H200")
 HERE = Environment(CARDS, (143771, 143771), "580", "NV18", "64-core host", {"torch": "2.11"}, {}, "abc", torch_gpus=2)
@@ -270,7 +272,7 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int) -> None:
-    """All that can be known to be wrong with a measurement before it starts; the models are there but for their weights."""
+    """All that can be known to be wrong with a measurement before it starts; of weights there are the headers."""
     for found in pieces(gpus):
         if found.part not in ("compare", "step", "curves", "faults") or found.gpus > gpus:
             continue
@@ -286,10 +288,18 @@ def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int)
 
 
 def write_shape(directory: Path, name: str) -> None:
-    """A model's `config.json` and tokenizer, as `bench.gpu.models` writes them."""
+    """A model's `config.json` and tokenizer, as `bench.gpu.models` writes them, and weights that are a hole in a file."""
     (directory / name).mkdir(exist_ok=True)
     character_tokenizer(CHARACTERS).save_pretrained(directory / name)
     (directory / name / "config.json").write_text(json.dumps(dict(SHAPES[name].config)))
+    header, end = {}, 0
+    for parameter, shape in parameter_shapes(SHAPES[name].config).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[parameter] = {"dtype": "BF16", "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    with (directory / name / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def test_the_hosts_gpus_name_the_directory() -> None:

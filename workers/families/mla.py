@@ -43,7 +43,7 @@ def latent_of(model: Model) -> Latent:
 
 def has_experts(model: Model, layer: int) -> bool:
     """Every `moe_layer_freq`-th layer from `first_k_dense_replace` on."""
-    return layer >= model.size("first_k_dense_replace", 0) and layer % model.size("moe_layer_freq", 1) == 0
+    return layer >= model.size("first_k_dense_replace", 0) and layer % model.size("moe_layer_freq", 1, least=1) == 0
 
 
 def has_expert_bias(model: Model) -> bool:

@@ -21,12 +21,14 @@ class Model:
 
     config: Mapping[str, Json]
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A whole number."""
+    def size(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """A whole number, `least` or more."""
         value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"the model's config.json has {key} = {value!r}; expected a whole number")
+        if value < least:
+            raise ConfigError(f"the model's config.json has {key} = {value}; expected a number of at least {least}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -51,31 +53,31 @@ class Model:
     def layers(self) -> int:
         """Hybrids may count them by naming the kind of each."""
         kinds = self.config.get("layers_block_type")
-        return len(kinds) if isinstance(kinds, list) else self.size("num_hidden_layers")
+        return len(kinds) if isinstance(kinds, list) else self.size("num_hidden_layers", least=1)
 
     @property
     def hidden(self) -> int:
-        return self.size("hidden_size")
+        return self.size("hidden_size", least=1)
 
     @property
     def heads(self) -> int:
-        return self.size("num_attention_heads")
+        return self.size("num_attention_heads", least=1)
 
     @property
     def kv_heads(self) -> int:
-        return self.size("num_key_value_heads", self.heads)
+        return self.size("num_key_value_heads", self.heads, least=1)
 
     @property
     def head_dim(self) -> int:
-        return self.size("head_dim", self.hidden // self.heads)
+        return self.size("head_dim", self.hidden // self.heads, least=1)
 
     @property
     def ffn(self) -> int:
-        return self.size("intermediate_size")
+        return self.size("intermediate_size", least=1)
 
     @property
     def vocabulary(self) -> int:
-        return self.size("vocab_size")
+        return self.size("vocab_size", least=1)
 
     @property
     def tied(self) -> bool:

@@ -27,8 +27,8 @@ class Experts:
 def experts_of(model: Model) -> Experts:
     """Transformers 5 writes `num_local_experts` for Qwen3-MoE, earlier versions and published checkpoints `num_experts`."""
     if model.type == "mixtral":
-        return Experts(model.size("num_local_experts"), model.ffn, "block_sparse_moe.", ("w1", "w3", "w2"))
-    count = model.size("num_experts" if model.has("num_experts") else "num_local_experts")
+        return Experts(model.size("num_local_experts", least=1), model.ffn, "block_sparse_moe.", ("w1", "w3", "w2"))
+    count = model.size("num_experts" if model.has("num_experts") else "num_local_experts", least=1)
     shared = model.size("shared_expert_intermediate_size") if model.type == "qwen2_moe" else 0
     return Experts(count, model.size("moe_intermediate_size"), "mlp.", ("gate_proj", "up_proj", "down_proj"), shared)
 
@@ -37,7 +37,7 @@ def has_experts(model: Model, layer: int) -> bool:
     """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer, save `mlp_only_layers`."""
     without = model.config.get("mlp_only_layers") or []
     assert isinstance(without, list)
-    return layer not in without and (layer + 1) % model.size("decoder_sparse_step", 1) == 0
+    return layer not in without and (layer + 1) % model.size("decoder_sparse_step", 1, least=1) == 0
 
 
 def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:

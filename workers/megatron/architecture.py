@@ -91,20 +91,20 @@ class Architecture:
 def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     """The architecture of a `config.json`; ConfigError names what is missing or not supported."""
     _check_supported(hf_config)
-    heads, hidden = _integer(hf_config, "num_attention_heads"), _integer(hf_config, "hidden_size")
+    heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
     dense = Architecture(
         model_type=str(hf_config["model_type"]),
-        layers=_integer(hf_config, "num_hidden_layers"),
+        layers=_size(hf_config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=_integer(hf_config, "num_key_value_heads", heads),
-        head_dim=_integer(hf_config, "head_dim", hidden // heads),
-        ffn=_integer(hf_config, "intermediate_size"),
-        vocabulary=_integer(hf_config, "vocab_size"),
+        kv_heads=_size(hf_config, "num_key_value_heads", heads),
+        head_dim=_size(hf_config, "head_dim", hidden // heads),
+        ffn=_size(hf_config, "intermediate_size"),
+        vocabulary=_size(hf_config, "vocab_size"),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
         norm_eps=_number(hf_config, "rms_norm_eps", 1e-5 if hf_config["model_type"] == "mixtral" else 1e-6),
         rope=_rope(hf_config),
-        max_positions=_integer(hf_config, "max_position_embeddings", 32768),
+        max_positions=_size(hf_config, "max_position_embeddings", 32768),
     )
     return EXPERTS.get(dense.model_type, _without_experts)(dense, hf_config)
 
@@ -197,14 +197,14 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _qwen3_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
     """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer has experts, save `mlp_only_layers`."""
-    step = _integer(hf_config, "decoder_sparse_step", 1)
+    step = _size(hf_config, "decoder_sparse_step", 1)
     without = hf_config.get("mlp_only_layers") or []
     assert isinstance(without, list)
     return replace(
         dense,
-        experts=_integer(hf_config, "num_local_experts" if "num_local_experts" in hf_config else "num_experts"),
-        experts_per_token=_integer(hf_config, "num_experts_per_tok"),
-        expert_ffn=_integer(hf_config, "moe_intermediate_size"),
+        experts=_size(hf_config, "num_local_experts" if "num_local_experts" in hf_config else "num_experts"),
+        experts_per_token=_size(hf_config, "num_experts_per_tok"),
+        expert_ffn=_size(hf_config, "moe_intermediate_size"),
         normalize_expert_weights=bool(hf_config.get("norm_topk_prob", False)),
         moe_layers=tuple(layer not in without and (layer + 1) % step == 0 for layer in range(dense.layers)),
     )
@@ -214,8 +214,8 @@ def _mixtral_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Arch
     """Experts in every layer, of the intermediate size (transformers' MixtralDecoderLayer)."""
     return replace(
         dense,
-        experts=_integer(hf_config, "num_local_experts"),
-        experts_per_token=_integer(hf_config, "num_experts_per_tok"),
+        experts=_size(hf_config, "num_local_experts"),
+        experts_per_token=_size(hf_config, "num_experts_per_tok"),
         expert_ffn=dense.ffn,
         normalize_expert_weights=True,
         moe_layers=(True,) * dense.layers,
@@ -239,5 +239,8 @@ def _number(hf_config: Mapping[str, Json], key: str, default: float | None = Non
     return float(value)
 
 
-def _integer(hf_config: Mapping[str, Json], key: str, default: int | None = None) -> int:
-    return int(_number(hf_config, key, default))
+def _size(hf_config: Mapping[str, Json], key: str, default: int | None = None) -> int:
+    value = int(_number(hf_config, key, default))
+    if value < 1:
+        raise ConfigError(f"the model's config.json has {key} = {value}; expected a number of at least 1")
+    return value

@@ -1,15 +1,16 @@
 """Hugging Face checkpoints: read this rank's weights from one. `hf_export.py` writes them.
 
 It follows the weight layout (`workers.megatron.weights`), boxes of HF parameters and where they lie in local tensors, and
-takes only those boxes from the safetensors files.
+takes only those boxes from the safetensors files. Before anything starts, `check_hf` reads their headers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
@@ -38,6 +39,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The whole shape of each parameter."""
 
 
+def check_hf(directory: str | Path, shapes: Shapes) -> None:
+    """Raise the CheckpointError of `load_hf` from the headers of the files and their sizes, without reading any weights."""
+    for path, names in _by_file(shapes, shapes, directory).items():
+        with _opened(path) as file:
+            for name in names:
+                _check_stored(path, name, file.get_slice(name), shapes[name])
+
+
 def load_hf(directory: str | Path, slices: Sequence[WeightSlice], shapes: Shapes, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` from the safetensors files in `directory`; what no slice covers (vocabulary padding) becomes 0.
 
@@ -47,13 +56,11 @@ def load_hf(directory: str | Path, slices: Sequence[WeightSlice], shapes: Shapes
     _check_covered_here(slices, tensors)
     for tensor in tensors.values():
         tensor.zero_()
-    files = _files(Path(directory))
-    _check_names(files, shapes, directory)
-    by_file: dict[Path, list[WeightSlice]] = {}
+    pieces: dict[str, list[WeightSlice]] = {}
     for piece in slices:
-        by_file.setdefault(_file_of(piece.name, files, directory), []).append(piece)
-    for path, pieces in by_file.items():
-        _load_file(path, pieces, shapes, tensors)
+        pieces.setdefault(piece.name, []).append(piece)
+    for path, names in _by_file(pieces, shapes, directory).items():
+        _load_file(path, [piece for name in names for piece in pieces[name]], shapes, tensors)
 
 
 def local_view(tensor: Tensor, piece: WeightSlice) -> Tensor:
@@ -74,6 +81,16 @@ def _check_covered_here(slices: Sequence[WeightSlice], tensors: Mapping[str, Ten
             raise CheckpointError(f"the weight layout covers {covered[name]} of the {tensor.numel()} elements of {name!r}")
 
 
+def _by_file(names: Iterable[str], shapes: Shapes, directory: str | Path) -> dict[Path, list[str]]:
+    """The parameters `names` by their file; the checkpoint must have all of them, and none but those of `shapes`."""
+    files = _files(Path(directory))
+    _check_names(files, shapes, directory)
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(_file_of(name, files, directory), []).append(name)
+    return by_file
+
+
 def _files(directory: Path) -> dict[str, Path]:
     """File of each parameter."""
     from safetensors import SafetensorError, safe_open
@@ -82,9 +99,9 @@ def _files(directory: Path) -> dict[str, Path]:
         if (directory / INDEX).exists():
             index = json.loads((directory / INDEX).read_text())["weight_map"]
             return {name: directory / file for name, file in index.items()}
-        with safe_open(directory / SINGLE, framework="pt") as file:
+        with safe_open(directory / SINGLE, framework="np") as file:
             return dict.fromkeys(file.keys(), directory / SINGLE)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read the weights in {directory}: {error}; expected {SINGLE}, or {INDEX} and its files"
         ) from error
@@ -110,30 +127,35 @@ def _file_of(name: str, files: Mapping[str, Path], directory: str | Path) -> Pat
 
 
 def _load_file(path: Path, pieces: Sequence[WeightSlice], shapes: Shapes, tensors: Mapping[str, Tensor]) -> None:
+    with _opened(path, "pt") as file:
+        for piece in pieces:
+            part = file.get_slice(piece.name)
+            _check_stored(path, piece.name, part, shapes[piece.name])
+            local_view(tensors[piece.tensor], piece).copy_(part[tuple(slice(start, stop) for start, stop in piece.box)])
+
+
+@contextmanager
+def _opened(path: Path, framework: str = "np") -> Iterator[Any]:
+    """A safetensors file; opening it compares its size with its header. With `np` torch is not imported."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
-            for piece in pieces:
-                part = file.get_slice(piece.name)
-                _check_shape(path, piece, part.get_shape(), shapes[piece.name])
-                _check_plain(path, piece, part.get_dtype())
-                local_view(tensors[piece.tensor], piece).copy_(part[tuple(slice(start, stop) for start, stop in piece.box)])
+        with safe_open(path, framework=framework) as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
 
 
-def _check_shape(path: Path, piece: WeightSlice, shape: Sequence[int], expected: Sequence[int]) -> None:
-    if list(shape) != list(expected):
+def _check_stored(path: Path, name: str, part: Any, expected: Sequence[int]) -> None:
+    """A parameter as its file has it, `part`, is of the `expected` shape and of a plain type."""
+    shape, dtype = list(part.get_shape()), part.get_dtype()
+    if shape != list(expected):
         raise CheckpointError(
-            f"{path}: parameter {piece.name!r} has shape {list(shape)}, expected {list(expected)}; "
+            f"{path}: parameter {name!r} has shape {shape}, expected {list(expected)}; "
             "config.json and the weights are of different models"
         )
-
-
-def _check_plain(path: Path, piece: WeightSlice, dtype: str) -> None:
     if dtype not in _PLAIN_DTYPES:
         raise CheckpointError(
-            f"{path}: parameter {piece.name!r} is stored as {dtype}; training starts from {', '.join(_PLAIN_DTYPES)}: "
+            f"{path}: parameter {name!r} is stored as {dtype}; training starts from {', '.join(_PLAIN_DTYPES)}: "
             "dequantize the checkpoint first (generation can be in FP8 all the same: vllm_cfg.precision)"
         )

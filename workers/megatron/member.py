@@ -60,8 +60,13 @@ class GroupMember:
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
-        """Raise LayoutError or ConfigError, before any actor starts, for a model that cannot be trained in this layout."""
+        """Raise a UserError, before any actor starts, for a model that cannot be loaded, or not trained in this layout."""
+        from workers.megatron.hf import check_hf
+        from workers.megatron.weights import parameter_shapes
+
         check_layout(hf_config, config.policy.megatron_cfg.layout)
+        if config.policy.model_name is not None:
+            check_hf(config.policy.model_name, parameter_shapes(hf_config))
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
