@@ -164,6 +164,7 @@ def test_an_environment_that_fails_too_often_ends_the_run(tmp_path: Path) -> Non
         run_grpo(failing(tmp_path, share=0.01))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quanta read while a run stops raise new questions; neither they nor their groups are lost, none counts as failed."""
     monkeypatch.setenv(RELEASED, str(tmp_path / "released"))

@@ -17,7 +17,7 @@ from dagrl.cli import BENCHES, main
 from dagrl.config import Config
 from dagrl.config_file import load_config
 from dagrl.errors import ChannelError, ConfigError
-from dagrl.model_init import character_tokenizer
+from dagrl.model_init import character_tokenizer, write_random_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/sft_quickstart.yaml"
@@ -70,10 +70,9 @@ def test_the_readmes_command_for_data_of_ones_own(
     turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     (tmp_path / "train.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    character_tokenizer("12+", template).save_pretrained(tmp_path / "model")
     quickstart = load_config(ROOT / EXAMPLE).policy.random_init
     assert quickstart is not None
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**quickstart.hf_config, "vocab_size": 7}))
+    write_random_model(quickstart, character_tokenizer("12+", template), tmp_path / "model")
     command = re.search(r"^dagrl (train examples/sft_own_data.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert command is not None
     words = command[1].replace("/models/Qwen3-0.6B", str(tmp_path / "model")).replace("=train", f"={tmp_path / 'train'}")
