@@ -3,13 +3,13 @@
     dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--json F] [--plot F]
 
 A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `0.6b:dp2d` (d: distributed optimizer), `0.6b:dp1m` (m: the plain
-loop has Megatron's cross-entropy, else the same loss as dagrl's worker), `4b:dp1!` (!: without the plain loop),
-`30b@6:dp4ep4` (a model cut to 6 layers). The workers of dagrl, under Ray, and the processes of the plain loop
-(`bench.train_plain`, under torchrun) live side by side, build the case from the same checkpoint, and take turns of a few
-steps. Weights are random, of the real shape, in bfloat16 with float32 master weights. dagrl's time is that of a whole
-replay, batch sent and metrics read; the plain loop's that of a step with its batch on the device. Losses are compared by
-relative norm with those of the first case of the model that has one GPU. Without GPUs it runs as well (`--tiny`), for a
-look at what it does.
+loop has Megatron's cross-entropy, else the same loss as dagrl's worker), `0.6b:tp2g` (g: with CUDA graphs of microbatches),
+`4b:dp1!` (!: without the plain loop), `30b@6:dp4ep4` (a model cut to 6 layers). The workers of dagrl, under Ray, and the
+processes of the plain loop (`bench.train_plain`, under torchrun) live side by side, build the case from the same
+checkpoint, and take turns of a few steps. Weights are random, of the real shape, in bfloat16 with float32 master weights.
+dagrl's time is that of a whole replay, batch sent and metrics read; the plain loop's that of a step with its batch on the
+device. Losses are compared by relative norm with those of the first case of the model that has one GPU. Without GPUs it
+runs as well (`--tiny`), for a look at what it does.
 """
 
 from __future__ import annotations
@@ -39,19 +39,23 @@ from dagrl.layout import ParallelLayout
 from dagrl.shapes import Batch
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "30b": "qwen3-30b-a3b"}
-_CASE = re.compile(r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?!?)")
+_CASE = re.compile(r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?!?)")
 _SIZE = re.compile(r"(dp|tp|pp|cp|ep)(\d+)")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a layout. `own_loss`: the plain loop has Megatron's; `alone`: it is left out, for want of memory."""
+    """A model in a layout. `own_loss`: the plain loop has Megatron's; `alone`: it is left out, for want of memory.
+
+    `graphs`: dagrl's workers replay microbatches as CUDA graphs, which the plain loop does not.
+    """
 
     name: str
     shape: Shape
     layout: ParallelLayout
     sharded: bool
     own_loss: bool
+    graphs: bool
     alone: bool
 
 
@@ -138,7 +142,8 @@ def parse_case(text: str, tiny: bool) -> Case:
     shape = shape.with_layers(int(match["layers"])) if match["layers"] else shape
     sizes = {name: int(size) for name, size in _SIZE.findall(match["layout"])}
     layout = ParallelLayout(**sizes, etp=1) if "ep" in sizes else ParallelLayout(**sizes)
-    return Case(text.rstrip("!"), shape, layout, "d" in match["end"], "m" in match["end"], "!" in match["end"])
+    sharded, own_loss, graphs, alone = (mark in match["end"] for mark in "dmg!")
+    return Case(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, alone)
 
 
 def writing(
@@ -186,6 +191,7 @@ def case_config(case: Case, model: Path, options: argparse.Namespace) -> Config:
         "max_total_sequence_length": options.length,
         "megatron_cfg": {
             "sequence_parallel": case.layout.tp > 1,
+            "cuda_graphs": case.graphs,
             "optimizer": {"lr": 1e-5, "use_distributed_optimizer": case.sharded},
         },
     }

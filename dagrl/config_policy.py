@@ -99,6 +99,7 @@ class MegatronConfig(Section):
     recompute_granularity: Literal["full", "selective"] = "full"  # whole layers, or the attention core alone
     recompute_method: Literal["uniform", "block"] = "uniform"  # full: all layers, or the first of each pipeline stage
     recompute_num_layers: PositiveInt = 1  # uniform: layers between two kept inputs; block: layers of a stage
+    cuda_graphs: bool = False  # replay a microbatch's passes through the model as CUDA graphs; for dense models without pp
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from dagrl.config import Config, Json, PhasesConfig
+from dagrl.config import ClusterConfig, Config, Json, PhasesConfig
 from dagrl.data import Example, load_splits
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
@@ -193,6 +193,8 @@ def _check_machine(config: Config) -> None:
     most, reason = _most_workers(config)
     if most is not None and workers > most:
         raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; choose smaller layouts")
+    if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not _gpus_here(config.cluster):
+        raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
 
 
 def _most_workers(config: Config) -> tuple[int | None, str]:
@@ -201,13 +203,18 @@ def _most_workers(config: Config) -> tuple[int | None, str]:
         return cluster.max_workers, f"cluster.max_workers is {cluster.max_workers}"
     if cluster.address is not None:
         return None, ""
-    gpus = gpu_count() if cluster.num_gpus is None else cluster.num_gpus
+    gpus = _gpus_here(cluster)
     share = 1.0 if cluster.gpus_per_worker is None else cluster.gpus_per_worker
     if gpus and share:
         return int(gpus / share), f"this machine has {gpus} GPUs and a worker takes {share:g} (cluster.gpus_per_worker)"
     cores = cluster.num_cpus or cpu_count()
     most = cores * WORKERS_PER_CORE
     return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core, or set cluster.max_workers)"
+
+
+def _gpus_here(cluster: ClusterConfig) -> int:
+    """What a cluster started on this machine will have."""
+    return gpu_count() if cluster.num_gpus is None else cluster.num_gpus
 
 
 def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:

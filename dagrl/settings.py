@@ -23,6 +23,7 @@ def check_settings(config: Config) -> None:
     _check_overlap(config)
     _check_colocated(config)
     _check_shared_gpus(config)
+    _check_cuda_graphs(config)
 
 
 def layouts(config: Config) -> dict[str, ParallelLayout]:
@@ -265,3 +266,32 @@ def _check_shared_gpus(config: Config) -> None:
                 f"cluster.gpus_per_worker is {share:g}, so that several of the {layout.world_size} {role} workers "
                 f"({layout.describe()}) share a GPU, where NCCL cannot connect them; set it to 1, or use one {role} worker"
             )
+
+
+def _check_cuda_graphs(config: Config) -> None:
+    """What a recording of a microbatch's passes cannot have in it."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not megatron.cuda_graphs:
+        return
+    option = "policy.megatron_cfg.cuda_graphs is true"
+    if megatron.layout.pp > 1:
+        raise ConfigError(
+            f"{option}, and pipeline_model_parallel_size is {megatron.layout.pp}: a graph replays one microbatch at a time, "
+            "while a pipeline has several on their way; set cuda_graphs=false, or pipeline_model_parallel_size=1"
+        )
+    if megatron.activation_checkpointing:
+        raise ConfigError(
+            f"{option}, and so is activation_checkpointing, which looks at the random generator's state, as nothing in a "
+            "graph may; set one to false"
+        )
+    if is_colocated(config):
+        raise ConfigError(
+            f"{option}, and so is policy.generation.colocated.enabled: weights come back at other addresses in every step, "
+            "and graphs would be recorded anew each time; set one to false"
+        )
+    cut = policy.sequence_packing.enabled or megatron.layout.cp > 1
+    if cut and policy.precision != "bfloat16":
+        raise ConfigError(
+            f"{option}, policy.precision is {policy.precision!r}, and sequences are packed or cut: their attention is one "
+            "kernel in bfloat16 alone; set policy.precision=bfloat16, or cuda_graphs=false"
+        )

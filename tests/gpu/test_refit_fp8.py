@@ -157,10 +157,11 @@ def add_kv_scales(checkpoint: Path) -> None:
     save_file(state, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
-def fp8_config(model: Path, **vllm: Any) -> Config:
+def fp8_config(model: Path, *, sleeps: bool = False, **vllm: Any) -> Config:
+    """An engine's configuration. Of engines that can sleep vLLM allows one in a process."""
     content: dict[str, Any] = make_config(model, length=128).model_dump()
     content["policy"]["precision"] = "bfloat16"
-    content["policy"]["generation"]["colocated"] = {"enabled": vllm.get("kv_cache_dtype") == "fp8"}  # it can sleep
+    content["policy"]["generation"]["colocated"] = {"enabled": sleeps}
     more = {"max_num_seqs": 8, "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.3, "precision": "fp8", **vllm}
     content["policy"]["generation"]["vllm_cfg"] |= more
     return Config.model_validate(content)
@@ -192,7 +193,7 @@ def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(
     first, second = (make_checkpoint(tmp_path / str(seed), model_type, seed) for seed in range(2))
     if cache == "fp8":
         add_kv_scales(second)
-    with running(ranks, fp8_config(first, **engine_of)) as engine:
+    with running(ranks, fp8_config(first, sleeps=cache == "fp8", **engine_of)) as engine:
         before, slices = greedy(engine), engine.on_all(call, "weight_slices")
         with pytest.raises(RunError, match=r"parameter .* is not what rank 0 sent"):
             engine.on_all(refit_calls.refit_from, slices, second, 1, 700_001)  # one byte changes on its way

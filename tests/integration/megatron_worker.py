@@ -55,6 +55,14 @@ class TestedWorker(MegatronWorker):
         parameters = self._ready().model.parameters()
         return self._boxes({name: states[parameter]["exp_avg"] for name, parameter in parameters.items()})
 
+    def recordings(self) -> int:
+        """Shapes of microbatches whose passes are recorded."""
+        from workers.megatron.cuda_graphs import RecordedPasses
+
+        way = self._ready().way
+        assert isinstance(way, RecordedPasses)
+        return way.count
+
     def shorten_checkpoints(self, seconds: float) -> None:
         """How long checkpoints may take to be written, from now on."""
         timeouts = self.config.timeouts.model_copy(update={"checkpoint_s": seconds})

@@ -21,7 +21,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
 from dagrl.worker import WorkerContext
 from workers.megatron.accumulated import Accumulated
-from workers.megatron.architecture import check_layout
+from workers.megatron.architecture import check_layout, read_architecture
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,7 @@ class GroupMember:
         self._kv_scales: KvScales | None = None
         self._accumulated = Accumulated()
         self._warm_widths: dict[str, set[int]] = {}  # of packed microbatches, by phase
+        self._stream: torch.cuda.Stream | None = None  # None: the default one
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -65,6 +66,11 @@ class GroupMember:
         from workers.megatron.weights import parameter_shapes
 
         check_layout(hf_config, config.policy.megatron_cfg.layout)
+        if config.policy.megatron_cfg.cuda_graphs and read_architecture(hf_config).experts:
+            raise ConfigError(
+                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: how many tokens each gets is known to "
+                "the host only while the step runs; set cuda_graphs=false"
+            )
         if config.policy.model_name is not None:
             check_hf(config.policy.model_name, parameter_shapes(hf_config))
 
@@ -92,6 +98,8 @@ class GroupMember:
 
         self._hf_config = read_hf_config(self._source)
         check_layout(self._hf_config, self.context.layout)
+        if self.config.policy.megatron_cfg.cuda_graphs and self._device.type == "cpu":
+            raise ConfigError("policy.megatron_cfg.cuda_graphs is true, and this worker has no GPU; set it to false")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns of every optional extension that is absent
             try:
@@ -105,7 +113,6 @@ class GroupMember:
         from workers.megatron import cpu
 
         cpu.adapt()
-        from workers.megatron.architecture import read_architecture
         from workers.megatron.groups import start_checkpoint_group, start_groups
         from workers.megatron.hf import load_hf
         from workers.megatron.model import build_model
@@ -132,6 +139,8 @@ class GroupMember:
         if self._sending:  # no peer waits in Megatron's groups: training goes on, with a new channel so do refits
             return
         self._aborted = True
+        if self._trainer is not None:
+            self._trainer.forget_recordings()  # NCCL ends no communicator that a graph refers to
         abort_groups()
 
     def shutdown(self) -> None:
@@ -141,6 +150,7 @@ class GroupMember:
         if self._channel is not None:
             self._channel.close()
         if self._trainer is not None:
+            self._trainer.forget_recordings()
             self._trainer.model.forget_microbatches()
         self._trainer = self._sender = self._channel = self._reference = self._saving = None
         self._checkpoint_group = self._kv_scales = None
@@ -162,16 +172,19 @@ class GroupMember:
         An abort may come when a phase has failed already: until the next begins, `sending` says that it was a refit.
         What was launched is waited for, so that a failure belongs to the phase that it happened in; copies of offloaded
         state, on a stream of their own, are not. NCCL's collectives do not raise when they are aborted, they end: what they
-        gave must not be used.
+        gave must not be used. With `cuda_graphs` all of it is on a stream of the worker's own, as they ask for.
         """
         import torch
 
         self._sending = sending
         if torch.cuda.is_available():
             torch.cuda.set_device(self._device)
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+            if self.config.policy.megatron_cfg.cuda_graphs and self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
         self._check_standing()
         self._sending = False
 

@@ -26,6 +26,7 @@ from dagrl.config import OptimizerConfig as OptimizerSettings
 from dagrl.layout import ParallelLayout
 from dagrl.settings import samples_per_step
 from workers.megatron.cpu import cuda_type_names
+from workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
 from workers.megatron.model import Model
 from workers.megatron.offload import Offloader, unique_storages
 from workers.megatron.step import sum_gradients
@@ -39,7 +40,7 @@ CLIP_EPSILON = 1e-6  # what torch and Megatron add to the norm before they divid
 class Trainer:
     """A model wrapped for training. `skipped_steps` counts steps left out because gradients were zero or not finite.
 
-    `offloader` moves parts of its state to the host and back.
+    `offloader` moves parts of its state to the host and back; `way` is how microbatches pass through the model.
     """
 
     model: Model
@@ -50,9 +51,18 @@ class Trainer:
     layout: ParallelLayout
     skipped_steps: int = 0
     offloader: Offloader = field(init=False)
+    way: ModelPass = field(init=False)
 
     def __post_init__(self) -> None:
         self.offloader = Offloader(self)
+        self.way = plain_pass
+        if self.settings.policy.megatron_cfg.cuda_graphs:
+            self.way = RecordedPasses(list(self.model.parameters().values()), self.gradient_tensors())
+
+    def forget_recordings(self) -> None:
+        """Let go of CUDA graphs, and of the memory and the communicators that they hold."""
+        if isinstance(self.way, RecordedPasses):
+            self.way.forget()
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""

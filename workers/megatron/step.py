@@ -20,6 +20,7 @@ from torch import Tensor
 from dagrl.config import LossConfig
 from dagrl.losses import LOSSES, Denominators
 from dagrl.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
+from workers.megatron.cuda_graphs import ModelPass
 from workers.megatron.logprobs import OutputLayer, token_logprobs
 from workers.megatron.microbatches import Microbatch, Microbatches
 
@@ -65,22 +66,22 @@ class Losses:
         return StepMetrics(sums=_merge(sums, torch.sum) | tokens, maxima=_merge(maxima, torch.amax))
 
 
-def run_losses(chunks: list[Any], batch: Microbatches, loss: LossStep, backward: bool) -> Losses:
+def run_losses(chunks: list[Any], way: ModelPass, batch: Microbatches, loss: LossStep, backward: bool) -> Losses:
     """Losses of all microbatches, their gradients accumulated and reduced if `backward`."""
-    return Losses(_run(chunks, batch, loss, forward_only=not backward), batch)
+    return Losses(_run(chunks, way, batch, loss, forward_only=not backward), batch)
 
 
-def accumulate_losses(chunks: list[Any], batch: Microbatches, loss: LossStep) -> Losses:
+def accumulate_losses(chunks: list[Any], way: ModelPass, batch: Microbatches, loss: LossStep) -> Losses:
     """`run_losses` with gradients that are accumulated on each worker and not reduced over them yet."""
     model = get_model_config(chunks[0])  # one for all chunks
     reduce, model.finalize_model_grads_func = model.finalize_model_grads_func, None
     try:
-        return run_losses(chunks, batch, loss, backward=True)
+        return run_losses(chunks, way, batch, loss, backward=True)
     finally:
         model.finalize_model_grads_func = reduce
 
 
-def run_logprobs(chunks: list[Any], batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:
+def run_logprobs(chunks: list[Any], way: ModelPass, batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:
     """Log-probabilities and entropy [rows, width], token aligned, on the last stage; an empty list on the others."""
 
     def score(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -89,19 +90,22 @@ def run_logprobs(chunks: list[Any], batch: Microbatches, layer: OutputLayer | No
         return nothing, nothing.int(), token_logprobs(hidden, microbatch.labels, layer)
 
     with torch.no_grad():
-        parts = _run(chunks, batch, score, forward_only=True)
+        parts = _run(chunks, way, batch, score, forward_only=True)
         return [batch.assemble(columns) for columns in zip(*parts, strict=True)]
 
 
 def _run(
-    chunks: list[Any], batch: Microbatches, score: Callable[[Microbatch, Tensor], Any], forward_only: bool
+    chunks: list[Any],
+    way: ModelPass,
+    batch: Microbatches,
+    score: Callable[[Microbatch, Tensor], Any],
+    forward_only: bool,
 ) -> list[Any]:
     """Megatron's schedule over all microbatches; what `score` reported for each, on the last stage."""
 
     def forward(microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         microbatch = next(microbatches)
-        hidden = chunk(microbatch.tokens, microbatch.positions, microbatch.segments)
-        return hidden, partial(score, microbatch)
+        return way(chunk, microbatch), partial(score, microbatch)
 
     iterators = [iter(batch.items) for _ in chunks]
     several = len(chunks) > 1

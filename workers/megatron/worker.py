@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dagrl.losses import Denominators
     from dagrl.refit.moves import RankPlan
     from dagrl.refit.run import RefitReport
+    from workers.megatron.cuda_graphs import ModelPass
     from workers.megatron.microbatches import Microbatches
     from workers.megatron.step import LossStep
 
@@ -55,7 +56,7 @@ class MegatronWorker(GroupMember):
                     trainer.scale_gradients(1 / loss_denominator(loss, self.config.loss_fn, denominators))
                 else:
                     trainer.zero_gradients()
-                losses = run_losses(trainer.chunks, cut, self._loss_step(denominators, loss), True)
+                losses = run_losses(trainer.chunks, trainer.way, cut, self._loss_step(denominators, loss), True)
             shared = trainer.step(rate, apply=not in_warmup())
             early = divided(before.metrics, loss, self.config.loss_fn, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
@@ -80,7 +81,7 @@ class MegatronWorker(GroupMember):
             for cut in self._cuts(batch, "train"):
                 if not before.parts:
                     trainer.zero_gradients()
-                losses = accumulate_losses(trainer.chunks, cut, self._loss_step(UNDIVIDED, loss))
+                losses = accumulate_losses(trainer.chunks, trainer.way, cut, self._loss_step(UNDIVIDED, loss))
             metrics = losses.read()
         if not in_warmup():
             self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
@@ -99,7 +100,7 @@ class MegatronWorker(GroupMember):
         trainer = self._ready("weights")
         with self._running(), torch.no_grad():
             for cut in self._cuts(batch, "train"):
-                losses = run_losses(trainer.chunks, cut, self._loss_step(_denominators(batch), loss), False)
+                losses = run_losses(trainer.chunks, trainer.way, cut, self._loss_step(_denominators(batch), loss), False)
             metrics = losses.read()
         return metrics if self._reports else StepMetrics()
 
@@ -113,6 +114,9 @@ class MegatronWorker(GroupMember):
         Given by one worker of the shard (last stage, tp 0, cp 0); None on the others. Both are of the distribution that
         generation samples from: logits divided by its temperature.
         """
+        return self._logprobs(batch, model, self._ready().way)
+
+    def _logprobs(self, batch: Batch, model: Literal["policy", "reference"], way: ModelPass) -> Batch | None:
         import numpy as np
 
         from workers.megatron.step import run_logprobs
@@ -121,7 +125,7 @@ class MegatronWorker(GroupMember):
         with self._running(), self._weights_of(model):
             layer = trainer.model.output_layer(self._temperature, self.config.policy.logprob_chunk_size)
             for cut in self._cuts(batch, "logprob"):
-                columns = run_logprobs(trainer.chunks, cut, layer)
+                columns = run_logprobs(trainer.chunks, way, cut, layer)
         if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
             return None
         inside = np.arange(batch.tokens)[None, :] < batch["lengths"].astype(np.int64)[:, None]
@@ -135,8 +139,10 @@ class MegatronWorker(GroupMember):
         """
         if self._channel is not None:
             self._channel.release()
+        trainer = self._ready()
         with self._running():
-            self._ready().offloader.offload(what)
+            trainer.forget_recordings()
+            trainer.offloader.offload(what)
         if "gradients" in what:
             self._accumulated = Accumulated()
 
@@ -163,13 +169,14 @@ class MegatronWorker(GroupMember):
         All workers together; the next refit carries them. Gives the largest of this worker's layers, of keys and of values
         (`k`, `v`). A warm-up leaves them as they are.
         """
+        from workers.megatron.cuda_graphs import plain_pass
         from workers.megatron.kv_scales import without_padding
 
         if self._kv_scales is None:
             raise RunError("there are no scales to calibrate; set policy.generation.vllm_cfg.kv_cache_dtype=fp8")
         with self._running():
             with nullcontext() if in_warmup() else self._kv_scales.calibrating(self.config.refit.kv_scale_margin):
-                self.logprobs(without_padding(batch))
+                self._logprobs(without_padding(batch), "policy", plain_pass)  # in a replay nobody can look at the keys
             return self._kv_scales.largest()
 
     def merge_kv_scales(self, parts: list[dict[str, float]]) -> dict[str, float]:
@@ -215,11 +222,12 @@ class MegatronWorker(GroupMember):
         if self._channel is not None:
             self._channel.close()
         self._channel = self._sender = None  # with its staging, before there is another
-        self._channel = open_channel(channel)
         live: dict[str, Tensor] = dict(self._ready("weights").model.parameters())  # not their data: refits follow them
         if self._kv_scales is not None:
             live |= self._kv_scales.tensors
-        self._sender = RefitSender(plan, live, self._channel, self.config.refit.verify, self.config.refit.cuda_graph)
+        with self._running():
+            self._channel = open_channel(channel)
+            self._sender = RefitSender(plan, live, self._channel, self.config.refit.verify, self.config.refit.cuda_graph)
 
     def send_weights(self, version: int) -> RefitReport:
         """Send the current weights as policy version `version`."""
@@ -288,7 +296,9 @@ class MegatronWorker(GroupMember):
 
     def reset_optimizer(self) -> None:
         """Forget moments and schedule, as if training began with the current weights."""
-        self._ready().reset_optimizer()
+        trainer = self._ready()
+        with self._running():
+            trainer.reset_optimizer()
 
     @property
     def _identity(self) -> dict[str, Json]:
@@ -320,7 +330,9 @@ class MegatronWorker(GroupMember):
         if not in_warmup():
             return iter((cut_batch(batch, rule, place, vocabulary),))
         seen = self._warm_widths.setdefault(current_replay().phase, set())
-        return (cut_batch(item, rule, place, vocabulary) for item in warmup_batches(batch, rule, place, seen))
+        times = 2 if self.config.policy.megatron_cfg.cuda_graphs else 1  # the second of a shape is recorded
+        warmups = (item for item in warmup_batches(batch, rule, place, seen) for _ in range(times))
+        return (cut_batch(item, rule, place, vocabulary) for item in warmups)
 
     def _loss_step(self, denominators: Denominators, loss: str) -> LossStep:
         from dagrl.losses import LOSSES

@@ -1,0 +1,207 @@
+"""Passes replayed as CUDA graphs: the numbers of plain torch, and of passes that are launched kernel by kernel."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.train_inputs import single_worker
+from dagrl.layout import ParallelLayout
+from dagrl.shapes import Batch
+from dagrl.worker import ReplayContext, _current
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool, WorkerError
+from tests.integration.megatron_worker import TestedWorker
+from tests.integration.test_megatron_layouts import UNCLIPPED, Case, case, configuration, run_case, train
+
+pytest.importorskip("megatron.core")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+GRAPHS = {"cuda_graphs": True}
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def recorded(item: Case) -> Case:
+    """The case with graphs."""
+    item.megatron.update(GRAPHS)
+    return item
+
+
+ONE = [recorded(case("qwen3", "single")), recorded(case("qwen3_tied", "single"))]
+TWO = [
+    recorded(case("qwen3_tied", "tp2", tp=2)),
+    recorded(case("qwen3", "tp2-sp", sequence_parallel=True, tp=2)),
+    recorded(case("qwen3", "dp2-sharded", sharded=True, dp=2)),
+]
+HALF = [recorded(case("qwen3", "packed", packed=True)), recorded(case("qwen3_tied", "dynamic", dynamic=True))]
+HALF_ON_TWO = [
+    recorded(case("qwen3", "cp2", cp=2)),
+    recorded(case("qwen3", "cp2-packed", packed=True, cp=2)),
+    recorded(case("qwen3", "tp2-sp-packed", sequence_parallel=True, packed=True, tp=2)),
+]
+
+
+def on_two(items: list[Case]) -> list[Any]:
+    return [pytest.param(item, marks=two_gpus) for item in items]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[MegatronPool]:
+    pool = MegatronPool(min(torch.cuda.device_count(), 2))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: reference.make_model(name, directory) for name in ("qwen3", "qwen3_tied")}
+
+
+@pytest.fixture(scope="module")
+def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
+    """Hugging Face and plain torch on the CPU in float32."""
+    batch = reference.make_batch()
+    return {
+        name: reference.train_reference(
+            model, batch, reference.make_config(model, optimizer=UNCLIPPED), reference.sft_reference
+        )
+        for name, model in models.items()
+    }
+
+
+@pytest.mark.parametrize("item", [*ONE, *on_two(TWO)], ids=lambda item: item.name)
+def test_three_steps_are_those_of_plain_torch(
+    item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
+) -> None:
+    """The first pass of a shape is not recorded; those of the three steps are."""
+    found, expected = run_case(pool, item, models[item.model]), truth[item.model]
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found.losses, expected.losses, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-3)
+    for name, gradient in found.gradients.items():
+        scale = float(np.abs(expected.gradients[name]).max()) or 1.0
+        np.testing.assert_allclose(gradient / scale, expected.gradients[name] / scale, atol=2e-3, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("item", [*ONE, *HALF, *on_two([*TWO, *HALF_ON_TWO])], ids=lambda item: item.name)
+def test_bfloat16_is_near_float32(
+    item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
+) -> None:
+    found = run_case(pool, item, models[item.model], precision="bfloat16")
+    assert not reference.beyond_bfloat16(found, truth[item.model])
+
+
+def lengths_batch(lengths: list[int], seed: int) -> Batch:
+    """Rows of these lengths, with what a GRPO loss reads."""
+    generator, shape = np.random.default_rng(seed), (len(lengths), max(lengths))
+    mask = (np.arange(shape[1]) < np.array(lengths)[:, None]).astype(np.float32)
+    mask[:, 0] = 0
+    fields = {"tokens": generator.integers(0, reference.VOCABULARY, shape), "lengths": np.array(lengths), "loss_mask": mask}
+    for name in ("generation_logprobs", "prev_logprobs", "reference_logprobs"):
+        fields[name] = generator.normal(-5.3, 0.3, shape).astype(np.float32) * mask
+    fields["advantages"] = generator.normal(size=(shape[0], 1)).astype(np.float32) * mask
+    return Batch(fields, {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float(shape[0])})
+
+
+BATCHES = [[40, 3, 9], [17, 5, 2, 2, 2, 2, 3, 4, 1, 1, 2], [40, 40], [1, 1, 2], [30, 10, 20, 20, 5, 35]]
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+
+
+def test_packed_sequences_of_any_number_and_length_are_those_that_are_launched(models: dict[str, Path]) -> None:
+    """Gradients and log-probabilities of batches with few and with many sequences, each three times."""
+    found: dict[bool, list[Any]] = {}
+    counts = []
+    for graphs in (False, True):
+        megatron = {"cuda_graphs": graphs}
+        config = reference.make_config(
+            models["qwen3"], precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED, **PACKED
+        )
+        results = found[graphs] = []
+        with single_worker(config, TestedWorker) as made:
+            for number, lengths in enumerate(BATCHES * 3):
+                batch = lengths_batch(lengths, number % len(BATCHES))
+                rows = made.logprobs(batch)
+                made.train_step(batch.with_scalars(lr=0.0), "grpo")
+                results.append((rows, reference.assemble([made.gradients()])))
+                counts.append(made.recordings() if graphs else 0)
+    assert counts[-1] > 2 and counts[-1] == counts[-1 - len(BATCHES)]  # all that the last round replayed was there
+    for (rows, gradients), (expected_rows, expected_gradients) in zip(found[True], found[False], strict=True):
+        np.testing.assert_allclose(rows["logprobs"], expected_rows["logprobs"], atol=1e-3, rtol=0)
+        np.testing.assert_allclose(rows["entropy"], expected_rows["entropy"], atol=1e-3, rtol=0)
+        norm = np.sqrt(sum(float(np.square(value).sum()) for value in expected_gradients.values()))
+        for name, value in expected_gradients.items():
+            assert float(np.linalg.norm(gradients[name] - value)) < 1e-3 * norm, name
+
+
+def test_a_warm_up_records_and_changes_nothing(models: dict[str, Path]) -> None:
+    config = reference.make_config(models["qwen3"], precision="bfloat16", megatron_cfg=dict(GRAPHS))
+    batch = reference.make_batch()
+    with single_worker(config, TestedWorker) as made:
+        before = made.state()
+        token = _current.set(ReplayContext("test", 0, True))
+        try:
+            made.logprobs(batch)
+            made.train_step(batch, "sft")
+        finally:
+            _current.reset(token)
+        after = made.state()
+        recordings = made.recordings()
+        made.logprobs(batch)
+        made.train_step(batch, "sft")
+        assert made.recordings() == recordings >= 2
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_reference_weights_and_offloaded_ones_are_read_where_they_are(where: str, models: dict[str, Path]) -> None:
+    config = reference.make_config(models["qwen3"], precision="bfloat16", reference_weights=where, megatron_cfg=dict(GRAPHS))
+    batch = reference.make_batch()
+    with single_worker(config, TestedWorker) as made:
+        first = made.logprobs(batch)["logprobs"]
+        made.snapshot_reference()
+        for _ in range(3):
+            made.train_step(batch, "sft")
+        learned = made.logprobs(batch)["logprobs"]
+        for _ in range(3):
+            np.testing.assert_allclose(made.logprobs(batch, "reference")["logprobs"], first, atol=1e-3)
+            np.testing.assert_allclose(made.logprobs(batch)["logprobs"], learned, atol=1e-3)
+        made.offload(("weights", "gradients", "optimizer"))
+        blocker = torch.empty(1 << 26, device="cuda")  # so that they come back elsewhere
+        made.reload(("weights", "gradients", "optimizer"))
+        assert made.recordings() == 0
+        for _ in range(3):
+            np.testing.assert_allclose(made.logprobs(batch)["logprobs"], learned, atol=1e-3)
+            metrics = made.train_step(batch.with_scalars(lr=0.0), "sft")
+        del blocker
+    assert np.abs(learned - first).max() > 1e-2
+    assert np.isfinite(metrics.sums["loss"])
+
+
+@two_gpus
+def test_who_replays_a_collective_that_no_peer_joins_raises_when_aborted(
+    pool: MegatronPool, models: dict[str, Path]
+) -> None:
+    item = recorded(case("qwen3", "tp2", tp=2))
+    batch, config = reference.make_batch(), configuration(item, models["qwen3"])
+    with pool.group(ParallelLayout(tp=2), config) as group:
+        for _ in range(3):
+            train(group, batch)
+            group.call("logprobs", batch)
+        assert min(group.call("recordings")) >= 2
+        start = time.monotonic()
+        group.start(1, "logprobs_and_abort_after", batch, 1.0)  # worker 0 never comes
+        with pytest.raises(WorkerError, match="was aborted"):
+            group.finish(1, timeout_s=30)
+        assert time.monotonic() - start < 15
+        group.call("abort")
+    with pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups
+        assert group.call("logprobs", batch)[0] is not None
