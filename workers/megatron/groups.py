@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
-import threading
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +13,7 @@ from dagrl.worker import WorkerContext
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-logger = logging.getLogger(__name__)
-
 _PASSES = 5  # of the garbage collector at most, until it finds nothing
-_ABORT_S = 5.0  # for NCCL to end the communicators that were aborted
-_dropping = threading.Lock()
 
 
 def start_groups(context: WorkerContext, address: str, seed: int) -> None:
@@ -74,37 +67,16 @@ def abort_groups() -> None:
     """Break every group of this process, from any thread: what waits in a collective here or at a peer raises.
 
     Over NCCL, do so as well where a peer died; the process can then say what happened, but is not fit to join new groups.
-    All groups are told at once, as what uses one of them may be waiting in another; their ends are waited for a moment, since
-    NCCL ends a communicator only when no CUDA graph refers to it any more.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return
-    groups = list(dist.distributed_c10d._world.pg_map)
-    if dist.get_backend() != "nccl":
-        for group in groups:
-            break_gloo_group(group)
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
         return
-    threads = [threading.Thread(target=_abort_nccl_group, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    until = time.monotonic() + _ABORT_S
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        logger.warning("NCCL has not ended all communicators %g s after they were aborted; their process must end", _ABORT_S)
-        return
-    with _dropping:
-        if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # they are broken: it drops their names
-
-
-def _abort_nccl_group(group: ProcessGroup) -> None:
-    try:
-        group.abort()
-    except RuntimeError as error:
-        logger.warning("a process group did not end when it was aborted: %s", error)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        break_gloo_group(group)
 
 
 def end_groups() -> None:
