@@ -62,6 +62,7 @@ class Row(NamedTuple):
 
 
 MEGATRON = "policy.megatron_cfg"
+GRAPHS = f"{MEGATRON}.cuda_graphs=true"
 LONG = json.dumps({"prompt": "1" * 30, "response": "2"})
 TABLE = [
     Row("unknown key", ("policy.precison", "did you mean 'policy.precision'"), ("policy.precison=float32",)),
@@ -352,6 +353,31 @@ TABLE = [
         "several workers of a group on one GPU",
         ("cluster.gpus_per_worker is 0.5", "2 train workers", "set it to 1"),
         ("cluster.gpus_per_worker=0.5", f"{MEGATRON}.tensor_model_parallel_size=2"),
+    ),
+    Row(
+        "CUDA graphs without a GPU",
+        ("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false",),
+        (GRAPHS, "cluster.num_gpus=0"),
+    ),
+    *(
+        Row(f"CUDA graphs {name}", (f"{MEGATRON}.cuda_graphs is true", *says), (GRAPHS, *words))
+        for name, says, words in (
+            ("of a pipeline", ("pipeline_model_parallel_size is 2",), (f"{MEGATRON}.pipeline_model_parallel_size=2",)),
+            ("beside recomputation", ("activation_checkpointing",), (f"{MEGATRON}.activation_checkpointing=true",)),
+            ("of weights that move", ("colocated.enabled",), ("policy.generation.colocated.enabled=true",)),
+            ("of float32 that is packed", ("'float32'", "bfloat16 alone"), ("policy.sequence_packing.enabled=true",)),
+            (
+                "of experts",
+                ("the model has experts", "set cuda_graphs=false"),
+                (
+                    "cluster.num_gpus=2",
+                    "policy.random_init.hf_config={architectures: [Qwen3MoeForCausalLM], model_type: qwen3_moe, "
+                    "hidden_size: 64, intermediate_size: 128, moe_intermediate_size: 64, num_experts: 4, "
+                    "num_experts_per_tok: 2, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+                    "head_dim: 16, vocab_size: 64, max_position_embeddings: 256}",
+                ),
+            ),
+        )
     ),
     Row("output that cannot be written", ("output_dir /proc/x: cannot write in /proc",), ("output_dir=/proc/x",)),
     Row(
