@@ -173,6 +173,11 @@ def _check_made(splits: Splits, config: DataConfig) -> None:
                 raise ConfigError(f"{where} is {example!r:.60}; expected: a dagrl.data.Example")
             for part, text in (("prompt", example.prompt), ("response", example.response)):
                 _require_text(text, f"{where}: {part!r}")
+            for turn, message in enumerate(example.messages, start=1):
+                if not isinstance(message, Message):
+                    raise ConfigError(f"{where}: message {turn} is {message!r:.60}; expected: a dagrl.data.Message")
+                for part, text in (("role", message.role), ("content", message.content)):
+                    _require_text(text, f"{where}: message {turn}: {part!r}")
 
 
 def _example(line: bytes, source: str, config: DataConfig) -> Example:

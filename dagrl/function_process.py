@@ -1,9 +1,10 @@
 """The process that runs a user's function: `python -m dagrl.function_process FD module:function KEY batched|single
 TIMEOUT_S TIMEOUT_KEY`.
 
-Started by `dagrl.function_runner`. It answers every list of columns on the connection `FD` with one answer a row, or with a
-text that says what the function raised (both pickled), and ends when the other end is closed or its parent dies. A coroutine
-function is awaited; one that takes single rows is awaited for all rows of a call at once, each under the deadline.
+Started by `dagrl.function_runner`. It says first why it cannot import the function, or None. It answers every list of
+columns on the connection `FD` with one answer a row, or with a text that says what the function raised (both pickled), and
+ends when the other end is closed or its parent dies. A coroutine function is awaited; one that takes single rows is awaited
+for all rows of a call at once, each under the deadline.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dagrl.errors import UserError
 from dagrl.function_runner import Deadline, Failed
 from dagrl.imports import load_callable
 
@@ -30,10 +32,14 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor, path, key, how, timeout_s, timeout_key = sys.argv[1:]
-    function = load_callable(path, key)
     answers = answer_batch if how == "batched" else partial(answer_singly, deadline=Deadline(float(timeout_s), timeout_key))
     with Connection(int(descriptor)) as connection:
-        connection.send("ready")
+        try:
+            function = load_callable(path, key)
+        except UserError as error:
+            connection.send(str(error))
+            return
+        connection.send(None)
         while True:
             try:
                 columns = connection.recv()

@@ -317,7 +317,10 @@ class _FunctionProcess:
                     f"{self._command[1]} {self._command[0]} was not imported within {self._start.key} = "
                     f"{self._start.seconds:g} s; raise it, or have the module do less when it is imported"
                 )
-            connection.recv()
+            failure = connection.recv()
+            if failure is not None:
+                self.close()
+                raise RunError(f"{failure}. The driver could import it; the process that is to run it could not")
             self._imported = True
         return connection
 

@@ -69,7 +69,7 @@ def running(path: str, key: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         below = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this function
         frames = "".join(traceback.format_exception(type(error), error, below)).rstrip()
         raise ConfigError(

@@ -16,12 +16,14 @@ holds those events and the labels, no more, however long the run is.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +34,9 @@ from dagrl.files import move_aside
 logger = logging.getLogger(__name__)
 
 DRIVER = "driver"
+
+START, END = b"[\n", b"\n]\n"
+"""Of the file. The newline before its closing bracket is written with the first events."""
 
 _ORIGIN_PERIOD_NS = 3 * 2_629_746 * 10**9
 """Kineto's zero is the last multiple of three months (each a twelfth of a Gregorian year) since the epoch: microseconds
@@ -60,7 +65,7 @@ class TraceWriter:
 
     A file that is there already, of the run before a resume, is kept under another name (`trace.1.json`). Events are written
     out once `buffered_events` have come or `flush_s` seconds passed. After `max_events` no more are recorded: viewers cannot
-    open files that large.
+    open files that large. Nor are they once the file could not be written (a full disk): a run does not end for its trace.
     """
 
     def __init__(self, path: Path, *, buffered_events: int = 512, flush_s: float = 2.0, max_events: int = 1_000_000) -> None:
@@ -68,8 +73,8 @@ class TraceWriter:
         move_aside(path)
         self.path = path
         self._file = path.open("wb", buffering=0)  # a flush is then one write to the file
-        self._file.write(b"[\n]\n")
-        self._end = len(b"[\n")  # where the closing bracket stands, and the next event goes
+        self._file.write(START + END[1:])
+        self._end = len(START)  # where the closing bracket stands, and the next event goes
         self._origin_ns = time.time_ns() // _ORIGIN_PERIOD_NS * _ORIGIN_PERIOD_NS
         self._rows: dict[tuple[str, str | None], int] = {}
         self._lines: list[str] = []
@@ -163,12 +168,30 @@ class TraceWriter:
         self._flushed_at = time.monotonic()
         if not self._lines:
             return
-        separator = ",\n" if self._end > len(b"[\n") else ""
+        separator = ",\n" if self._end > len(START) else ""
         body = (separator + ",\n".join(self._lines)).encode()
-        self._file.seek(self._end)
-        self._file.write(body + b"\n]\n")
-        self._end += len(body)
+        try:
+            self._overwrite(body)
+        except OSError as error:
+            self._give_up(error)
+        else:
+            self._end += len(body)
         self._lines.clear()
+
+    def _overwrite(self, events: bytes) -> None:
+        self._file.seek(self._end)
+        whole = events + END
+        if self._file.write(whole) != len(whole):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _give_up(self, error: OSError) -> None:
+        """Leave the file as it was before the events that it does not hold, and record no more."""
+        buffered, flush_s, _ = self._limits
+        self._limits = (buffered, flush_s, -1)
+        logger.warning("the trace %s cannot be written: %s; later events are not recorded", self.path, error)
+        with suppress(OSError):  # the bracket stood there before
+            self._file.truncate(self._end)
+            self._overwrite(b"")
 
     def _warn_full(self) -> None:
         logger.warning("the trace %s has %d events; later ones are not recorded", self.path, self._recorded)

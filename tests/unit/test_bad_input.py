@@ -13,7 +13,7 @@ import yaml
 
 from dagrl.cli import main
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
-from dagrl.data import Example, Splits
+from dagrl.data import Example, Message, Splits
 from dagrl.errors import UserError
 from dagrl.model_init import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.phase import Input, Shard, Value, phase
@@ -254,6 +254,8 @@ TABLE = [
             "words": "Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example",
             "numbers": "Splits.demonstrations is 3; expected: a tuple of dagrl.data.Example",
             "prompts of numbers": "Splits.train[0]: 'prompt' is 1; expected text",
+            "messages of words": "Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message",
+            "messages of no text": "Splits.demonstrations[0]: message 1: 'content' has half of a surrogate pair",
         }.items()
     ),
     Row("tensorboard missing", ("logger.tensorboard_enabled", "dagrl[tracking]"), without="tensorboard"),
@@ -437,6 +439,10 @@ def failing() -> Splits:
     raise RuntimeError("no disk")
 
 
+def leaving() -> Splits:
+    sys.exit("enough")
+
+
 def strange(made: str) -> Splits:
     """Splits of something else than examples, whatever the types say."""
     example: Any = Example("1", "2")
@@ -444,6 +450,8 @@ def strange(made: str) -> Splits:
         "words": (("a",), (example,), ()),
         "numbers": (3, 4, 5),
         "prompts of numbers": ((example,), (Example(cast(str, 1), "2"),), ()),
+        "messages of words": ((Example("", "b", (Message("user", "a"), cast(Message, "b"))),), (example,), ()),
+        "messages of no text": ((Example("", "b", (Message("user", "\ud800"),)),), (example,), ()),
     }
     return Splits(*parts[made])
 
@@ -487,6 +495,7 @@ def test_bad_input(row: Row, run: Run, tmp_path: Path, monkeypatch: pytest.Monke
     ("overrides", "message", "function"),
     [
         (("data.path=null", "data.task={}:failing"), "data.task: {}:failing raised RuntimeError: no disk", "failing"),
+        (("data.path=null", "data.task={}:leaving"), "data.task: {}:leaving raised SystemExit: enough", "leaving"),
         (("phases.refit={}:broken",), "phases.refit: {}:broken raised ZeroDivisionError: while traced", "broken"),
         (("policy.worker={}:Checked",), "policy.worker: {}:Checked.check raised KeyError: 'hidden'", "check"),
     ],

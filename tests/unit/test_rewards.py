@@ -356,6 +356,17 @@ def test_a_function_whose_module_takes_too_long_to_import_ends_the_run(
             runner(["p"], ["c"], ["r"])
 
 
+def test_a_function_that_only_its_process_cannot_import_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = "import sys\nif 'function_process' in sys.argv[0]: sys.exit('no sandbox')\ndef reward(*texts): return [1.0]\n"
+    (tmp_path / "fails_there.py").write_text(fails)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function="fails_there:reward")) as runner:
+        with pytest.raises(RunError, match=r"SystemExit: no sandbox.*the process that is to run it could not"):
+            runner(["p"], ["c"], ["r"])
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """And end with the runner, also one that is closed while they start."""
