@@ -13,9 +13,20 @@ import pytest
 from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
 
-INDEPENDENT = ("async_grpo", "bench_step", "environments", "refit_layouts", "vllm_families")
+INDEPENDENT = (
+    "async_grpo",
+    "bench_step",
+    "channel_gloo",
+    "embed_example",
+    "environments",
+    "foreign_actors",
+    "refit_layouts",
+    "replay_growth",
+    "vllm_families",
+)
 APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
-"""Where the tests of one of two processes are: those that share no pool of workers with the others'."""
+"""Where the tests of one of two processes are: as many as take half of the time, of those that share no pool of workers with
+the others'."""
 
 # Ray runs its workers at niceness 15, where they would wait for whatever the tests of the other process do.
 os.environ["RAY_worker_niceness"] = "0"
