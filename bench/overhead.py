@@ -56,14 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dagrl bench overhead`."""
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--plot", type=Path, help="draw the medians over the number of workers to this file (png, svg)")
-    parser.add_argument("--workers", type=_numbers, help="numbers of workers, e.g. 1,8,64")
+    parser.add_argument("--workers", type=_counts, help="numbers of workers, e.g. 1,8,64")
     parser.add_argument("--payloads", type=_numbers, help="bytes of an input, e.g. 100,1048576")
     parser.add_argument("--results", type=_numbers, help="bytes of a result beside the small one, e.g. 1048576; 0: none")
     parser.add_argument("--large-at", type=_numbers, help="workers for inputs over 1 MiB and large results; default: all")
     parser.add_argument("--seconds", type=float, help="how long a variant is measured in each of its turns")
     parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
-    parser.add_argument("--shapes", type=_names, help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--variants", type=_names, help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--shapes", type=_names_of(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--variants", type=_names_of(VARIANTS), help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--arities", type=_numbers, default=(ARITY,), help="of the trees of shape reduce, e.g. 2,4,8,16")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
@@ -219,9 +219,26 @@ def _nearest(numbers: Sequence[int], wanted: int) -> int:
     return min(numbers, key=lambda number: abs(number - wanted))
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of an option that takes some of `known`."""
+
+    def names(text: str) -> tuple[str, ...]:
+        found = tuple(text.split(","))
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+        return found
+
+    return names
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    if min(numbers := _numbers(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: numbers of workers are 1 or more")
+    return numbers
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,8,64") from error

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dagrl.errors import DagrlError, UserError
+from dagrl.errors import ConfigError, DagrlError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import require_package
 from dagrl.loops.stop import StopRequestedError
@@ -187,6 +187,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     for name in ("json", "plot"):
         path = getattr(options, name, None)
         if path is not None:
+            if path.is_dir():
+                raise ConfigError(f"--{name} {path}: this is a directory; name a file")
             require_writable(path.parent, f"--{name} {path}")
     if getattr(options, "plot", None) is not None:
         require_package("matplotlib", f"--plot {options.plot}", otherwise=", or leave --plot out")

@@ -46,6 +46,7 @@ VALID_TOKENS = "valid_tokens"  # in the loss
 MASKED_MINIBATCHES = "masked_minibatches"  # of a step, left out because no token of theirs is in the loss
 GRAD_NORM = "grad_norm"  # before clipping; of several optimizer steps the largest
 COUNTS = frozenset({VALID_TOKENS, FILLED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS})  # the other `sums` are means
+SKIPPED_STEPS = "skipped_steps"  # of the run so far, left out for a gradient of zero, or not finite
 VALIDATION = "validation/"  # measured on held-out data, on some steps only
 
 
@@ -104,7 +105,7 @@ def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
         for name, value in part.sums.items():
             sums[name] = sums.get(name, 0.0) + value
         for name, value in part.maxima.items():
-            maxima[name] = max(maxima.get(name, value), value)
+            maxima[name] = float(np.maximum(maxima.get(name, value), value))  # of NaN too
         shared.update(part.shared)
     return StepMetrics(sums, maxima, shared)
 
@@ -126,7 +127,7 @@ def join_optimizer_steps(parts: Sequence[StepMetrics]) -> StepMetrics:
         for name, values in ((name, [part.maxima[name] for part in parts]) for name in parts[0].maxima)
     }
     norms = [part.shared[GRAD_NORM] for part in parts if GRAD_NORM in part.shared]
-    return StepMetrics(sums, maxima, {**parts[-1].shared, **({GRAD_NORM: max(norms)} if norms else {})})
+    return StepMetrics(sums, maxima, {**parts[-1].shared, **({GRAD_NORM: float(np.max(norms))} if norms else {})})
 
 
 def _is_count(name: str) -> bool:

@@ -1,7 +1,8 @@
 """What became of the pieces of `run_all`, kept beside their results: `pieces.json`, and the page made from it.
 
 Parts that run one after another, also on different days of one directory, add up: an outcome takes the place of the earlier
-one of its piece, with its files, and a piece that could not run, or had no time for anything, takes nobody's place.
+one of its piece, with its files, and a piece that could not run, had no time for anything, or was stopped, takes nobody's
+place.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from bench.gpu.environment import Environment
 from bench.gpu.runs import run_tables
 
 PIECES = "pieces.json"
-FAILURES = ("FAILED", "TOO LONG")
-NOT_RUN = ("left out", "missing")
+STOPPED = "STOPPED"
+FAILURES = ("FAILED", "TOO LONG", STOPPED)
+TAKE_NO_PLACE = ("left out", "missing", STOPPED)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a piece: `passed`, `FAILED`, `TOO LONG`, `left out`, `missing`; of which code, and when (UTC)."""
+    """What became of a piece: `passed`, `FAILED`, `TOO LONG`, `STOPPED`, `left out`, `missing`; which code, when (UTC)."""
 
     piece: str
     result: str
@@ -42,7 +44,7 @@ def kept(out: Path) -> dict[str, Outcome]:
 def keep(outcome: Outcome, made: Path, order: Sequence[str], here: Environment, out: Path) -> None:
     """Add an outcome, and its files in `made`, to those in `out`, and write its page anew, in the order of `order`."""
     every = kept(out)
-    if outcome.result not in NOT_RUN or every.get(outcome.piece, outcome).result in NOT_RUN:
+    if outcome.result not in TAKE_NO_PLACE or every.get(outcome.piece, outcome).result in TAKE_NO_PLACE:
         every[outcome.piece] = outcome
         for path in _files(outcome.piece, out):
             path.unlink()

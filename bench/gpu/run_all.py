@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bench.gpu.environment import Environment, environment
-from bench.gpu.outcomes import FAILURES, Outcome, keep
+from bench.gpu.outcomes import FAILURES, STOPPED, Outcome, keep
 from bench.gpu.parts import ROOT, Piece, pieces
 from bench.gpu.processes import end_session
 from dagrl.cli import BENCHES
@@ -45,7 +45,7 @@ NO_TESTS = 5  # pytest's exit code where nothing ran, as in a module that skips 
 
 
 def main() -> int:
-    """Run; the exit code is the number of pieces that failed."""
+    """Run; the exit code is the number of pieces that failed, 130 where a piece was stopped."""
     options = _arguments()
     here = environment()
     every = pieces(len(here.gpus))
@@ -56,7 +56,10 @@ def main() -> int:
         return 0
     _require_torch(here)
     out = options.out or ROOT / "bench" / "results" / here.slug / datetime.now(UTC).strftime("%Y-%m-%d")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out {out}: {error.strerror}; name another directory") from error
     (out / "environment.json").write_text(json.dumps(asdict(here), indent=1) + "\n")
     print(f"{here.text()}\nresults: {out}\n", flush=True)
     outcomes = []
@@ -66,7 +69,14 @@ def main() -> int:
                 outcomes.append(_survived(piece, here, room, Path(models)))
                 _tell(outcomes[-1], room)
                 keep(outcomes[-1], room, [known.name for known in every], here, out)
+                if outcomes[-1].result == STOPPED:
+                    return 130
     return sum(outcome.result in FAILURES for outcome in outcomes)
+
+
+def stop(number: int, frame: object) -> None:
+    """SIGTERM is a Ctrl-C: the piece that runs ends, and what it wrote is kept, before this process ends."""
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -132,6 +142,8 @@ def _survived(piece: Piece, here: Environment, out: Path, models: Path) -> Outco
     """`run_piece`; what goes wrong around a command is a failure of this piece, and the next one runs."""
     try:
         return run_piece(piece, here, out, models)
+    except KeyboardInterrupt:
+        return Outcome(piece.name, STOPPED, note="ended on request before it was done", commit=here.commit)
     except Exception as error:
         traceback.print_exc()
         return Outcome(piece.name, "FAILED", note=f"{type(error).__name__}: {error}", commit=here.commit)
@@ -264,4 +276,5 @@ def _tell(outcome: Outcome, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main())

@@ -6,6 +6,7 @@ A loop replays phases through its session, which counts where the time goes, rec
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,8 +25,10 @@ from dagrl.loops.colocated import SharedDevices
 from dagrl.loops.saving import CheckpointSaver
 from dagrl.loops.stop import StopSignal
 from dagrl.metrics import (
+    GRAD_NORM,
     IDLE,
     QUANTUM_OVERHEAD,
+    SKIPPED_STEPS,
     STEP_OVERHEAD,
     TIMING,
     TOKENS_PER_SEC,
@@ -209,7 +212,20 @@ class Session:
         if rows is not None:
             batch = batch.select(rows).with_scalars(parts=float(parts))
         shards: Sequence[StepMetrics] = self.replay(phase, batch)
-        return merge_step_metrics(shards)
+        metrics = merge_step_metrics(shards)
+        self._warn_of_skipped(metrics.shared)
+        return metrics
+
+    def _warn_of_skipped(self, shared: Mapping[str, float]) -> None:
+        """Workers' own warnings stay in Ray's logs; they count the skipped optimizer steps of the whole run."""
+        norm, skipped = shared.get(GRAD_NORM), int(shared.get(SKIPPED_STEPS, 0))
+        if norm is not None and not (math.isfinite(norm) and norm > 0):
+            logger.warning(
+                "step %d: gradient norm is %s: optimizer step skipped, weights unchanged (%d so far)",
+                self.step + 1,
+                norm,
+                skipped,
+            )
 
     def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         """Record a finished step, show it, and save if it is time to."""

@@ -263,6 +263,8 @@ def test_split_is_seeded_and_disjoint(tmp_path: Path) -> None:
     assert load_splits(DataConfig(path=path, val_fraction=0.25)) == splits
     assert load_splits(DataConfig(path=path, val_fraction=0.25, seed=1)).validation != splits.validation
     assert load_splits(DataConfig(path=path, val_fraction=0)).validation == ()
+    for share, count in ((0.001, 1), (0.04, 2), (0.29, 12)):  # at least one, and rounded
+        assert len(load_splits(DataConfig(path=path, val_fraction=share)).validation) == count
     assert (
         load_splits(DataConfig(path=path, val_path=path)).validation
         == load_splits(DataConfig(path=path, val_path=path)).train

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dagrl.loops.episodes import Episode, half_stop
+from dagrl.loops.episodes import Episode, half_stop, turn_seed
 from dagrl.tokenization import Prompt
 
 WORDS = ("a", "b", "\n", "\n\n", "Us", "er", "ser:", "\nU")
@@ -44,3 +44,12 @@ def test_what_is_taken_back_is_gone_from_every_column() -> None:
     assert len(episode.tokens) == 3
     episode.take_back(2)
     assert (episode.tokens, episode.logprobs, episode.versions, episode.sampled) == ([1], [-0.1], [4], [False])
+
+
+def test_every_request_of_a_sequence_draws_from_a_seed_of_its_own() -> None:
+    """Equal seeds would draw equal numbers in each turn; a resumed run goes on with those of the run before."""
+    prompt = Prompt("", np.array([1, 2]), "", "")
+    seeds = {(seed, made): turn_seed(Episode(prompt, seed, 9, [0] * made)) for seed in (5, 6) for made in range(20)}
+    assert (seeds[5, 0], seeds[6, 0]) == (5, 6)
+    assert len(set(seeds.values())) == len(seeds)
+    assert seeds == {(seed, made): turn_seed(Episode(prompt, seed, 9, [1] * made)) for seed, made in seeds}

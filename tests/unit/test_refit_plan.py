@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -263,6 +264,35 @@ def test_the_same_input_gives_the_same_plan() -> None:
     assert plans[0].digest == plans[1].digest
     assert [plans[0].for_rank(rank) for rank in range(3)] == [plans[1].for_rank(rank) for rank in range(3)]
     assert plans[0].digest != plans[2].digest
+
+
+def test_a_digest_tells_plans_apart_that_move_as_many_bytes_elsewhere() -> None:
+    """Who has which description, what it is called and where it lies: two ranks of plans that differ must not meet."""
+    whole, low, high = ((0, 4),), ((0, 2),), ((2, 4),)
+    first, second = WeightSlice("p", low, "t", low), WeightSlice("p", high, "t", low)
+    plans = [
+        ([held(whole)], [[first], [second], [first]]),
+        ([held(whole)], [[first], [first], [second]]),
+        ([held(whole)], [[replace(first, local=high)], [second], [replace(first, local=high)]]),
+        ([held(whole)], [[replace(first, tensor="u")], [second], [replace(first, tensor="u")]]),
+        ([replace(held(whole), tensor="u")], [[first], [second], [first]]),
+    ]
+    digests = {plan_refit([mine], wanted, dtype="float32").digest for mine, wanted in plans}
+    assert len(digests) == len(plans)
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_planning_leaves_the_garbage_collector_as_it_was(setting: bool) -> None:
+    enabled = gc.isenabled()
+    try:
+        (gc.enable if setting else gc.disable)()
+        plan_refit([[held(((0, 6),))]], [[held(((0, 6),))]], dtype="float32")
+        assert gc.isenabled() is setting
+        with pytest.raises(RefitPlanError, match="no source holds"):  # found while planning
+            plan_refit([[held(((0, 2),))], [held(((3, 6),))]], [[held(((0, 6),))]], dtype="float32")
+        assert gc.isenabled() is setting
+    finally:
+        (gc.enable if enabled else gc.disable)()
 
 
 def test_a_missing_parameter_is_named_on_either_side() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dagrl.executors import ring as ring_module
 from dagrl.executors.mailbox import Mailbox
 from dagrl.executors.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.executors.packet import Header, Packet
@@ -146,6 +147,40 @@ def test_a_message_that_does_not_fit_is_an_error_and_the_ring_lives_on(ring: Rin
         ring.write(parts(np.zeros(SLOT)), 1.0)
     ring.write(parts("fits"), 1.0)
     assert ring.read(0, 1.0) == "fits"
+
+
+@pytest.mark.parametrize("copiers", [1, 3, 4])
+def test_parts_that_several_threads_copy_are_whole(monkeypatch: pytest.MonkeyPatch, copiers: int) -> None:
+    """As on a host with enough cores; sizes that no share of a thread divides, and copies of messages that are kept."""
+    monkeypatch.setattr(ring_module, "COPIERS", copiers)
+    monkeypatch.setattr(ring_module, "PARALLEL_BYTES", IN_PLACE_BYTES)
+    ring_module._copiers.cache_clear()
+    ring = Ring.create(2, SLOT, 1)
+    sent = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in (100_001, 40_000, 65_536, 99_999)]
+    kept = []
+    for number, values in enumerate(sent):
+        ring.write(parts([values, values[::-1].copy(), number]), 1.0)
+        kept.append(ring.read(0, 1.0))
+    for number, (values, found) in enumerate(zip(sent, kept, strict=True)):
+        np.testing.assert_array_equal(found[0], values)  # type: ignore[index]
+        np.testing.assert_array_equal(found[1], values[::-1])  # type: ignore[index]
+        assert found[2] == number  # type: ignore[index]
+    ring_module._copiers().shutdown()
+    ring_module._copiers.cache_clear()
+
+
+def test_messages_go_on_beyond_what_a_word_counts() -> None:
+    writer = Ring.create(2, SLOT, 1)
+    reader = Ring.open(writer.address)
+    start = (1 << 32) - 3
+    writer._written = reader._read = start
+    writer._words[0] = start
+    writer._message_of[:] = [start] * len(writer._message_of)
+    for slot in range(writer.address.slots):
+        writer._acknowledge(0, slot, start)
+    for number in range(12):
+        writer.write(parts(number), 0.5)
+        assert reader.read(0, 0.5) == number
 
 
 def test_a_read_without_a_message_ends_by_its_timeout(ring: Ring) -> None:

@@ -6,8 +6,10 @@ import argparse
 import importlib
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -313,6 +315,32 @@ def test_the_exit_code_counts_failures(tmp_path: Path, monkeypatch: pytest.Monke
     assert run_all.main() == 1
     assert "| bad | FAILED |" in (tmp_path / "README.md").read_text()
     assert json.loads((tmp_path / "environment.json").read_text())["memory_mib"] == [143771, 143771]
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a signal while the second piece runs: that ends, with what it wrote told, and the third one does not begin."""
+    stopping = f"""
+import os, signal, time
+open('{{out}}/stopped.json', 'w').write('{{"rows": []}}')
+open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGUSR1)
+time.sleep(60)
+"""
+    monkeypatch.setattr(run_all, "environment", lambda: HERE)
+    monkeypatch.setattr(run_all, "pieces", lambda gpus: [piece("good", ""), piece("stopped", stopping), piece("next", "")])
+    monkeypatch.setattr(sys, "argv", ["run_all", "--out", str(tmp_path / "out")])
+    before = signal.signal(signal.SIGUSR1, run_all.stop)
+    try:
+        assert run_all.main() == 130
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert {name: row.result for name, row in kept(tmp_path / "out").items()} == {"good": "passed", "stopped": "STOPPED"}
+    assert (tmp_path / "out" / "stopped.json").exists() and not (tmp_path / "out" / "unfinished").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    monkeypatch.setattr(sys, "argv", ["run_all", "--out", "/proc/none"])
+    with pytest.raises(SystemExit, match="--out /proc/none: .*; name another directory"):
+        run_all.main()
 
 
 def test_gpus_that_torch_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

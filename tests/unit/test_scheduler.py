@@ -331,6 +331,22 @@ def test_a_broken_graph_is_told_at_once_where_there_is_no_room_either(scheduler:
     assert time.monotonic() - started < 60.0  # the deadline of those in flight is 120 s
 
 
+def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group: Group, made: list[Graph]) -> None:
+    """So that the memory that the largest needs is there once, and not behind what smaller ones have left in pieces."""
+    scheduler = Scheduler([group], SchedulerOptions(warmup_s=7.0))  # type: ignore[list-item]
+    scheduler.add(step, buckets=[Bucket(1, 4), Bucket(4, 8), Bucket(2, 8)], scalars={"lr": 0.5}, token_ids=9)
+    scheduler.compile()
+    for graph in made:
+        graph.fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+    scheduler.warmup()
+    for graph in made:
+        assert all(packet.header.warmup and packet.header.deadline_s == 7.0 for packet in graph.taken)
+        sent = list(dict.fromkeys((packet.value.rows, *packet.value["lengths"].tolist()) for packet in graph.taken))
+        assert sent == [(4, *[8] * 4), (2, *[8] * 2), (1, 4)]
+        assert {packet.value.number("lr") for packet in graph.taken} == {0.5}
+    scheduler.close()
+
+
 def test_the_deadline_of_a_replay_reaches_its_workers(scheduler: Scheduler, made: list[Graph]) -> None:
     scheduler.replay(other, 1, deadline_s=600.0)
     scheduler.replay(other, 1)
