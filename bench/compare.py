@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from bench.deadline import Deadline, add_deadline, hurried
 from bench.report import write_rows
 from bench.step import CONFIG, FIFO, PLAIN, WAITING, WAYS, Measured, Metrics, Way, chosen, longest_pause_s, measure
-from dagrl.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE
+from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
-    from dagrl.config_file import load_config
+    from dagrl.config.file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
     ways = chosen(options.ways)

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, write what was asked for after each run."""
-    from dagrl.config_file import load_config
+    from dagrl.config.file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
     ways = chosen(options.ways, CHOICE)
@@ -111,7 +111,7 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, se
 
     from dagrl.loops.async_grpo import train_async
     from dagrl.loops.grpo import train_grpo
-    from dagrl.record import read_metrics
+    from dagrl.telemetry.record import read_metrics
 
     begin_again(session, config, way, first_weights, config.grpo.max_num_steps)
     data = config.data.model_copy(update={"seed": seed})

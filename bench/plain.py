@@ -18,16 +18,16 @@ import ray
 
 from dagrl.advantages import group_advantages
 from dagrl.checkpoint import TrainState
+from dagrl.config.settings import generation_config
 from dagrl.data import Sampler
 from dagrl.errors import DeadlineError
 from dagrl.loops.batches import train_batch
 from dagrl.loops.episodes import RolloutGroup, new_group, request_seeds, samples_of
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.logprobs import logprob_phases
-from dagrl.metrics import merge_step_metrics
 from dagrl.replay import ReplayTiming, Split
-from dagrl.settings import generation_config
 from dagrl.shapes import Batch, choose_bucket, split_rows
+from dagrl.telemetry.metrics import merge_step_metrics
 from dagrl.worker_group import WorkerGroup, free_address
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from dagrl.config import Config
     from dagrl.generation import Generated
     from dagrl.loops.session import Session
-    from dagrl.metrics import StepMetrics
     from dagrl.rewards import RewardRunner
+    from dagrl.telemetry.metrics import StepMetrics
 
 ALL_STEPS = 1 << 30
 """Engine steps of one call of `generate`: until everything is finished."""

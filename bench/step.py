@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.deadline import Deadline, add_deadline, hurried
 from bench.report import write_rows
-from dagrl.metrics import TIMING, UPDATE_PAUSE
+from dagrl.telemetry.metrics import TIMING, UPDATE_PAUSE
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
-    from dagrl.config_file import load_config
+    from dagrl.config.file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
     ways = chosen(options.ways) if options.ways else list(WAYS)
@@ -194,7 +194,7 @@ def run_way(
     from bench.plain import train_plain
     from dagrl.loops.async_grpo import train_async
     from dagrl.loops.grpo import train_grpo
-    from dagrl.record import read_metrics
+    from dagrl.telemetry.record import read_metrics
 
     counted, burst = counted_steps(config, way), way.age + 1
     begin_again(session, config, way, first_weights, burst + counted + burst)
@@ -216,7 +216,7 @@ def counted_steps(config: Config, way: Way) -> int:
 def begin_again(session: Session, config: Config, way: Way, first_weights: Path | None, steps: int) -> None:
     """Take up the first weights (if any are given), for `steps` GRPO steps by `way`."""
     from dagrl.checkpoint import TrainState
-    from dagrl.settings import generation_config
+    from dagrl.config.settings import generation_config
 
     settings = config.grpo.async_grpo.model_copy(
         update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}

@@ -28,11 +28,11 @@ from bench.report import write_rows
 from dagrl.errors import LayoutError
 from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
 from dagrl.layout import ParallelLayout
-from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.phase import Phase
 from dagrl.refit.run import RefitReport, merge_reports
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket
+from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.worker import WorkerContext, in_warmup
 from dagrl.worker_group import WorkerGroup
 from graphs.generate import generate

@@ -113,7 +113,7 @@ class DagrlSteps:
         self._scheduler.warmup()
 
     def take(self, steps: int) -> Turn:
-        from dagrl.metrics import merge_step_metrics
+        from dagrl.telemetry.metrics import merge_step_metrics
         from graphs.train import sft_step
 
         seconds = []

@@ -135,7 +135,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from dagrl.config_file import dump_config, load_config
+    from dagrl.config.file import dump_config, load_config
 
     config = load_config(options.config, options.overrides)
     _log(config.logger.log_level if not options.debug else "DEBUG")
@@ -162,7 +162,7 @@ def _run(config: Config) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from dagrl.config_file import load_config
+    from dagrl.config.file import load_config
     from dagrl.inspect import inspect_config
 
     _log("DEBUG" if options.debug else "WARNING")

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import EnvironmentConfig
+from dagrl.data.tokenization import Prompt
 from dagrl.function_runner import Answers, Failed, FunctionRunner
-from dagrl.tokenization import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dagrl.config import Config, Json
+from dagrl.config.settings import check_settings, generation_dtype, is_colocated, layouts
 from dagrl.draw import Drawing, mermaid, size_text
 from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
@@ -24,7 +25,6 @@ from dagrl.preflight import check_model, load_phase, trace_phases, worker_classe
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, no_collections, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
-from dagrl.settings import check_settings, generation_dtype, is_colocated, layouts
 
 if TYPE_CHECKING:
     from dagrl.loops.start import PhasePlan

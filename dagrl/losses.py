@@ -36,7 +36,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import DataError
-from dagrl.metrics import CLIP_RATIO, COUNTS, KL, StepMetrics
+from dagrl.telemetry.metrics import CLIP_RATIO, COUNTS, KL, StepMetrics
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import ClusterConfig, Config, Json, PhasesConfig
+from dagrl.config.settings import bucket_widths, check_settings, generation_config, is_colocated, layouts
 from dagrl.data import Example, load_splits
+from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.graph import PhaseGraph
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count, gpus_per_worker
-from dagrl.metrics import VALIDATION
 from dagrl.model_init import load_tokenizer, make_random_model, model_description, token_count
 from dagrl.phase import Phase, Role, group_transports, methods_of
-from dagrl.record import RunPaths, check_run_directory, require_extras
-from dagrl.settings import bucket_widths, check_settings, generation_config, is_colocated, layouts
-from dagrl.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
+from dagrl.telemetry.metrics import VALIDATION
+from dagrl.telemetry.record import RunPaths, check_run_directory, require_extras
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

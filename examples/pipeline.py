@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
 from dagrl.layout import ParallelLayout
-from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.scheduler import Scheduler
 from dagrl.shapes import Batch, Bucket
+from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.worker import WorkerContext, in_warmup
 from dagrl.worker_group import WorkerGroup
 from graphs.pipeline import pipeline_phase, split_microbatches

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from dagrl.errors import DataError, GraphError
-from dagrl.metrics import StepMetrics
 from dagrl.phase import SHARED_MEMORY, Input, Phase, Shard, Value, join, phase
 from dagrl.shapes import Batch, InputSpec
+from dagrl.telemetry.metrics import StepMetrics
 from graphs.train import SFT_INPUTS
 
 Work = tuple[Literal["forward", "backward"], int]
@@ -66,7 +66,7 @@ class PipelineWorker(Protocol):
         """
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
-        """One of several (`dagrl.metrics.merge_step_metrics`)."""
+        """One of several (`dagrl.telemetry.metrics.merge_step_metrics`)."""
 
 
 def pipeline_phase(

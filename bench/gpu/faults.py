@@ -93,8 +93,8 @@ def places_of(text: str) -> list[str]:
 
 def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Fault]:
     """Both runs, and what became of the disturbed one at each death. Raises RunError when one of them fails or is late."""
-    from dagrl.config_file import load_config
-    from dagrl.settings import layouts
+    from dagrl.config.file import load_config
+    from dagrl.config.settings import layouts
 
     with tempfile.TemporaryDirectory() as directory:
         config = load_config(path, [*overrides, f"output_dir={directory}"])

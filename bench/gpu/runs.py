@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dagrl.metrics import IDLE, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC_PER_GPU, TRAIN_MFU
-from dagrl.record import read_metrics
+from dagrl.telemetry.metrics import IDLE, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC_PER_GPU, TRAIN_MFU
+from dagrl.telemetry.record import read_metrics
 
 LEARNED = ("run", "SFT loss: first", "last", "GRPO steps", "loss: first", "last", "reward: first", "last")
 AGREED = ("KL between engines: median", "largest")

@@ -19,13 +19,13 @@ from typing import NamedTuple, Protocol
 
 import ray
 
-from dagrl.annotate import annotate, ranges_enabled
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
 from dagrl.executors.hosts import RELAY
 from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.executors.tensors import accelerator_tensors
 from dagrl.graph import Json
 from dagrl.shapes import Batch
+from dagrl.telemetry.annotate import annotate, ranges_enabled
 from dagrl.worker import ReplayContext, replay_context
 
 logger = logging.getLogger(__name__)

@@ -3,8 +3,9 @@
 One thread, the main one, replays quanta of generation, looks after rewards, and asks for refits; another replays the
 training phases of one step at a time. A refit lies between two quanta, and engines come to rest for it by themselves, so it
 needs no protocol: what runs goes on from the KV cache it has (`in_flight_weight_updates`), or has it recomputed, or has
-finished before. How old samples may become is decided by how many groups may start (`dagrl.trajectories`). While no step is
-under way, the main thread also starts what can be done early for the next (`dagrl.loops.early`); the other thread takes it.
+finished before. How old samples may become is decided by how many groups may start (`dagrl.loops.trajectories`). While no
+step is under way, the main thread also starts what can be done early for the next (`dagrl.loops.early`); the other thread
+takes it.
 
 Sources: NeMo-RL's asynchronous GRPO (docs/guides/async-grpo.md); PipelineRL (Piche et al. 2025, arXiv:2509.19128) for
 updates in flight, AReaL (Fu et al. 2025, arXiv:2505.24298) for ages.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from dagrl.config import Config
+from dagrl.config.settings import generation_config, samples_per_step
 from dagrl.loops.session import Session
-from dagrl.settings import generation_config, samples_per_step
 from dagrl.shapes import Batch
 
 PHASE = "calibrate_kv_scales"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from dagrl.config.settings import samples_per_step
 from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.episodes import Episode, token_rows
 from dagrl.loops.experience import NextBatch, ScoredGroup
@@ -33,7 +34,6 @@ from dagrl.loops.logprobs import (
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.replay import Replay
-from dagrl.settings import samples_per_step
 from dagrl.shapes import Batch
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import ForcedLengths
+from dagrl.config.settings import generation_config
+from dagrl.data.tokenization import Prompt
 from dagrl.generation import FinishedRequest
 from dagrl.loops.session import Session
-from dagrl.settings import generation_config
 from dagrl.shapes import Batch
-from dagrl.tokenization import Prompt
 
 
 @dataclass

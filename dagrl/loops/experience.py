@@ -25,7 +25,9 @@ import numpy as np
 
 from dagrl.advantages import zero_variance_groups
 from dagrl.config import Config, Json
+from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.data import Sampler
+from dagrl.data.tokenization import Prompt, digest_of
 from dagrl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.environments import EnvironmentRunner
 from dagrl.errors import RunError
@@ -34,8 +36,8 @@ from dagrl.loops.episodes import Episode, RolloutGroup, Sample, new_group, reque
 from dagrl.loops.rollout import Rollouts
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
+from dagrl.loops.trajectories import TrajectoryBuffer
 from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
-from dagrl.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
 from dagrl.rewards import (
     BoolArray,
     FloatArray,
@@ -46,9 +48,7 @@ from dagrl.rewards import (
     overlong_penalty,
     rewards_of,
 )
-from dagrl.settings import bucket_widths, generation_config
-from dagrl.tokenization import Prompt, digest_of
-from dagrl.trajectories import TrajectoryBuffer
+from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
 
 logger = logging.getLogger(__name__)
 

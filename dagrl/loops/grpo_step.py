@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config
+from dagrl.config.settings import bucket_widths, generation_config, samples_per_step
 from dagrl.generation import FIRST_QUANTUM
 from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
@@ -19,10 +20,9 @@ from dagrl.loops.rollout import request_slots
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan
-from dagrl.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 from dagrl.refit.run import RefitReport
-from dagrl.settings import bucket_widths, generation_config, samples_per_step
 from dagrl.shapes import Batch, Bucket, Scalar
+from dagrl.telemetry.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 
 Metrics = dict[str, float]
 

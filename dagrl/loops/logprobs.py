@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from dagrl.config import Config
+from dagrl.config.settings import samples_per_step
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_buckets
 from dagrl.replay import Replay
-from dagrl.settings import samples_per_step
 from dagrl.shapes import Array, Batch, Bucket
 
 Columns = Mapping[str, Array]

@@ -7,8 +7,8 @@
             ...
 
 Two quanta are in flight, so that the engines do not wait for the driver. Requests wait here, not in the engines, until a
-shard has a free slot (`dagrl.dispatch`). Where an environment answers a completion, its text is appended and the sequence
-goes on as a new request. Who asks for a refit between two calls of `advance` gets it between two quanta.
+shard has a free slot (`dagrl.loops.dispatch`). Where an environment answers a completion, its text is appended and the
+sequence goes on as a new request. Who asks for a refit between two calls of `advance` gets it between two quanta.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
+from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.environments import ENDED, EnvironmentRunner, Reply
 from dagrl.function_runner import split_answered
 from dagrl.generation import FinishedRequest, Generated
+from dagrl.loops.dispatch import LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
 from dagrl.loops.episodes import Episode, RolloutGroup, half_stop, token_rows, turn_seed
 from dagrl.loops.session import Session
 from dagrl.replay import Replay
-from dagrl.settings import bucket_widths, generation_config
 from dagrl.shapes import Batch
 
 IN_FLIGHT = 2

@@ -20,11 +20,16 @@ import numpy.typing as npt
 
 from dagrl.checkpoint import Checkpoint, CheckpointStore, TrainState
 from dagrl.config import Config
+from dagrl.config.settings import is_colocated, layouts
 from dagrl.errors import ConfigError
 from dagrl.loops.colocated import SharedDevices
 from dagrl.loops.saving import CheckpointSaver
 from dagrl.loops.stop import StopSignal
-from dagrl.metrics import (
+from dagrl.preflight import Inputs, load_phase
+from dagrl.replay import Replay, ReplayTiming, computing_s
+from dagrl.scheduler import Scheduler
+from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import (
     GRAD_NORM,
     IDLE,
     QUANTUM_OVERHEAD,
@@ -37,16 +42,11 @@ from dagrl.metrics import (
     StepMetrics,
     merge_step_metrics,
 )
-from dagrl.plot import plot_run
-from dagrl.preflight import Inputs, load_phase
-from dagrl.progress import Progress
-from dagrl.record import RunPaths, RunRecord
-from dagrl.replay import Replay, ReplayTiming, computing_s
-from dagrl.scheduler import Scheduler
-from dagrl.settings import is_colocated, layouts
-from dagrl.shapes import Batch
-from dagrl.timing import PhaseClock
-from dagrl.trace import TraceEvent, TraceWriter
+from dagrl.telemetry.plot import plot_run
+from dagrl.telemetry.progress import Progress
+from dagrl.telemetry.record import RunPaths, RunRecord
+from dagrl.telemetry.timing import PhaseClock
+from dagrl.telemetry.trace import TraceEvent, TraceWriter
 from dagrl.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from typing import cast
 
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config, Json
+from dagrl.config.settings import bucket_widths
 from dagrl.data import Sampler
+from dagrl.data.tokenization import Demonstration, collate, digest_of
 from dagrl.loops.session import Session
 from dagrl.loops.start import PhasePlan, run_session
-from dagrl.metrics import VALIDATION
-from dagrl.settings import bucket_widths
 from dagrl.shapes import Bucket
-from dagrl.tokenization import Demonstration, collate, digest_of
+from dagrl.telemetry.metrics import VALIDATION
 
 
 def run_sft(config: Config) -> None:

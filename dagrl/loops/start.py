@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
-from dagrl.annotate import enable_ranges
 from dagrl.checkpoint import Checkpoint, CheckpointStore
 from dagrl.cluster import ray_cluster
 from dagrl.config import Config
+from dagrl.config.settings import generation_config, generation_dtype, is_colocated, layouts
 from dagrl.errors import ConfigError
 from dagrl.loops.colocated import TRAIN_PARTS, SharedDevices
 from dagrl.loops.session import Session, process_label
@@ -22,15 +22,15 @@ from dagrl.loops.stop import StopRequestedError, StopSignal, failing_for_good, s
 from dagrl.machine import gpus_per_worker
 from dagrl.model_init import prepare_model
 from dagrl.preflight import limit_steps, load_phase, preflight, worker_classes
-from dagrl.progress import Progress
-from dagrl.record import RunRecord, prepare_run_directory
 from dagrl.refit.connect import connect_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.settings import generation_config, generation_dtype, is_colocated, layouts
 from dagrl.shapes import Bucket, Scalar
-from dagrl.timing import PhaseClock
-from dagrl.trace import DRIVER, TraceWriter
+from dagrl.telemetry.annotate import enable_ranges
+from dagrl.telemetry.progress import Progress
+from dagrl.telemetry.record import RunRecord, prepare_run_directory
+from dagrl.telemetry.timing import PhaseClock
+from dagrl.telemetry.trace import DRIVER, TraceWriter
 from dagrl.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from dagrl.config import Json
+from dagrl.data.tokenization import Prompt
 from dagrl.loops.episodes import Episode, RolloutGroup
-from dagrl.tokenization import Prompt
 
 INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
 NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")  # prompts are not saved; the group's key finds them in the data

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dagrl.annotate import annotate
 from dagrl.channels.base import Channel, Pending, wait_all
 from dagrl.refit.moves import RankPlan
 from dagrl.refit.pack import BucketMemory, bind_staging, moved_tensors
+from dagrl.telemetry.annotate import annotate
 
 if TYPE_CHECKING:
     import torch

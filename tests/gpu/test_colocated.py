@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.loops.grpo import train_grpo
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import open_session
-from dagrl.record import read_metrics
 from dagrl.rewards import RewardRunner
+from dagrl.telemetry.record import read_metrics
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dagrl.config import Config
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.episodes import new_group, request_seeds
 from dagrl.loops.grpo import train_grpo
@@ -20,9 +20,9 @@ from dagrl.loops.rollout import Rollouts
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import open_session
-from dagrl.record import read_metrics
 from dagrl.rewards import RewardRunner
 from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.telemetry.record import read_metrics
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = [

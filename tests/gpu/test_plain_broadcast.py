@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.plain import PlainDriver, with_plain_workers
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.start import open_session
 from dagrl.rewards import RewardRunner

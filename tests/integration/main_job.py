@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dagrl.record import read_metrics
 from dagrl.rewards import exact_match
+from dagrl.telemetry.record import read_metrics
 
 ROOT = Path(__file__).parents[2]
 GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"

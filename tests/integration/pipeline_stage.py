@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dagrl.metrics import StepMetrics
 from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics
 from dagrl.worker import in_warmup
 from examples.pipeline import ModelConfig, TorchStage, loss_of, make_layers
 

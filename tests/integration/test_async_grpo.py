@@ -24,7 +24,7 @@ from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
 from dagrl.loops.restart import run_with_restarts
 from dagrl.loops.stop import StopRequestedError
-from dagrl.record import read_metrics
+from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED
 from tests.integration.unigram_workers import DIED, SIZE, TRUTH
 

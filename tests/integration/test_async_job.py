@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from dagrl.config import Config
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.loops import async_grpo, grpo_step
 from dagrl.loops.episodes import Episode
 from dagrl.loops.experience import Experience, ScoredGroup
 from dagrl.loops.grpo import run_grpo
 from dagrl.loops.stop import StopRequestedError
-from dagrl.record import read_metrics
+from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
 from tests.integration.vllm_models import chosen, hf_logprobs
 

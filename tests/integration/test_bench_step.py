@@ -14,11 +14,11 @@ from bench import curves, step
 from bench.compare import CHOICE
 from bench.deadline import Deadline
 from dagrl.config import Config
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.errors import ConfigError
 from dagrl.loops.session import Session
-from dagrl.metrics import VALIDATION
 from dagrl.rewards import RewardRunner
+from dagrl.telemetry.metrics import VALIDATION
 from tests.integration.test_async_grpo import one_cluster
 
 __all__ = ["one_cluster"]  # a fixture

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dagrl.checkpoint import CheckpointStore
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.layout import ParallelLayout
 from dagrl.loops.rollout import IN_FLIGHT
 from dagrl.preflight import preflight
 from dagrl.shapes import Batch
-from dagrl.trace import _ORIGIN_PERIOD_NS
+from dagrl.telemetry.trace import _ORIGIN_PERIOD_NS
 from tests.integration.main_job import GRPO, ROOT, SFT, SMALL, Metrics, Run, copy_run, train, untimed
 from tests.integration.megatron_pool import MegatronPool
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bench.train_inputs import single_worker
-from dagrl.metrics import merge_step_metrics
 from dagrl.shapes import Bucket, empty_batch
+from dagrl.telemetry.metrics import merge_step_metrics
 from dagrl.worker import ReplayContext, replay_context
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker

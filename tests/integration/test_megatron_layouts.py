@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.layout import ParallelLayout
-from dagrl.metrics import merge_step_metrics
 from dagrl.shapes import Batch, Bucket, split_rows
+from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dagrl.layout import ParallelLayout
-from dagrl.metrics import merge_step_metrics
 from dagrl.shapes import Batch, Bucket
+from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 

@@ -13,7 +13,7 @@ from bench.compare import at_rest
 from bench.plain import PlainDriver, with_plain_workers
 from bench.step import PLAIN, WAYS, run_way
 from dagrl.config import Config
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.errors import DeadlineError
 from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.session import Session

@@ -25,9 +25,9 @@ from dagrl.generation import (
     seconds_of,
     steps_of_shard,
 )
-from dagrl.metrics import ENTROPY, StepMetrics, merge_step_metrics
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import ENTROPY, StepMetrics, merge_step_metrics
 from dagrl.worker import WorkerContext, in_warmup
 
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence

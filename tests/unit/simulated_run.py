@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config
+from dagrl.config.settings import generation_config
+from dagrl.data.tokenization import Prompt
 from dagrl.environments import Reply
 from dagrl.function_runner import Failed
 from dagrl.generation import FinishedRequest, Progress, pack_generated, steps_of_shard
@@ -31,9 +33,7 @@ from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
 from dagrl.replay import ReplayTiming
 from dagrl.rewards import Rewards, check_failures
-from dagrl.settings import generation_config
 from dagrl.shapes import Batch
-from dagrl.tokenization import Prompt
 
 TOKENS = 16
 UNANSWERED = "?"

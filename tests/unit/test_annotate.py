@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dagrl.annotate import annotate, disable_ranges, enable_ranges
 from dagrl.executors.node import NodeCall, Take, drain_runs, install, run_node
 from dagrl.executors.packet import Header, Packet
 from dagrl.shapes import Batch
-from dagrl.trace import TraceEvent, TraceWriter
+from dagrl.telemetry.annotate import annotate, disable_ranges, enable_ranges
+from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
 BATCH = Batch({"tokens": np.zeros((4, 16), np.int64), "lengths": np.full(4, 16)})

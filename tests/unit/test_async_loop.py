@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardConfig, RewardShapingConfig
+from dagrl.data.tokenization import Prompt
 from dagrl.errors import CheckpointError, RunError
 from dagrl.function_runner import Failed
 from dagrl.generation import FIRST_QUANTUM, Generated, Progress, pack_generated
@@ -30,7 +31,6 @@ from dagrl.loops.grpo_step import refit
 from dagrl.loops.rollout import IN_FLIGHT, Rollouts
 from dagrl.loops.trajectory_file import read_trajectories
 from dagrl.shapes import Batch
-from dagrl.tokenization import Prompt
 from tests.unit.simulated_run import UNANSWERED, Reward, Run, logprob_of
 
 STEPS, PROMPTS, GENERATIONS = 4, 3, 2

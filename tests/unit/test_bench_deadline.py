@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.deadline import Deadline, hurried
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 
 CONFIG = Path(__file__).parents[2] / "bench" / "step.yaml"
 

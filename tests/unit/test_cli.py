@@ -15,7 +15,7 @@ import yaml
 
 from dagrl.cli import BENCHES, main
 from dagrl.config import Config
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.errors import ChannelError, ConfigError
 from dagrl.model_init import character_tokenizer, write_random_model
 

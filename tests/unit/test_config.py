@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dagrl.config_file import dump_config, load_config
+from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

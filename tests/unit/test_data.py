@@ -17,10 +17,18 @@ from hypothesis import strategies as st
 
 from dagrl.config import DataConfig
 from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
+from dagrl.data.hugging_face import has_splits
+from dagrl.data.tokenization import (
+    Demonstration,
+    Prompt,
+    collate,
+    digest_of,
+    encode_demonstrations,
+    encode_prompts,
+    keep_fitting,
+)
 from dagrl.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
-from dagrl.hf_data import has_splits
 from dagrl.model_init import character_tokenizer
-from dagrl.tokenization import Demonstration, Prompt, collate, digest_of, encode_demonstrations, encode_prompts, keep_fitting
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagrl.dispatch import FIRST_QUANTUM, LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
+from dagrl.loops.dispatch import FIRST_QUANTUM, LengthHistory, QuantumSize, ShardLoad, Waiting, dispatch
 
 
 def simulate(lengths: list[int], expected: list[float], shards: int, slots: int, *, longest_first: bool) -> list[int]:

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.config import Config
+from dagrl.config.settings import samples_per_step
 from dagrl.errors import PhaseError
 from dagrl.loops import grpo_step
 from dagrl.loops.batches import sample_keys
@@ -27,10 +28,9 @@ from dagrl.loops.early import EarlyWork
 from dagrl.loops.experience import NextBatch, ScoredGroup
 from dagrl.loops.logprobs import chunk_buckets
 from dagrl.loops.session import Counted
-from dagrl.metrics import StepMetrics
 from dagrl.replay import ReplayTiming
-from dagrl.settings import samples_per_step
 from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics
 from tests.unit.simulated_run import Run
 from tests.unit.test_async_loop import GENERATIONS, STEPS, asynchronous, configuration, seeds, slow
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from dagrl.data.tokenization import Prompt
 from dagrl.loops.episodes import Episode, half_stop, turn_seed
-from dagrl.tokenization import Prompt
 
 WORDS = ("a", "b", "\n", "\n\n", "Us", "er", "ser:", "\nU")
 

@@ -9,8 +9,8 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.data import Sampler
+from dagrl.data.tokenization import Demonstration, Prompt
 from dagrl.preflight import Inputs, limit_steps
-from dagrl.tokenization import Demonstration, Prompt
 
 
 def limited(demonstrations: int, prompts: int, sft: dict[str, Any], grpo: dict[str, Any]) -> Config:

@@ -10,7 +10,7 @@ import pytest
 
 from dagrl.cli import main
 from dagrl.config import Config
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.inspect import inspect_config, phase_reports, plan_config_refit
 from dagrl.layout import ParallelLayout

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dagrl.config import PolicyConfig
 from dagrl.layout import ParallelLayout
-from dagrl.metrics import (
+from dagrl.telemetry.metrics import (
     TRAIN_MFU,
     TRAIN_SECONDS,
     TRAIN_TFLOPS_PER_GPU,

@@ -13,8 +13,8 @@ from dagrl.config import Config
 from dagrl.loops.grpo_step import optimize
 from dagrl.loops.session import Session
 from dagrl.losses import LOSSES, Denominators
-from dagrl.metrics import StepMetrics, join_optimizer_steps, merge_step_metrics
 from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics, join_optimizer_steps, merge_step_metrics
 
 CONFIG = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {"train_global_batch_size": 4}})
 

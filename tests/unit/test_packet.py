@@ -21,8 +21,8 @@ from dagrl.errors import DeadlineError, RunError, WorkerFailure
 from dagrl.executors.node import NodeCall, Take, TicketGate, install, run_node, state_of
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, fit_failures, payload_bytes
 from dagrl.generation import FinishedRequest, pack_generated
-from dagrl.metrics import StepMetrics
 from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics
 
 RAY = SerializationContext(ray._private.worker.global_worker)  # what writes a compiled graph's channels; needs no cluster
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dagrl.errors import DataError
-from dagrl.plot import _panels, _read, _smooth, plot_run
+from dagrl.telemetry.plot import _panels, _read, _smooth, plot_run
 
 Line = dict[str, float | str | None]
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from dagrl.config import LoggerConfig
-from dagrl.progress import Progress, Training
+from dagrl.telemetry.progress import Progress, Training
 
 METRICS = {
     "reward/mean": 0.4125,

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dagrl.config import Config
 from dagrl.errors import ConfigError, MissingDependencyError
-from dagrl.record import RunPaths, RunRecord, prepare_run_directory, read_metrics
+from dagrl.telemetry.record import RunPaths, RunRecord, prepare_run_directory, read_metrics
 
 
 def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: bool) -> Config:

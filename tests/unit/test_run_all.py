@@ -27,10 +27,10 @@ from bench.gpu.run_all import _wanted, run_piece, with_what_is_installed
 from bench.gpu.runs import run_tables
 from bench.models import SHAPES
 from dagrl.config import Config
-from dagrl.config_file import load_config
+from dagrl.config.file import load_config
+from dagrl.config.settings import check_settings
 from dagrl.model_init import character_tokenizer
 from dagrl.preflight import preflight, trace_phases, worker_classes
-from dagrl.settings import check_settings
 from workers.megatron.architecture import check_layout
 from workers.megatron.weights import parameter_shapes
 
@@ -339,7 +339,7 @@ time.sleep(60)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     monkeypatch.setattr(sys, "argv", ["run_all", "--out", "/proc/none"])
-    with pytest.raises(SystemExit, match="--out /proc/none: .*; name another directory"):
+    with pytest.raises(SystemExit, match=r"--out /proc/none: .*; name another directory"):
         run_all.main()
 
 

@@ -15,9 +15,10 @@ import pytest
 from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config, GenerationConfig, PolicyConfig
 from dagrl.data import Example
-from dagrl.dispatch import QuantumSize
+from dagrl.data.tokenization import encode_demonstrations
 from dagrl.errors import ConfigError
 from dagrl.loops import grpo_step
+from dagrl.loops.dispatch import QuantumSize
 from dagrl.loops.grpo_step import _mean_pause, start_policy, with_logprobs
 from dagrl.loops.session import Counted, Session
 from dagrl.loops.start import REFERENCE, check_reference, stopping_where_responses_end
@@ -25,7 +26,6 @@ from dagrl.model_init import character_tokenizer
 from dagrl.refit import RefitReport
 from dagrl.replay import Replay, ReplayTiming
 from dagrl.shapes import Batch
-from dagrl.tokenization import encode_demonstrations
 
 STEP = {"loss": 0.5, "reward/mean": 0.1}
 VALIDATED = {"validation/reward": 0.4}

@@ -11,10 +11,10 @@ import pytest
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config
 from dagrl.data import Sampler
+from dagrl.data.tokenization import Demonstration, digest_of
 from dagrl.errors import CheckpointError
 from dagrl.loops.sft import learning_rate, train_buckets, train_sft
 from dagrl.shapes import Bucket
-from dagrl.tokenization import Demonstration, digest_of
 
 
 def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dagrl.errors import RunError
 from dagrl.executors.packet import payload_bytes
 from dagrl.executors.tensors import accelerator_tensors
-from dagrl.metrics import StepMetrics
+from dagrl.telemetry.metrics import StepMetrics
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
 SHAPES = st.lists(st.integers(0, 4), max_size=8)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dagrl.timing import PhaseClock
-from dagrl.trace import TraceEvent, TraceWriter
+from dagrl.telemetry.timing import PhaseClock
+from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 
 def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def test_recording_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureF
         for number in range(6):
             trace.write([TraceEvent("event", "test", number, 1)])
     assert len(events(trace.path)) == 3
-    assert [record.message for record in caplog.records if record.name == "dagrl.trace"] == [
+    assert [record.message for record in caplog.records if record.name == "dagrl.telemetry.trace"] == [
         f"the trace {trace.path} has 3 events; later ones are not recorded"
     ]
 
@@ -99,7 +99,7 @@ def test_a_full_disk_ends_the_trace_alone(tmp_path: Path, caplog: pytest.LogCapt
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
         trace.write([TraceEvent("later", "test", 0, 1)])
     assert [event["name"] for event in events(trace.path)] == ["kept"]
-    (message,) = (record.message for record in caplog.records if record.name == "dagrl.trace")
+    (message,) = (record.message for record in caplog.records if record.name == "dagrl.telemetry.trace")
     assert message.startswith(f"the trace {trace.path} cannot be written: ")
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagrl.trajectories import TOO_OLD, Taken, TrajectoryBuffer
+from dagrl.loops.trajectories import TOO_OLD, Taken, TrajectoryBuffer
 
 
 class Run:

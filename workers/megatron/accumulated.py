@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import RunError
-from dagrl.metrics import StepMetrics, merge_step_metrics
+from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 
 
 @dataclass(frozen=True)

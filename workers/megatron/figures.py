@@ -1,4 +1,4 @@
-"""What one worker reports of a train step for throughput, MFU and memory; `dagrl.metrics.throughput` makes the figures."""
+"""What one worker reports of a train step for throughput, MFU and memory; `dagrl.telemetry.metrics` makes the figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import numpy.typing as npt
 import torch
 
 from dagrl.config import PolicyConfig
-from dagrl.metrics import PEAK_MEMORY, PEAK_TFLOPS, RANK, TRAIN_RANKS, TRAIN_SECONDS, TRAIN_TFLOP, TRAIN_TOKENS, StepMetrics
+from dagrl.telemetry.metrics import (
+    PEAK_MEMORY,
+    PEAK_TFLOPS,
+    RANK,
+    TRAIN_RANKS,
+    TRAIN_SECONDS,
+    TRAIN_TFLOP,
+    TRAIN_TOKENS,
+    StepMetrics,
+)
 from dagrl.worker import WorkerContext
 from workers.megatron.flops import peak_tflops, step_tflop
 

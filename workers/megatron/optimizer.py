@@ -23,8 +23,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dagrl.config import Config, MegatronConfig
 from dagrl.config import OptimizerConfig as OptimizerSettings
+from dagrl.config.settings import samples_per_step
 from dagrl.layout import ParallelLayout
-from dagrl.settings import samples_per_step
 from workers.megatron.cpu import cuda_type_names
 from workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
 from workers.megatron.model import Model

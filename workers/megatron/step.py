@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.losses import LOSSES, Denominators
-from dagrl.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
+from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
 from workers.megatron.cuda_graphs import ModelPass
 from workers.megatron.logprobs import OutputLayer, token_logprobs
 from workers.megatron.microbatches import Microbatch, Microbatches

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError, RunError
-from dagrl.metrics import StepMetrics, merge_step_metrics
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.worker import current_replay, in_warmup
 from workers.megatron.accumulated import Accumulated
 from workers.megatron.member import GroupMember

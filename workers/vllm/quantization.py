@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
+from dagrl.config.settings import generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.refit.quantize import BLOCK, quantize_blocks
 from dagrl.refit.slices import WeightSlice, expand
-from dagrl.settings import generation_dtype
 from workers.families.vllm import VllmRank
 from workers.vllm.environment import require_generation
 from workers.vllm.weights import vllm_weight_slices

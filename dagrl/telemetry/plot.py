@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import DataError
-from dagrl.metrics import KL, REWARD_MEAN, SPANS, TIMING, VALIDATION
-from dagrl.record import read_metrics
+from dagrl.telemetry.metrics import KL, REWARD_MEAN, SPANS, TIMING, VALIDATION
+from dagrl.telemetry.record import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from dagrl.metrics import TIMING
-from dagrl.trace import TraceWriter
+from dagrl.telemetry.metrics import TIMING
+from dagrl.telemetry.trace import TraceWriter
 
 
 class PhaseClock:

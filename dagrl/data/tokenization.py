@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.data import Example, Message
+from dagrl.data.examples import Example, Message
 from dagrl.errors import ConfigError, DataError
 from dagrl.shapes import Batch
 

@@ -4,8 +4,8 @@
       config.yaml      the resolved configuration
       metrics.jsonl    one line a step, written at once
       tensorboard/     the same metrics as TensorBoard events
-      trace.json       what every worker did when (see `dagrl.trace`)
-      metrics.png      reward, loss, KL and time per phase (see `dagrl.plot`)
+      trace.json       what every worker did when (see `dagrl.telemetry.trace`)
+      metrics.png      reward, loss, KL and time per phase (see `dagrl.telemetry.plot`)
       checkpoints/     to go on from (see `dagrl.checkpoint`)
       final_model/     the last policy as Hugging Face safetensors
       init_model/      the model that `policy.random_init` made, if it did
@@ -156,8 +156,8 @@ class RunRecord:
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
         """Record one step.
 
-        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names as in `dagrl.metrics`. A number
-        that is not finite becomes null in `metrics.jsonl`, which is strict JSON.
+        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names as in `metrics`. A number that is
+        not finite becomes null in `metrics.jsonl`, which is strict JSON.
         """
         clean = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "stage": stage, "time": round(time.time(), 3), **clean}

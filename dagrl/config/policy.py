@@ -1,46 +1,17 @@
 """The configuration's section `policy`: the model, how it is trained (`megatron_cfg`) and how it generates (`generation`).
 
-Keys and defaults follow NeMo-RL where it has them. Import these from `dagrl.config`, which has the rest of a run.
+Keys and defaults follow NeMo-RL where it has them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
-from typing_extensions import TypeAliasType
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from dagrl.config.section import Json, PathText, Section, Seed
 from dagrl.errors import LayoutError
 from dagrl.layout import ParallelLayout
-
-# A named alias: pydantic follows a recursive type only through its name.
-Json = TypeAliasType("Json", "str | int | float | bool | list[Json] | dict[str, Json] | None")
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy, torch and vLLM all take
-
-
-def _without_nul(path: str) -> str:
-    if "\0" in path:
-        raise ValueError("a path, which holds no null byte")
-    return path
-
-
-PathText = Annotated[str, AfterValidator(_without_nul)]
-"""The path of a file or a directory."""
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values do not change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RandomInit(Section):
@@ -180,7 +151,7 @@ class GenerationConfig(Section):
     forced_lengths: ForcedLengths | None = None
     colocated: ColocatedConfig = ColocatedConfig()
     vllm_cfg: VllmConfig = VllmConfig()
-    vllm_kwargs: dict[str, Json] = {}  # more of vLLM's EngineArgs, by name
+    vllm_kwargs: dict[str, Json] = Field(default_factory=dict)  # more of vLLM's EngineArgs, by name
 
 
 class SequencePackingConfig(Section):

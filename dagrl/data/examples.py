@@ -1,15 +1,15 @@
-"""Examples from JSONL files, Hugging Face datasets or a task: reading, splitting, and an order that can be resumed.
+"""Examples from JSONL files, Hugging Face datasets or a task: reading and splitting.
 
 A line of a file is `{"prompt": ..., "response": ...}` (other names: `data.prompt_key`, `data.response_key`) or
-`{"messages": [{"role": ..., "content": ...}, ...]}`; the rows of a dataset have the same columns (`dagrl.hf_data`). Errors
-name the file and the line or row.
+`{"messages": [{"role": ..., "content": ...}, ...]}`; the rows of a dataset (`dagrl.data.hugging_face`) have the
+same columns. Errors name the file and the line or row.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
@@ -17,8 +17,8 @@ from typing import cast
 import numpy as np
 
 from dagrl.config import DataConfig, Json
-from dagrl.errors import CheckpointError, ConfigError, DataError
-from dagrl.hf_data import has_splits, is_dataset, read_rows
+from dagrl.data.hugging_face import has_splits, is_dataset, read_rows
+from dagrl.errors import ConfigError, DataError
 from dagrl.imports import load_callable, running
 
 
@@ -242,61 +242,3 @@ def _message(turn: Json, source: str) -> Message:
     if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
         raise DataError(f"{source} is {turn!r:.80}; expected texts 'role' and 'content' that are not empty")
     return Message(_require_text(role, f"{source}: 'role'"), _require_text(content, f"{source}: 'content'"))
-
-
-class Sampler:
-    """An endless order over `count` examples, shuffled anew each epoch, whose position can be saved and restored.
-
-    `digest` tells the examples from others that are as many (`dagrl.tokenization.digest_of`): a position is of no others.
-    """
-
-    def __init__(self, count: int, seed: int = 0, shuffle: bool = True, digest: str = "") -> None:
-        if count < 1:
-            raise DataError("there are no examples to draw from")
-        self._count = count
-        self._seed = seed
-        self._shuffle = shuffle
-        self._digest = digest
-        self._epoch = 0
-        self._position = 0
-        self._order = self._permutation()
-
-    def take(self, number: int) -> list[int]:
-        """Positions of the next `number` examples; goes on into the next epoch where one ends."""
-        taken: list[int] = []
-        while len(taken) < number:
-            if self._position == self._count:
-                self._epoch, self._position = self._epoch + 1, 0
-                self._order = self._permutation()
-            more = self._order[self._position : self._position + number - len(taken)]
-            self._position += len(more)
-            taken += more
-        return taken
-
-    def state(self) -> dict[str, Json]:
-        """What `restore` needs to go on from here."""
-        return {**self._order_of(), "epoch": self._epoch, "position": self._position}
-
-    def restore(self, state: Mapping[str, Json]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError when it is of other data or another order."""
-        expected = self._order_of()
-        found = {name: state.get(name) for name in expected}
-        if found != expected:
-            others = {**found, "digest": expected["digest"]} == expected
-            raise CheckpointError(
-                f"the data position was saved with {found}, this run has {expected}; "
-                + ("the examples are as many, but their tokens, loss masks, references or order differ; " if others else "")
-                + "use the same data, data.seed and data.shuffle, and the same tokenizer and chat template"
-            )
-        self._epoch, self._position = cast(int, state["epoch"]), cast(int, state["position"])
-        self._order = self._permutation()
-
-    def _order_of(self) -> dict[str, Json]:
-        """What the examples of an epoch, in their order, follow from."""
-        return {"count": self._count, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
-
-    def _permutation(self) -> list[int]:
-        if not self._shuffle:
-            return list(range(self._count))
-        order: Sequence[int] = np.random.default_rng((self._seed, self._epoch)).permutation(self._count).tolist()
-        return list(order)

@@ -32,7 +32,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dagrl.config import LoggerConfig
-from dagrl.metrics import KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
+from dagrl.telemetry.metrics import KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Progress:
             logger.info("%s ...", name)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], stage: str = "train") -> None:
-        """Report that `step` of `total` is done; `step` 0 opens the bar before the first is. Names as in `dagrl.metrics`."""
+        """Report that `step` of `total` is done; `step` 0 opens the bar before the first is. Names as in `metrics`."""
         before, now = self._current, time.monotonic()
         if not isinstance(before, Training) or before.name != stage:
             self._finish()

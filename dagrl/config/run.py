@@ -2,7 +2,7 @@
 
 Keys and defaults follow NeMo-RL where it has them (`policy.*`, `grpo.*`, `loss_fn.*`, `checkpointing.*`), so that its users
 find their way. Every model forbids unknown keys. The resolved configuration is saved with the run. The section `policy`, the
-longest, is written down in `dagrl.config_policy`.
+longest, is written down in `dagrl.config.policy`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-# All sections are imported from here (`as` makes them names of this module).
-from dagrl.config_policy import DynamicBatchingConfig as DynamicBatchingConfig
-from dagrl.config_policy import ForcedLengths as ForcedLengths
-from dagrl.config_policy import GenerationConfig as GenerationConfig
-from dagrl.config_policy import Json as Json
-from dagrl.config_policy import MegatronConfig as MegatronConfig
-from dagrl.config_policy import OptimizerConfig as OptimizerConfig
-from dagrl.config_policy import PathText, Section
-from dagrl.config_policy import PolicyConfig as PolicyConfig
-from dagrl.config_policy import RandomInit as RandomInit
-from dagrl.config_policy import Seed as Seed
-from dagrl.config_policy import SequencePackingConfig as SequencePackingConfig
-from dagrl.config_policy import TokenizerConfig as TokenizerConfig
-from dagrl.config_policy import VllmConfig as VllmConfig
+from dagrl.config.policy import PolicyConfig
+from dagrl.config.section import Json, PathText, Section, Seed
 
 
 class LossConfig(Section):
@@ -193,7 +181,7 @@ class LoggerConfig(Section):
     tensorboard_enabled: bool = True
     wandb_enabled: bool = False
     trace_enabled: bool = True
-    nvtx_enabled: bool = False  # name phases, replays and buckets for Nsight Systems and torch.profiler (dagrl.annotate)
+    nvtx_enabled: bool = False  # names phases, replays and buckets for Nsight Systems and torch.profiler
     plot_enabled: bool = True
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 

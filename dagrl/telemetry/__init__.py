@@ -1,0 +1,1 @@
+"""Telemetry: what a run measures, writes down and shows."""
