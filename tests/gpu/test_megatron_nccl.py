@@ -118,24 +118,30 @@ def test_a_checkpoint_goes_on_at_another_layout(
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def check_abort(group: Group, batch: Batch) -> None:
+def check_abort(group: Group, batch: Batch, waits_in: str = "logprobs") -> None:
     """Worker 1 waits in a collective that worker 0 never comes to, is aborted, and raises."""
     start = time.monotonic()
-    group.start(1, "logprobs_and_abort_after", batch, 1.0)
+    group.start(1, f"{waits_in}_and_abort_after", batch, 1.0)
     with pytest.raises(WorkerError, match="was aborted"):
         group.finish(1, timeout_s=30)
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.parametrize(
+    ("layout", "waits_in"),
+    [(ParallelLayout(tp=2), "logprobs"), (ParallelLayout(cp=2), "logprobs"), (ParallelLayout(dp=2), "train")],
+    ids=["tp2", "cp2", "dp2"],
+)
 def test_who_waits_in_a_collective_that_no_peer_joins_raises_when_aborted(
-    pool: MegatronPool, models: dict[str, Path]
+    pool: MegatronPool, models: dict[str, Path], layout: ParallelLayout, waits_in: str
 ) -> None:
+    """After a step, with which every group has a communicator: a kernel waits in one of them, and all are to end."""
     batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
-    with pool.group(ParallelLayout(tp=2), config) as group:
-        group.call("logprobs", batch)
-        check_abort(group, batch)
+    with pool.group(layout, config) as group:
+        train(group, batch)
+        check_abort(group, batch, waits_in)
         group.call("abort")
-    with pool.group(ParallelLayout(tp=2), config) as group:  # nothing is left of the broken groups
+    with pool.group(layout, config) as group:  # nothing is left of the broken groups
         assert group.call("logprobs", batch)[0] is not None
 
 

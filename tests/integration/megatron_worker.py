@@ -210,6 +210,11 @@ class TestedWorker(MegatronWorker):
             threading.Timer(seconds, self.abort).start()
         return self.logprobs(batch)
 
+    def train_and_abort_after(self, batch: Batch, seconds: float) -> object:
+        """`train_step`, with `abort()` from another thread meanwhile, as the runtime calls it."""
+        threading.Timer(seconds, self.abort).start()
+        return self.train_step(batch, "sft")
+
     def export_in_files(self, directory: str, file_bytes: int) -> None:
         """`export_hf` with files of at most `file_bytes`."""
         from workers.megatron import hf_export

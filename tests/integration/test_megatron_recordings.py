@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 
 from bench.train_inputs import single_worker
 from dagrl.errors import RunError
@@ -28,6 +29,9 @@ class GraphDouble:
 
     def __init__(self) -> None:
         self.alive.add(self)
+
+    def reset(self) -> None:
+        self.alive.discard(self)
 
     def replay(self) -> None:
         GraphDouble.replays += 1
@@ -87,6 +91,43 @@ def test_an_abort_while_a_pass_waits_for_a_peer_frees_its_graphs_at_once(worker:
     assert not GraphDouble.alive
     run(worker, 2)  # an offload forgets as well, and the worker goes on
     assert worker.recordings() >= 2
+
+
+def test_a_recording_that_fails_leaves_no_graph_while_its_error_is_told(
+    worker: TestedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime aborts while it handles the error, whose traceback refers to the recording."""
+
+    begun = []
+
+    def recorded(graph: GraphDouble, pool: None) -> nullcontext[None]:
+        begun.append(graph)
+        if len(begun) == 2:
+            raise torch.OutOfMemoryError("while the way back is recorded")
+        return nullcontext()
+
+    monkeypatch.setattr("workers.megatron.cuda_graphs._recorded", recorded)
+    try:
+        for _ in range(2):
+            worker.train_step(reference.make_batch(), "sft")
+    except torch.OutOfMemoryError:
+        assert not GraphDouble.alive
+    else:
+        pytest.fail("nothing was recorded")
+
+
+def test_a_recording_keeps_the_buffers_that_megatron_gathers_into(worker: TestedWorker) -> None:
+    """Megatron drops its buffer for a larger one, and graphs go on writing to the address that they were recorded with."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    buffers = get_global_memory_buffer().buffer
+    buffers["mpu", torch.float32] = torch.empty(8)
+    dropped = weakref.ref(buffers["mpu", torch.float32])
+    run(worker, 2)
+    buffers["mpu", torch.float32] = torch.empty(16)
+    assert dropped() is not None
+    worker.abort()
+    assert dropped() is None
 
 
 def test_graphs_that_were_not_used_for_long_are_dropped(worker: TestedWorker, monkeypatch: pytest.MonkeyPatch) -> None:

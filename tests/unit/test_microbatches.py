@@ -164,7 +164,9 @@ def test_results_come_back_to_their_tokens(kind: str) -> None:
 def test_packed_microbatches_have_few_widths_and_a_warm_up_sees_them_all() -> None:
     full, part, rule = make_batch([WIDTH] * 8), make_batch([WIDTH] * 4), RULES["packed"]
     widths: set[int] = set()
-    seen = {cut_batch(batch, rule, place()).shape[1] for batch in warmup_batches(full, rule, place(), widths)}
+    order = [cut_batch(batch, rule, place()).shape[1] for batch in warmup_batches(full, rule, place(), widths)]
+    seen = set(order)
+    assert order[:-1] == sorted(seen, reverse=True), "the largest first"
     assert seen == widths == {6, 12, 18, 24, 30, 36, 42, 48}
     assert list(warmup_batches(part, rule, place(), widths)) == [part], "a smaller bucket has no others"
     generator = np.random.default_rng(0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
@@ -130,6 +131,16 @@ class _Recording:
         self._input = shape.room(microbatch)
         self._backward_too = shape.backward
         self._graphs = [torch.cuda.CUDAGraph() for _ in range(1 + shape.backward)]
+        try:
+            self._output = self._record(chunk, pool)
+        except BaseException:
+            for graph in self._graphs:
+                graph.reset()  # at once: the error's traceback refers to them, and an abort waits for their end
+            raise
+        # Where sequences are parallel, inputs are gathered into buffers that Megatron replaces when a larger one is wanted.
+        self._gathered = list(get_global_memory_buffer().buffer.values())
+
+    def _record(self, chunk: Any, pool: Any) -> Tensor:
         with _without_forks():
             with _recorded(self._graphs[0], pool):
                 output = plain_pass(chunk, self._input)
@@ -138,7 +149,7 @@ class _Recording:
                 self._anchor = torch.zeros((), device=output.device, requires_grad=True)
                 with _recorded(self._graphs[1], pool):
                     torch.autograd.backward(output, self._gradient)
-        self._output = output.detach()
+        return output.detach()
 
     def drop(self) -> None:
         """Let go of the graphs, whoever still refers to this recording."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dagrl.layout import ParallelLayout
-from dagrl.process_groups import break_gloo_group, name_groups_anew
+from dagrl.process_groups import break_groups, name_groups_anew
 from dagrl.worker import WorkerContext
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _PASSES = 5  # of the garbage collector at most, until it finds nothing
+_dropping = threading.Lock()
 
 
 def start_groups(context: WorkerContext, address: str, seed: int) -> None:
@@ -72,11 +74,12 @@ def abort_groups() -> None:
 
     if not dist.is_initialized():
         return
-    if dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
+    over_nccl = dist.get_backend() == "nccl"
+    if not break_groups(list(dist.distributed_c10d._world.pg_map)) or not over_nccl:
         return
-    for group in list(dist.distributed_c10d._world.pg_map):
-        break_gloo_group(group)
+    with _dropping:
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()  # nothing is left to abort: it drops their names
 
 
 def end_groups() -> None:

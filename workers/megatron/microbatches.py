@@ -129,9 +129,10 @@ def cut_batch(batch: Batch, rule: CutRule, place: Place, vocabulary: int | None 
 def warmup_batches(batch: Batch, rule: CutRule, place: Place, seen: set[int]) -> Iterator[Batch]:
     """The batch, and where microbatches are packed before it one more for each width that they may be padded to.
 
-    `seen`: widths that the phase has run at, in larger buckets; those that it runs at now are added.
+    `seen`: widths that the phase has run at, in larger buckets; those that it runs at now are added. The largest is first,
+    so that memory that Megatron keeps for one shape is large enough for the next.
     """
-    for width in _widths(rule, place.layout) if rule.kind == "packed" else ():
+    for width in reversed(_widths(rule, place.layout)) if rule.kind == "packed" else ():
         rows = -(-width // batch.tokens)
         if rows <= batch.rows and width not in seen:
             seen.add(width)

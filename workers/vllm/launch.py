@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config
 from dagrl.errors import MissingDependencyError
 from dagrl.ports import reserve_port
-from dagrl.process_groups import break_gloo_group, name_groups_anew
+from dagrl.process_groups import break_groups, name_groups_anew
 from dagrl.worker import WorkerContext
 from workers.vllm import features
 from workers.vllm.environment import OWN_ARGUMENTS, VISIBLE, device_index, model_path, require_generation
@@ -137,19 +137,17 @@ def _drop_message_queue() -> None:
 def break_collectives() -> None:
     """From any thread: end the collectives in which this rank and its peers wait for each other; the engine is lost.
 
-    NCCL's operations end without an error: what they gave must not be used (see `QuantumEngine.give_up`).
+    NCCL's operations end without an error: what they gave must not be used (see `QuantumEngine.give_up`). The communicator
+    itself ends with the process where the engine's CUDA graphs refer to it.
     """
     from vllm.distributed import get_tp_group
 
     coordinator = get_tp_group()
     communicator = getattr(coordinator.device_communicator, "pynccl_comm", None)
-    if communicator is not None and communicator.available:  # vLLM's own, beside torch's process groups
-        communicator.nccl.ncclCommAbort(communicator.comm)
-    for group in (coordinator.cpu_group, coordinator.device_group):
-        if group.name() == "nccl":
-            group.abort()
-        else:
-            break_gloo_group(group)
+    own = []  # vLLM's, beside torch's process groups
+    if communicator is not None and communicator.available:
+        own.append(functools.partial(communicator.nccl.ncclCommAbort, communicator.comm))
+    break_groups((coordinator.cpu_group, coordinator.device_group), own)
 
 
 def _import_vllm() -> None:
