@@ -30,7 +30,7 @@ class ChecksumTable:
     What lies in no rows (transposed views) is first gathered into memory of the table, by one more launch for all.
     """
 
-    def __init__(self, moves: Sequence[Sequence[Piece]], columns: int, weight: int) -> None:
+    def __init__(self, moves: Sequence[Sequence[Piece]], columns: int, weight: int, upper: int) -> None:
         import torch
 
         self._scattered = [view for pieces in moves for _, view in pieces if not in_rows(view)]
@@ -44,7 +44,7 @@ class ChecksumTable:
         self._entries = torch.from_numpy(np.repeat(np.arange(len(rows), dtype=np.int32), tiles)).to(device)
         self._table = torch.from_numpy(rows).to(device)
         self._sums = torch.zeros(len(moves), 2, dtype=torch.int64, device=device)
-        self._columns, self._weight = columns, weight
+        self._columns, self._weight, self._upper = columns, weight, upper
 
     def launch(self) -> torch.Tensor:
         """`[moves, 2]` int64, on the current stream; the same tensor each time."""
@@ -65,6 +65,7 @@ class ChecksumTable:
             WORD=WORD,
             COLUMNS=self._columns,
             WEIGHT=self._weight,
+            UPPER=self._upper,
             num_warps=_WARPS,
         )
         return self._sums
@@ -81,6 +82,7 @@ def _add_sums(  # type: ignore[no-untyped-def]
     WORD: tl.constexpr,
     COLUMNS: tl.constexpr,
     WEIGHT: tl.constexpr,
+    UPPER: tl.constexpr,
 ):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         entry = table + tl.load(entries + tile).to(tl.int64) * FIELDS
@@ -101,4 +103,4 @@ def _add_sums(  # type: ignore[no-untyped-def]
         weight = 2 * (word // COLUMNS) + 1 + (2 * (word % COLUMNS) + 1) * WEIGHT
         of_move = sums + tl.load(entry + 6) * 2
         tl.atomic_add(of_move, tl.sum(value, axis=0))
-        tl.atomic_add(of_move + 1, tl.sum(value * weight, axis=0))
+        tl.atomic_add(of_move + 1, tl.sum((value + UPPER * (value >> 32)) * weight, axis=0))

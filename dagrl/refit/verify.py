@@ -1,10 +1,11 @@
 """Proof that what was sent is what is held: checksums of every part, or all bytes once more.
 
 A checksum is two sums modulo 2**64 over the part's bytes taken as whole numbers: a plain one, and one weighted by position,
-so that neither a changed byte nor two exchanged rows go unseen. The sender computes them over its live tensors and the
-receiver over its own after unpacking, each where they lie: nothing that packs, carries or unpacks stands between a tensor
-and its sum. Where the two differ by intent, the sums are of the message: the sender's of what it quantized, the receiver's
-of what came where it casts.
+so that neither a changed byte nor two exchanged rows go unseen. Of the highest bits, which are signs, a sum knows little
+more than whether an odd number of them is set; the weighted one counts each number's upper half as a lower one too. The
+sender computes them over its live tensors and the receiver over its own after unpacking, each where they lie: nothing that
+packs, carries or unpacks stands between a tensor and its sum. Where the two differ by intent, the sums are of the message:
+the sender's of what it quantized, the receiver's of what came where it casts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 Verify = Literal["off", "checksum", "bitwise"]
 _COLUMNS = 1024
 _WEIGHT = 0x9E3779B1  # odd, so that it loses no bit: tells columns from rows
+_UPPER = 5  # how often an upper half counts as a lower one
+_SLAB = 512  # rows that are summed at once: 4 MiB
 
 
 def check_mode(mode: str) -> None:
@@ -39,7 +42,7 @@ def prepare_checksums(memory: BucketMemory) -> None:
     if moves[0][0][1].is_cuda:
         from dagrl.refit.checksum_kernel import ChecksumTable
 
-        memory.checksums = ChecksumTable(moves, _COLUMNS, _WEIGHT)
+        memory.checksums = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER)
 
 
 def checksums(memory: BucketMemory) -> torch.Tensor:
@@ -66,7 +69,7 @@ def in_one_piece(pieces: Sequence[Piece]) -> torch.Tensor:
 
 
 def checksum(raw: torch.Tensor) -> torch.Tensor:
-    """`[2]` int64 of a vector of bytes, computed without a copy of it where it is aligned.
+    """`[2]` int64 of a vector of bytes, computed without a copy of all of it where it is aligned.
 
     Words of eight bytes, the last filled up with zeros, in rows of `_COLUMNS`: backends add int64 without converting it, on
     CPUs more than ten times as fast as smaller words.
@@ -80,7 +83,9 @@ def checksum(raw: torch.Tensor) -> torch.Tensor:
     if len(rest) % WORD:
         rest = torch.cat([rest, rest.new_zeros(-len(rest) % WORD)])
     sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
-    for first, part in ((0, raw[: square * WORD * _COLUMNS].view(-1, WORD * _COLUMNS)), (square, rest.view(1, -1))):
+    rows = raw[: square * WORD * _COLUMNS].view(-1, WORD * _COLUMNS)
+    slabs = [(first, rows[first : first + _SLAB]) for first in range(0, square, _SLAB)]
+    for first, part in (*slabs, (square, rest.view(1, -1))):
         if part.numel():
             sums += _sums(part.view(torch.int64), first)
     return sums
@@ -90,12 +95,12 @@ def _sums(rows: torch.Tensor, first: int) -> torch.Tensor:
     """Plain sum, and sum weighted by the position of row (they count from `first`) and column."""
     import torch
 
-    of_rows = rows.sum(1)
-    of_columns = rows.sum(0)
+    words = (rows >> 32).mul_(_UPPER).add_(rows)
+    of_rows, of_columns = words.sum(1), words.sum(0)
     weighted = (of_rows * _weights(len(of_rows), first, rows.device)).sum() + (
         of_columns * _weights(len(of_columns), 0, rows.device)
     ).sum() * _WEIGHT
-    return torch.stack([of_rows.sum(), weighted])
+    return torch.stack([rows.sum(), weighted])
 
 
 def _weights(count: int, first: int, device: torch.device) -> torch.Tensor:

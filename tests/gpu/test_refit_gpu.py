@@ -84,7 +84,7 @@ def test_checksums_on_the_gpu_are_those_of_the_cpu() -> None:
     """Of whole vectors, of parts of tensors where they lie, of several pieces with gaps between, of a transposed view."""
     from dagrl.refit.checksum_kernel import ChecksumTable
     from dagrl.refit.checksum_rows import Piece
-    from dagrl.refit.verify import _COLUMNS, _WEIGHT, checksum, in_one_piece
+    from dagrl.refit.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, in_one_piece
 
     sizes = (1, 3, 8, 64, 8 * 1024, 3 * 8 * 1024 + 7, 70_000, 12_288, 5 << 20)
     moves: list[list[Piece]] = [[(0, random((size,), torch.uint8))] for size in sizes]
@@ -93,7 +93,7 @@ def test_checksums_on_the_gpu_are_those_of_the_cpu() -> None:
     moves.append([(0, random((128, 128), torch.uint8)), (128 * 128, random((3,), torch.float32))])
     moves.append([(0, random((5,), torch.uint8)), (16, random((300_001,), torch.uint8)[1:])])
     moves.append([(0, random((640, 96), torch.bfloat16).t())])
-    table = ChecksumTable(moves, _COLUMNS, _WEIGHT)
+    table = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER)
     for _ in range(2):
         expected = [checksum(in_one_piece([(at, view.cpu()) for at, view in pieces])) for pieces in moves]
         assert torch.equal(table.launch().cpu(), torch.stack(expected))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dagrl.refit.checksum_rows import WORD, Entry, Piece, entries, in_rows
-from dagrl.refit.verify import _COLUMNS, _WEIGHT, checksum, in_one_piece
+from dagrl.refit.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, in_one_piece
 
 MASK = (1 << 64) - 1
 
@@ -27,9 +27,10 @@ def sums_of(table: Sequence[Entry], moves: int) -> Tensor:
             raw = ctypes.string_at(address + row * stride + column * width, width)
             place = offset + unit * width
             word, value = place // WORD, int.from_bytes(raw, "little") << (8 * (place % WORD))
+            value -= (value >> 63) << 64  # as an int64
             weight = 2 * (word // _COLUMNS) + 1 + (2 * (word % _COLUMNS) + 1) * _WEIGHT
             found[owner][0] += value
-            found[owner][1] += value * weight
+            found[owner][1] += (value + _UPPER * (value >> 32)) * weight
     return torch.from_numpy(np.array([[one & MASK for one in pair] for pair in found], np.uint64).view(np.int64))
 
 

@@ -34,6 +34,11 @@ MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_
         ({**QWEN3, "intermediate_size": 130}, ParallelLayout(tp=4), "intermediate_size 130"),
         (QWEN3, ParallelLayout(pp=3), "4 layers are not divisible by pp 3"),
         (QWEN3, ParallelLayout(pp=2, vpp=4), "not divisible by vpp 4"),
+        (
+            QWEN3,
+            ParallelLayout(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2),
+            "with pp 2 and vpp Megatron takes the layers of one stage only",
+        ),
         (QWEN3, ParallelLayout(dp=2, ep=2), "no experts, but ep is 2"),
         (MOE, ParallelLayout(dp=3, ep=3), "4 experts are not divisible by ep 3"),
         (MOE, ParallelLayout(tp=4), "moe_intermediate_size 40 is not divisible by 8 times etp 4"),

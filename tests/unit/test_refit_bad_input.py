@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dagrl.config import Config
-from dagrl.errors import CheckpointError, ConfigError, RefitPlanError
+from dagrl.errors import CheckpointError, ConfigError, RefitPlanError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitReceiver, plan_refit
 from dagrl.refit.connect import check_configs
@@ -190,6 +191,19 @@ def test_a_loaded_model_in_a_form_that_cannot_be_written() -> None:
 
     with pytest.raises(ConfigError, match=r"holds the generation model as Fp8Config with \{'weight_block_size': None"):
         check_form(Fp8Config())
+
+
+def test_an_engine_that_cannot_be_written_tells_the_ranks_that_send() -> None:
+    """They would wait for it until their deadline."""
+    told: list[str] = []
+    worker = VllmWorker.__new__(VllmWorker)
+    worker._receiver, worker._engine = Mock(), Mock()
+    worker._channel = SimpleNamespace(abort=told.append)  # type: ignore[assignment]
+    worker._asleep, worker._torn = {"weights"}, None
+    with pytest.raises(RunError, match="sleeps without memory for weights"):
+        worker.receive_weights(1)
+    assert len(told) == 1 and "call wake_up" in told[0]
+    assert worker._torn is None, "what it holds is whole"
 
 
 def test_a_kv_cache_in_fp8_that_cannot_be() -> None:

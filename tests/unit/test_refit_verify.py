@@ -189,6 +189,30 @@ def test_both_sides_must_verify_alike() -> None:
         RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "md5")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bit", [63, 62, 61, 31])
+def test_checksums_see_a_bit_that_changes_in_two_words(bit: int) -> None:
+    """An even number of changes of the highest bits, which are signs, leaves a plain sum as it was."""
+    generator = torch.Generator().manual_seed(bit)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (4096,), generator=generator)
+    first = checksum(as_bytes(words))
+    for _ in range(200):
+        changed = words.clone()
+        changed[torch.randperm(len(words), generator=generator)[:2]] ^= -(1 << 63) if bit == 63 else 1 << bit
+        assert not torch.equal(checksum(as_bytes(changed)), first)
+
+
+@pytest.mark.parametrize(("dtype", "period"), [(torch.bfloat16, 4), (torch.float32, 2), (torch.float32, 1)])
+def test_checksums_see_a_lane_of_signs_that_is_lost_or_turned(dtype: torch.dtype, period: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        values = torch.randn(64, 256, generator=generator).to(dtype)
+        lost, turned = values.clone(), values.clone()
+        lost.view(-1)[period - 1 :: period].abs_()
+        turned.view(-1)[period - 1 :: period].neg_()
+        for changed in (lost, turned):
+            assert not torch.equal(checksum(as_bytes(changed)), checksum(as_bytes(values)))
+
+
 @pytest.mark.parametrize("size", [1, 3, 4, 64, 16 * 1024, 16 * 1024 * 3 + 7, 70_000])
 def test_checksums_see_single_bytes_and_exchanges(size: int) -> None:
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8)

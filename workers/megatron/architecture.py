@@ -155,6 +155,9 @@ def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[boo
 
 
 def _stages_fit(model: Architecture, layout: ParallelLayout) -> tuple[bool, str]:
+    given = layout.first_stage_layers, layout.last_stage_layers
+    if layout.pp == 2 and layout.vpp > 1 and None not in given:
+        return False, "with pp 2 and vpp Megatron takes the layers of one stage only; choose those of the first or the last"
     try:
         layout.stage_layers(model.layers, 0)
     except LayoutError as error:

@@ -228,11 +228,7 @@ class VllmWorker:
 
         With a channel it must have ended well on all its ranks; else this raises, and generate() refuses.
         """
-        engine = self._require_engine()
-        if "weights" in self._asleep:
-            raise RunError("the engine sleeps without memory for weights; call wake_up(['weights']) before a refit")
-        self._enter_device()
-        engine.rest()
+        engine = self._engine_at_rest(channel)
         self._torn = f"an update of the weights to version {version} has begun and has not ended well"
         with nullcontext() if channel is None else one_part_of_a_refit(channel, wait=True):
             yield
@@ -246,6 +242,20 @@ class VllmWorker:
             engine.change_version(version, recompute=recompute)
             self.version = version
         self._torn = None
+
+    def _engine_at_rest(self, channel: Channel | None) -> QuantumEngine:
+        """The engine, ready to have its weights written; what forbids that is told to the refit's other ranks."""
+        try:
+            engine = self._require_engine()
+            if "weights" in self._asleep:
+                raise RunError("the engine sleeps without memory for weights; call wake_up(['weights']) before a refit")
+            self._enter_device()
+            engine.rest()
+        except Exception as error:
+            if channel is not None:
+                channel.abort(f"{type(error).__name__}: {error}")
+            raise
+        return engine
 
     def _run_hooks(self) -> None:
         for hook in self._destinations.hooks:
