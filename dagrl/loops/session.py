@@ -220,12 +220,8 @@ class Session:
         """Workers' own warnings stay in Ray's logs; they count the skipped optimizer steps of the whole run."""
         norm, skipped = shared.get(GRAD_NORM), int(shared.get(SKIPPED_STEPS, 0))
         if norm is not None and not (math.isfinite(norm) and norm > 0):
-            logger.warning(
-                "step %d: gradient norm is %s: optimizer step skipped, weights unchanged (%d so far)",
-                self.step + 1,
-                norm,
-                skipped,
-            )
+            what = "optimizer step skipped, weights unchanged"
+            logger.warning("step %d: gradient norm is %s: %s (%d so far)", self.step + 1, norm, what, skipped)
 
     def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         """Record a finished step, show it, and save if it is time to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -71,6 +72,14 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
 def test_one_step_is_as_it_was() -> None:
     metrics = take_step("", make_batch(4))
     assert join_optimizer_steps([metrics]) == metrics
+
+
+def test_what_is_not_a_number_anywhere_is_the_largest() -> None:
+    """Of the minibatches of a step, and of the workers of one: whichever comes first."""
+    parts = [StepMetrics({"valid_tokens": 1.0}, {"max": value}, {"grad_norm": value}) for value in (0.7, math.nan, 0.2)]
+    for order in (parts, parts[::-1]):
+        joined = join_optimizer_steps(order)
+        assert math.isnan(joined.shared["grad_norm"]) and math.isnan(merge_step_metrics(order).maxima["max"])
 
 
 def test_minibatches_without_loss_are_left_out_and_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from dagrl.model_init import character_tokenizer
 from dagrl.refit import RefitReport
 from dagrl.replay import Replay, ReplayTiming
 from dagrl.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics
 
 STEP = {"loss": 0.5, "reward/mean": 0.1}
 VALIDATED = {"validation/reward": 0.4}
@@ -67,6 +69,18 @@ def test_a_plot_that_fails_does_not_change_how_a_run_ends(tmp_path: Path, caplog
         Session.summarize(session)
     assert "the run is not plotted: DataError" in caplog.text
     session.progress.summary.assert_called_once()
+
+
+@pytest.mark.parametrize(("norm", "warned"), [(0.0, True), (math.nan, True), (math.inf, True), (0.5, False), (None, False)])
+def test_a_skipped_optimizer_step_is_told(norm: float | None, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """None: of gradients that are only accumulated."""
+    shared = {"skipped_steps": 2.0, **({} if norm is None else {"grad_norm": norm})}
+    session = object.__new__(Session)
+    session.step = 6
+    session.replay = lambda name, batch: [StepMetrics({"loss": 1.0}, {}, shared)]  # type: ignore[method-assign, assignment]
+    session.step_on("train", Batch({"loss_mask": np.ones((1, 2))}))
+    told = f"step 7: gradient norm is {norm}: optimizer step skipped, weights unchanged (2 so far)"
+    assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
 
 
 @pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
