@@ -78,7 +78,7 @@ def test_a_skipped_optimizer_step_is_told(norm: float | None, warned: bool, capl
     session = object.__new__(Session)
     session.step = 6
     session.replay = lambda name, batch: [StepMetrics({"loss": 1.0}, {}, shared)]  # type: ignore[method-assign, assignment]
-    session.step_on("train", Batch({"loss_mask": np.ones((1, 2))}))
+    session.step_on("train", Batch({"loss_mask": np.ones((1, 2)), "lengths": np.array([2])}))
     told = f"step 7: gradient norm is {norm}: optimizer step skipped, weights unchanged (2 so far)"
     assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
 
