@@ -187,6 +187,20 @@ def conversation(number: int) -> list[Metrics]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
+    """From data parallel to tensor parallel in the middle: the losses of a run that stayed as it was."""
+    layout = "policy.megatron_cfg.{}_size={}"
+    short = ("sft.max_num_steps=6", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.save_period=3")
+    whole = train(SFT, tmp_path, "whole", *short, layout.format("data_parallel", 2))
+    copy_run(whole.directory, tmp_path / "resumed", 3)
+    other = (layout.format("data_parallel", 1), layout.format("tensor_model_parallel", 2), "checkpointing.resume=true")
+    resumed = train(SFT, tmp_path, "resumed", *short, *other)
+    losses, found = ({line["step"]: line["loss"] for line in run.metrics if "loss" in line} for run in (whole, resumed))
+    assert list(losses) == [*range(1, 7)] and losses.keys() == found.keys()
+    assert found == pytest.approx(losses, abs=1e-5) and found != losses
+
+
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no data at {GSM8K}; set DAGRL_GSM8K")
 def test_sft_learns_from_gsm8k(tmp_path: Path) -> None:
     overrides = (
