@@ -124,6 +124,19 @@ class PhaseError(WorkerError):
         self.breaks = f"{gone[0].role} worker {gone[0].rank} {gone[0].kind} in phase {gone[0].phase!r}" if gone else breaks
 
 
+def error_text(error: BaseException) -> str:
+    """The type of an error and what it says; also of one whose own message cannot be made."""
+    try:
+        return printable(f"{type(error).__name__}: {error}")
+    except Exception as failed:
+        return f"{type(error).__name__}, of which str() raised {type(failed).__name__}"
+
+
+def printable(text: str) -> str:
+    """A text as it can be written to a file or a terminal: half characters, of cut texts, as their numbers."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def cause_first(failures: Iterable[WorkerFailure]) -> tuple[WorkerFailure, ...]:
     """Deaths before exceptions, which they bring about in the workers that wait for the dead; then by time."""
     return tuple(sorted(failures, key=lambda failure: (failure.kind != "died", failure.time_ns)))

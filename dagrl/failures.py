@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from ray.exceptions import RayActorError, RayChannelError, RayError
 
-from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first
+from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first, error_text
 from dagrl.executors.base import Executable
 from dagrl.executors.node import DIED, NO_ANSWER, Report
 from dagrl.executors.packet import Packet
+from dagrl.executors.pickling import UnreadableError
 from dagrl.worker_group import GRACE_S, WorkerGroup, first_line
 
 if TYPE_CHECKING:
@@ -98,6 +100,9 @@ def _wait_for_next(replay: Replay, so_far: SoFar, groups: Groups, until: float) 
                 f"phase {replay.phase!r}, replay {replay.number}: no result yet; its own deadline is in "
                 f"{so_far.deadline - now:.1f} s. Ask again, or wait longer"
             ) from None
+    except UnreadableError as error:  # of one result; the others are dropped, and the graph is whole
+        so_far.waiting.popleft()
+        so_far.add([_of_result(replay, groups, error)])
     except Exception as error:  # whatever a graph fails with, the replay has failed, and no worker may be left waiting
         if isinstance(error.__cause__, KeyboardInterrupt):  # it came while Ray raised: Python makes a SystemError of both
             raise error.__cause__ from None
@@ -144,12 +149,21 @@ def _deaths(replay: Replay, groups: Groups, error: Exception) -> list[WorkerFail
     ]
 
 
+def _of_result(replay: Replay, groups: Groups, error: UnreadableError) -> WorkerFailure:
+    """The failure of a worker whose result this process cannot read."""
+    actor_id, node = error.writer
+    ranks = {role: group.rank_of_actor(actor_id) for role, group in groups.items()}
+    role, rank = next((role, rank) for role, rank in ranks.items() if rank is not None)
+    text = f"its result cannot be read by the driver: {error}"
+    return _failure(replay, groups[role], rank, "raised", node, text, "".join(traceback.format_exception(error)))
+
+
 def _broke(replay: Replay, failures: Sequence[WorkerFailure], error: Exception) -> PhaseError:
     breaks = f"the graph of phase {replay.phase!r} broke"
     if failures:
         return PhaseError(cause_first(failures), breaks=breaks)
     text = f"phase {replay.phase!r}, replay {replay.number}: its graph broke, though no worker died: "
-    return PhaseError((), f"{text}{type(error).__name__}: {error}", breaks=breaks)
+    return PhaseError((), f"{text}{error_text(error)}", breaks=breaks)
 
 
 def _late(replay: Replay, so_far: SoFar, groups: Groups) -> PhaseError:

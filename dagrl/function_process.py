@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dagrl.errors import UserError
+from dagrl.errors import UserError, error_text
 from dagrl.function_runner import Deadline, Failed
 from dagrl.imports import load_callable
 
@@ -53,7 +53,7 @@ def _pickled(answers: list[Any] | str) -> bytes:
     try:
         return pickle.dumps(answers)
     except Exception as error:
-        return pickle.dumps(f"its answer cannot be pickled: {_message(error)}")
+        return pickle.dumps(f"its answer cannot be pickled: {error_text(error)}")
 
 
 def answer_batch(function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
@@ -62,7 +62,7 @@ def answer_batch(function: Callable[..., Any], columns: Sequence[list[str]]) -> 
         result = function(*columns)
         return list(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
     except Exception as error:
-        return _message(error)
+        return error_text(error)
 
 
 def answer_singly(function: Callable[..., Any], columns: Sequence[list[str]], deadline: Deadline) -> list[Any] | str:
@@ -83,15 +83,11 @@ async def _one(function: Callable[..., Any], row: tuple[str, ...], deadline: Dea
     except Exception as error:
         if limit.expired():
             return Failed(deadline.missed)
-        return Failed(_message(error))
+        return Failed(error_text(error))
 
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

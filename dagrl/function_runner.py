@@ -40,7 +40,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from dagrl.config import FunctionConfig
-from dagrl.errors import RunError
+from dagrl.errors import RunError, error_text
 from dagrl.imports import load_callable
 
 Item = TypeVar("Item")
@@ -229,7 +229,7 @@ def _unpickled(answers: bytes) -> Answers | str:
     try:
         found: Answers | str = pickle.loads(answers)  # noqa: S301  # of our own process
     except Exception as error:  # whatever the user's classes raise
-        return f"its answer cannot be unpickled: {type(error).__name__}: {error}"
+        return f"its answer cannot be unpickled: {error_text(error)}"
     return found
 
 

@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first
+from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first, error_text
 from dagrl.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
 from dagrl.layout import ParallelLayout
 from dagrl.phase import SHARED_MEMORY, Role, group_transports, is_of_async, methods_of, of_async
@@ -350,7 +350,7 @@ def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
     except ray.exceptions.RayTaskError as failed:
         if isinstance(failed.cause, UserError):
             raise failed.cause from None
-        return group.failure(rank, "raised", doing, f"{type(failed.cause).__name__}: {failed.cause}", str(failed))
+        return group.failure(rank, "raised", doing, error_text(failed.cause), str(failed))
     except ray.exceptions.RayActorError as died:
         return group.failure(rank, "died", doing, first_line(died))
 

@@ -74,7 +74,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
     rooms = result_rooms(graph, limits)
     return [
         NodeCall(
-            label=graph.label(node) if isinstance(graph, ShardsGraph) else node.label,
+            label=label_of(graph, node),
             position=node.worker.position,
             kind=node.kind,
             method=node.method,
@@ -88,6 +88,11 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
         )
         for node in graph.nodes
     ]
+
+
+def label_of(graph: PhaseGraph, node: Node) -> str:
+    """The node's label as its phase was traced."""
+    return graph.label(node) if isinstance(graph, ShardsGraph) else node.label
 
 
 def result_rooms(graph: PhaseGraph, limits: Limits) -> list[int]:

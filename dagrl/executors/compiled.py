@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError, RayChannelError, RayChannelTimeoutEr
 from ray.experimental.channel import ChannelContext
 
 from dagrl.errors import RunError, WorkerFailure
-from dagrl.executors.base import Actors, Limits, accelerated, node_calls, packet_sources, result_rooms
+from dagrl.executors.base import Actors, Limits, accelerated, label_of, node_calls, packet_sources, result_rooms
 from dagrl.executors.edge import EdgeType, Place, make_mailbox
 from dagrl.executors.gather import Gathering
 from dagrl.executors.hosts import Hosts, with_relays
@@ -72,7 +72,10 @@ class CompiledGraph:
         with _driver_context(limits), _one_driver_proxy(), _loops(accelerator):
             self._dag = self._compile(_bind(graph, actors, limits, places))
         (self._input,) = self._dag.dag_input_channels
-        self._outputs = Outputs(self._dag.dag_output_channels, mailbox)
+        writers = [
+            (_actor(graph, actors, number)._actor_id.hex(), label_of(graph, graph.nodes[number])) for number in graph.outputs
+        ]
+        self._outputs = Outputs(self._dag.dag_output_channels, mailbox, writers)
         self._submitted = 0
 
     def _prepare(self, result_bytes: int, accelerator: bool) -> list[str]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import RayChannelError, RayChannelTimeoutError
 from ray.experimental.channel import ChannelOutputType, IntraProcessChannel
 from ray.experimental.channel.common import ChannelInterface
@@ -27,6 +26,7 @@ from dagrl.executors.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.executors.mailbox import CELL_BYTES, Mailbox, MailboxAddress
 from dagrl.executors.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError
 from dagrl.executors.packet import Packet, wire_part
+from dagrl.executors.pickling import dump
 from dagrl.executors.ring import Ring, RingAddress
 
 _rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
@@ -162,14 +162,17 @@ class Edge(ChannelInterface):  # type: ignore[misc]
             if self._mailbox is not None:
                 self._post(self._mailbox, wire_part(value) if packet else value, _limit(timeout))
             elif self._senders:
-                parts = _dump(value.wire() if packet else value)
+                parts = dump(value.wire() if packet else value)
                 for sender in self._senders:
                     sender.write(parts, _limit(timeout))
         if self._own is not None:
             self._own.write(value, timeout)
 
     def read(self, timeout: float | None = None) -> Any:
-        """The next packet. Its large arrays may be views of shared memory, read-only where others read them too."""
+        """The next packet. Its large arrays may be views of shared memory, read-only where others read them too.
+
+        Raises UnreadableError for one whose value this process cannot make; the next read gives the one after it.
+        """
         if self._read_from is None:
             self.ensure_registered_as_reader()
         source, ring, own = self._read_from, self._ring, self._own
@@ -194,9 +197,9 @@ class Edge(ChannelInterface):  # type: ignore[misc]
     def _post(self, mailbox: Mailbox, content: Any, timeout_s: float | None) -> None:
         ring = self._ring
         assert self.place is not None and ring is not None
-        parts = _dump(content)
+        parts = dump(content)
         if len(parts) > 1 and sum(map(len, parts)) < CELL_BYTES:
-            parts = _dump(content, in_band=True)
+            parts = dump(content, in_band=True)
         if len(parts) > 1 or len(parts[0]) > CELL_BYTES:
             ring.write(parts, timeout_s)
             parts = [pickle.dumps(ring.messages_written)]
@@ -286,21 +289,3 @@ def _actor_id(actor: Any) -> str:
 
 def _limit(timeout: float | None) -> float | None:
     return None if timeout is None or timeout < 0 else timeout
-
-
-def _dump(value: object, in_band: bool = False) -> list[bytes | memoryview]:
-    """A value as a pickle and its buffers, or all `in_band`.
-
-    What plain pickle cannot send (functions, classes of a script) goes by value.
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    apart = None if in_band else buffers.append
-    try:
-        pickled = pickle.dumps(value, protocol=5, buffer_callback=apart)
-        by_reference = b"__main__" not in pickled
-    except (pickle.PicklingError, AttributeError, TypeError):
-        by_reference = False
-    if not by_reference:
-        buffers.clear()
-        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=apart)
-    return [pickled, *[buffer.raw() for buffer in buffers]]

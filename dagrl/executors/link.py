@@ -18,7 +18,6 @@ A link that ends though nobody here closed it is *lost*, which is an error that 
 from __future__ import annotations
 
 import hmac
-import pickle
 import secrets
 import select
 import socket
@@ -43,6 +42,7 @@ from dagrl.executors.memory import (
     count_copied,
     cut,
 )
+from dagrl.executors.pickling import load
 
 Memory = npt.NDArray[np.uint8]
 
@@ -206,7 +206,8 @@ class LinkReader:
     def read(self, timeout_s: float | None) -> object:
         """The next message, unpickled; its large arrays lie in memory that is used again once they are gone.
 
-        Raises EdgeTimeoutError; EdgeClosedError, of which EdgeLostError says that the writer is gone.
+        Raises EdgeTimeoutError; EdgeClosedError, of which EdgeLostError says that the writer is gone; UnreadableError, and
+        the message counts as read.
         """
         until = None if timeout_s is None else time.perf_counter() + timeout_s
         try:
@@ -312,7 +313,7 @@ def _load(body: Memory) -> object:
     count = int(body[:8].view(np.uint64)[0])
     sizes = body[8 : 8 * (count + 1)].view(np.uint64).tolist()
     views = cut(body.data, aligned(8 * (count + 1)), sizes)
-    return pickle.loads(views[0], buffers=views[1:])  # noqa: S301  # from a writer that showed the edge's secret
+    return load(views[0], views[1:])  # from a writer that showed the edge's secret
 
 
 def _shown(stranger: socket.socket) -> bytes:

@@ -17,7 +17,10 @@ from ray.dag.compiled_dag_node import ExecutableTask, do_exec_tasks
 from ray.exceptions import RayChannelError
 
 from dagrl.executors.edge import Edge
-from dagrl.executors.node import HasState, state_of
+from dagrl.executors.memory import MessageTooLargeError
+from dagrl.executors.node import HasState, failed_packet, state_of
+from dagrl.executors.packet import Packet
+from dagrl.executors.pickling import UnreadableError
 
 
 def run_tasks(worker: HasState, tasks: Sequence[ExecutableTask], *rays: object) -> None:
@@ -53,18 +56,35 @@ def _raise_lost(worker: HasState, tasks: Sequence[ExecutableTask]) -> None:
 
 
 def _step(worker: HasState, task: ExecutableTask) -> Callable[[], None]:
-    """One turn of a node; a packet that it takes twice is read once."""
+    """One turn of a node; a packet that it takes twice is read once.
+
+    What cannot be read or written is a failure of this worker, which goes on.
+    """
     (output,) = task.output_channels
     function, *given = task.task_inputs
     run: Any = function.input_variant
     reads = [channel.read for channel in task.input_channels]
+    call = given[0].input_variant
 
     def turn() -> None:
-        packets = [read() for read in reads]
-        output.write(run(worker, *[one.resolve(packets) for one in given]))
+        packets = [packet_of(read) for read in reads]
+        write(run(worker, *[one.resolve(packets) for one in given]))
 
     def turn_of_one() -> None:
-        output.write(run(worker, call, reads[0]()))
+        write(run(worker, call, packet_of(reads[0])))
 
-    call = given[0].input_variant
+    def packet_of(read: Callable[[], Packet]) -> Packet:
+        try:
+            return read()
+        except UnreadableError as error:
+            return failed_packet(worker, call, Packet.from_wire(error.content), error)
+
+    def write(packet: Packet) -> None:
+        try:
+            output.write(packet)
+        except (RayChannelError, MessageTooLargeError):
+            raise
+        except Exception as error:  # of a value that cannot be pickled: nothing was sent
+            output.write(failed_packet(worker, call, packet, error))
+
     return turn_of_one if len(reads) == 1 and len(given) == 2 else turn

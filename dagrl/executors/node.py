@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 import ray
 
-from dagrl.errors import DeadlineError, RunError, WorkerFailure
+from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, printable
 from dagrl.executors.hosts import RELAY
 from dagrl.executors.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.executors.tensors import accelerator_tensors
@@ -208,6 +208,8 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
         if not failures:
             value = _call(worker, state, call, packets)
             _check_size(call, value)
+        elif any(failure.node == call.label for failure in failures):  # it has no input: it will not come to its peers
+            _abort(worker)
     except ResultTooLargeError as error:  # the work is done and no peer waits: nothing to abort
         value, failures = None, (_failure(state, call, packets[0], error),)
     except BaseException as error:  # whatever it is, the driver must hear of it, and no peer may wait for this worker
@@ -284,10 +286,16 @@ def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseExcept
         replay=packet.header.replay,
         node=call.label,
         kind="raised",
-        message=f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS],
-        traceback="".join(traceback.format_exception(error))[-FAILURE_CHARACTERS:],
+        message=error_text(error)[:FAILURE_CHARACTERS],
+        traceback=printable("".join(traceback.format_exception(error)))[-FAILURE_CHARACTERS:],
         time_ns=time.time_ns(),
     )
+
+
+def failed_packet(worker: HasState, call: NodeCall, packet: Packet, error: Exception) -> Packet:
+    """In place of a packet that cannot be read, or written: one that says so."""
+    failure = _failure(state_of(worker), call, packet, error)
+    return packet._replace(value=None, failures=(*packet.failures, failure))
 
 
 def _abort(worker: HasState) -> None:

@@ -10,6 +10,7 @@ from dagrl.errors import WorkerFailure
 from dagrl.executors.edge import Edge, rays_errors
 from dagrl.executors.mailbox import Mailbox
 from dagrl.executors.packet import Header, Packet, Part, part_from_wire
+from dagrl.executors.pickling import UnreadableError
 
 
 class Submitted(NamedTuple):
@@ -20,22 +21,24 @@ class Submitted(NamedTuple):
 
 
 class Outputs:
-    """The outputs of one graph, in order."""
+    """The outputs of one graph, in order; `writers` are the actors (by id) and nodes (by label) they come from."""
 
-    def __init__(self, edges: Sequence[Edge], mailbox: Mailbox | None) -> None:
+    def __init__(self, edges: Sequence[Edge], mailbox: Mailbox | None, writers: Sequence[tuple[str, str]]) -> None:
         self._edges = tuple(edges)
+        self._writers = dict(zip(edges, writers, strict=True))
         self._mailbox = mailbox
         self._posted = {edge.place.writer: edge for edge in edges if edge.place is not None}
         self._others = dict.fromkeys(edge for edge in edges if edge.place is None)
         self._as_posted = len(self._posted) == len(edges)  # no other edges, and none that is two outputs
         self._number = 0
         self._come: dict[Edge | None, Any] = {}  # of replay `_number`: what came before a deadline; None: the mailbox
-        self._taken: dict[tuple[int, int], Part] = {}  # by replay and writer: large messages that `failures` took from rings
+        self._taken: dict[tuple[int, int], Part | UnreadableError] = {}  # from rings, by replay and writer
 
     def read(self, replay: Submitted, timeout_s: float) -> list[Part]:
-        """What each output is in a replay. Raises Ray's errors of channels, and errors of Ray's that a node sent.
+        """What each output is in a replay.
 
-        A read that timed out can be tried again.
+        A read that timed out can be tried again. Raises Ray's errors of channels, and errors of Ray's that a node sent;
+        UnreadableError for a value that this process cannot make: then the replay is over, and the edges are whole.
         """
         deadline = time.perf_counter() + timeout_s
         if self._as_posted and self._mailbox is not None:
@@ -68,27 +71,46 @@ class Outputs:
                     if len(message) == 4:
                         messages[writer] = part_from_wire(message)
                     continue
-                if isinstance(message, Exception):  # an error of Ray's own; those of workers are in their parts
-                    raise message
-                messages[writer] = self._part(writer, message, number, max(0.0, deadline - time.perf_counter()))
+                if not isinstance(message, Exception):
+                    message = self._large(writer, message, number, max(0.0, deadline - time.perf_counter()))
+                if isinstance(message, Exception):  # Ray's own, or of reading; those of workers are in their parts
+                    raise self._by(self._posted[writer], message)
+                messages[writer] = message
         self._taken.clear()
         return messages
 
     def _part(self, writer: int, message: Any, number: int, timeout_s: float) -> Part:
-        """What a message of the mailbox says, or announces. An error of Ray's is no failure; `read` raises it."""
+        """What a message of the mailbox says, or announces. An error is no failure of a worker; `read` raises it."""
         if type(message) is tuple:
             return part_from_wire(message)
-        if isinstance(message, Exception):
-            return None, 0.0, ()
+        found = message if isinstance(message, Exception) else self._large(writer, message, number, timeout_s)
+        return (None, 0.0, ()) if isinstance(found, Exception) else found
+
+    def _large(self, writer: int, message: Any, number: int, timeout_s: float) -> Part | UnreadableError:
+        """What a message of the mailbox announces."""
         key = (number, writer)
         if key not in self._taken:
-            self._taken[key] = part_from_wire(self._posted[writer].read_message(message, timeout_s))
+            try:
+                self._taken[key] = part_from_wire(self._posted[writer].read_message(message, timeout_s))
+            except UnreadableError as error:  # it counts as read
+                self._taken[key] = error
         return self._taken[key]
 
     def _read_edge(self, edge: Edge, header: Header, deadline: float) -> Part:
         while True:
-            packet: Packet | Exception = edge.read(max(0.0, deadline - time.perf_counter()))
+            try:
+                packet: Packet | Exception = edge.read(max(0.0, deadline - time.perf_counter()))
+            except UnreadableError as error:
+                if Packet.from_wire(error.content).header.replay < header.replay:
+                    continue
+                raise self._by(edge, error) from error.__cause__
             if isinstance(packet, Exception):
                 raise packet
             if packet.header.replay >= header.replay:
                 return packet.part
+
+    def _by(self, edge: Edge, error: Exception) -> Exception:
+        """The error, with the name of who wrote what cannot be read."""
+        if isinstance(error, UnreadableError):
+            error.writer = self._writers[edge]
+        return error

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dagrl.errors import RunError, WorkerFailure
-from dagrl.executors.tensors import is_tensor, tensor_bytes
+from dagrl.executors.pickling import dump
+from dagrl.executors.tensors import is_tensor, make_torch_picklable, tensor_bytes
 from dagrl.shapes import Batch
 
 
@@ -144,6 +145,7 @@ def payload_bytes(value: object) -> int:
         return 64 + sum(payload_bytes(key) + payload_bytes(item) for key, item in value.items())
     if type(value) in (list, tuple):
         return 64 + sum(map(payload_bytes, value))  # type: ignore[call-overload]
+    make_torch_picklable()
     if is_tensor(value):
         return tensor_bytes(value)
     return _pickled_bytes(value)
@@ -169,14 +171,4 @@ def fit_failures(failures: tuple[WorkerFailure, ...], limit: int) -> tuple[Worke
 
 def _pickled_bytes(value: object) -> int:
     """What Ray's serializer writes: the pickle, and the buffers beside it."""
-    buffers: list[pickle.PickleBuffer] = []
-    try:
-        pickled = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pickled = b"__main__"
-    if b"__main__" in pickled:  # Ray writes classes and functions of a script, or made by a function, whole
-        from ray import cloudpickle
-
-        buffers.clear()
-        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return len(pickled) + 256 + sum(256 + buffer.raw().nbytes for buffer in buffers)
+    return sum(256 + len(part) for part in dump(value))

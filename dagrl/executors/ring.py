@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import pickle
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from dagrl.executors.memory import (
     cut,
     open_memory,
 )
+from dagrl.executors.pickling import load
 
 IN_PLACE_BYTES = 32 << 10
 """Messages with larger buffers are read in place; copying less than this costs less than keeping track of it."""
@@ -145,7 +145,10 @@ class Ring:
         count_copied(needed)
 
     def read(self, reader: int, timeout_s: float | None) -> object:
-        """The next message, unpickled. Large arrays lie in the slot, read-only if there are other readers, or are copies."""
+        """The next message, unpickled. Large arrays lie in the slot, read-only if there are other readers, or are copies.
+
+        Raises EdgeTimeoutError, EdgeClosedError; UnreadableError, and the message counts as read.
+        """
         slot = self._next(timeout_s)
         start = self._first_slot + slot * self._slot_bytes
         word = start // 8
@@ -154,22 +157,24 @@ class Ring:
         size = self._sizes[word + 1]
         pickled = self._bytes[offset : offset + size]
         if count == 1:
-            value = pickle.loads(pickled)  # noqa: S301  # written by a process of the same run
-            self._acknowledge(reader, slot, self._read)
-            return value
+            try:
+                return load(pickled)
+            finally:
+                self._acknowledge(reader, slot, self._read)
         sizes = self._sizes[word + 2 : word + 1 + count].tolist()
         # Not a slice of `_arrays`: arrays made from a slice refer to the slice's owner, and would not keep the slot.
         message = np.frombuffer(self._memory, np.uint8, self._slot_bytes, start)
         views = cut(message.data, offset - start + aligned(size), sizes)
         if self._held >= KEPT or sum(sizes) <= IN_PLACE_BYTES:
-            value = pickle.loads(pickled, buffers=[_own(view) for view in views])  # noqa: S301
             count_copied(sum(sizes))
-            self._acknowledge(reader, slot, self._read)
-            return value
+            try:
+                return load(pickled, [_own(view) for view in views])
+            finally:
+                self._acknowledge(reader, slot, self._read)
         self._held += 1  # until the last array that lies in the slot is gone
         weakref.finalize(message, self._release, reader, slot, self._read).atexit = False
         buffers = views if self._readers == 1 else [view.toreadonly() for view in views]
-        return pickle.loads(pickled, buffers=buffers)  # noqa: S301
+        return load(pickled, buffers)
 
     def skip(self, reader: int, timeout_s: float | None) -> None:
         """Let the next message go unread."""

@@ -5,6 +5,8 @@ Torch is looked up, never imported: a process that has not imported it has no te
 
 from __future__ import annotations
 
+import copyreg
+import operator
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -26,6 +28,24 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
         return False
     tensor: Any = value
     return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def make_torch_picklable() -> None:
+    """Let tensors of torch's newer dtypes (FP8, uint16, ...) be pickled in this process, if it has torch.
+
+    They pickle as an `UntypedStorage`, which torch cannot unpickle outside of `torch.load`: it goes as whole bytes here.
+    """
+    torch: Any = sys.modules.get("torch")
+    storage = getattr(torch, "UntypedStorage", None)  # torch may be half imported, by another thread
+    if storage is not None and storage not in copyreg.dispatch_table:
+        copyreg.pickle(storage, _reduce_storage)
+
+
+def _reduce_storage(storage: Any) -> tuple[Any, ...]:
+    import torch
+
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return operator.methodcaller("_typed_storage"), (whole,)
 
 
 def tensor_bytes(tensor: Tensor) -> int:

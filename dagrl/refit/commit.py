@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dagrl.errors import ChannelError, RunError
+from dagrl.errors import ChannelError, RunError, error_text
 
 if TYPE_CHECKING:
     from dagrl.channels.base import Channel
@@ -31,8 +31,8 @@ def one_part_of_a_refit(channel: Channel, *, wait: bool) -> Iterator[None]:
         channel.release()
     except BaseException as error:
         if isinstance(error, RunError) and not isinstance(error, ChannelError):
-            channel.agree(f"{type(error).__name__}: {error}")
+            channel.agree(error_text(error))
         else:
-            channel.abort(f"{type(error).__name__}: {error}")  # the others wait for messages that will not come
+            channel.abort(error_text(error))  # the others wait for messages that will not come
         raise
     channel.agree(wait=wait)

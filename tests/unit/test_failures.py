@@ -17,6 +17,7 @@ from dagrl import failures
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure
 from dagrl.executors.node import DIED, IDLE, Report
 from dagrl.executors.packet import Header, Packet
+from dagrl.executors.pickling import UnreadableError
 from dagrl.failures import SoFar, collect_outcome
 from dagrl.worker_group import WorkerGroup
 
@@ -145,6 +146,16 @@ def test_peers_of_a_worker_that_raised_are_freed_but_not_killed() -> None:
     assert error.failures == (raised,)
     assert (group.aborted, group.killed) == ([1], [])
     assert error.breaks, "a worker is still inside"
+
+
+def test_a_result_that_cannot_be_read_is_its_workers_failure_and_breaks_nothing() -> None:
+    unreadable = UnreadableError(ValueError("cannot be made again"), None)
+    unreadable.writer = ("of rank 1", "train[1].step")
+    error = failure_of(replay(Shard(unreadable)), Group())
+    (failure,) = error.failures
+    assert (failure.role, failure.rank, failure.kind, failure.node) == ("train", 1, "raised", "train[1].step")
+    assert "cannot be read by the driver: ValueError: cannot be made again" in failure.message
+    assert not error.breaks
 
 
 def test_any_error_of_a_graph_is_one_of_the_replay() -> None:

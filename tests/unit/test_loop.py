@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from dagrl.executors.edge import Edge, EdgeParts
 from dagrl.executors.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.executors.node import install
 from dagrl.executors.packet import Header, Packet
+from tests.unit.unreadable import unreadable
 
 HEADER = Header("phase", 0, False, {"train": 0}, 10.0)
 PATIENCE_S = 30.0
@@ -36,8 +38,11 @@ class Hosts:
         edge._links[self.output._parts.name] = [self.after]
         self.worker = SimpleNamespace()
         install(self.worker, "train", 3, "")
-        node = SimpleNamespace(input_variant=lambda worker, call, packet: packet)
-        given = [SimpleNamespace(input_variant=None), SimpleNamespace(resolve=lambda packets: packets[0])]
+        node = SimpleNamespace(input_variant=lambda worker, call, packet: result_of(packet))
+        given = [
+            SimpleNamespace(input_variant=SimpleNamespace(label="train[3].step")),
+            SimpleNamespace(resolve=lambda packets: packets[0]),
+        ]
         self.task: Any = SimpleNamespace(
             prepare=self.input.ensure_registered_as_reader,
             input_channels=[self.input],
@@ -49,7 +54,10 @@ class Hosts:
         self.before.write([pickle.dumps(Packet(HEADER, value).wire())], PATIENCE_S)
 
     def receive(self) -> object:
-        return Packet.from_wire(self.reader_after.read(PATIENCE_S)).value
+        return self.receive_packet().value
+
+    def receive_packet(self) -> Packet:
+        return Packet.from_wire(self.reader_after.read(PATIENCE_S))
 
     def cut_before(self) -> None:
         cut(self.before)
@@ -60,6 +68,11 @@ class Hosts:
         for _ in range(20):
             self.send("more")
             time.sleep(0.05)
+
+
+def result_of(packet: Packet) -> Packet:
+    """The packet itself, or with a lock in place of what says so."""
+    return packet._replace(value=threading.Lock()) if packet.value == "a lock" else packet
 
 
 def cut(end: LinkReader | LinkWriter) -> None:
@@ -110,6 +123,29 @@ def test_a_lost_link_ends_the_loop_with_an_error_that_names_it(
             done.result(PATIENCE_S)
     sent = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # of this process
     assert sent.time_ns == caught.value.time_ns
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (unreadable(), "UnreadableError: ValueError: cannot be made again, when a value was unpickled"),
+        ("a lock", "TypeError: cannot pickle '_thread.lock' object"),
+    ],
+    ids=["read", "written"],
+)
+def test_what_cannot_be_read_or_written_is_a_failure_of_the_worker_whose_loop_goes_on(
+    hosts: Hosts, value: object, message: str
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(loop.run_tasks, hosts.worker, [hosts.task])
+        hosts.send(value)
+        (failure,) = hosts.receive_packet().failures
+        assert (failure.role, failure.rank, failure.node, failure.phase) == ("train", 3, "train[3].step", "phase")
+        assert failure.message.startswith(message)
+        hosts.send(7)
+        assert hosts.receive() == 7
+        hosts.input.close()
+        done.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("run", [loop.run_tasks, loop.run_rays_tasks])

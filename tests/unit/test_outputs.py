@@ -14,6 +14,8 @@ from dagrl.executors.edge import Place
 from dagrl.executors.mailbox import Mailbox
 from dagrl.executors.outputs import Outputs, Submitted
 from dagrl.executors.packet import Header, Packet
+from dagrl.executors.pickling import UnreadableError, load
+from tests.unit.unreadable import unreadable
 
 HEADER = Header("phase", 7, False, {"train": 0}, 10.0)
 
@@ -26,7 +28,8 @@ class Posted:
         self.large: deque[object] = deque()
 
     def read_message(self, number: int, timeout_s: float) -> object:
-        return self.large.popleft()
+        found = self.large.popleft()
+        return load(found) if isinstance(found, bytes) else found
 
 
 class Other:
@@ -44,11 +47,15 @@ class Other:
         return Packet(HEADER, "other", 0.5)
 
 
+def outputs_of(edges: list[Any], mailbox: Mailbox) -> Outputs:
+    return Outputs(edges, mailbox, [(f"actor {place}", f"train[{place}].step") for place in range(len(edges))])
+
+
 def test_a_read_that_timed_out_finds_everything_the_next_time() -> None:
     mailbox = Mailbox.create(2, 4)
     small, large, other = Posted(mailbox, 0), Posted(mailbox, 1), Other()
     edges: list[Any] = [large, other, small, other]
-    outputs = Outputs(edges, mailbox)
+    outputs = outputs_of(edges, mailbox)
     mailbox.post(0, 1, pickle.dumps(("small", 0.1, ())), 1.0)
     mailbox.post(1, 1, pickle.dumps(1), 1.0)
     large.large.append(("large", 0.2, ()))
@@ -62,13 +69,13 @@ def test_an_output_twice_is_read_once() -> None:
     mailbox = Mailbox.create(1, 4)
     edge: Any = Posted(mailbox, 0)
     mailbox.post(0, 1, pickle.dumps(("value", 0.1, ())), 1.0)
-    assert Outputs([edge, edge], mailbox).read(Submitted(1, HEADER), 1.0) == [("value", 0.1, ())] * 2
+    assert outputs_of([edge, edge], mailbox).read(Submitted(1, HEADER), 1.0) == [("value", 0.1, ())] * 2
 
 
 def test_a_mailbox_that_stays_empty_is_a_timeout() -> None:
     mailbox = Mailbox.create(1, 4)
     edge: Any = Posted(mailbox, 0)
-    outputs = Outputs([edge], mailbox)
+    outputs = outputs_of([edge], mailbox)
     with pytest.raises(RayChannelTimeoutError):
         outputs.read(Submitted(1, HEADER), 0.05)
     mailbox.post(0, 1, pickle.dumps(("late", 0.1, ())), 1.0)
@@ -83,7 +90,7 @@ def test_failures_are_seen_before_the_other_workers_have_answered() -> None:
     """In small messages and in large ones, again and again; the whole is read when all has come."""
     mailbox = Mailbox.create(4, 4)
     edges: list[Any] = [Posted(mailbox, writer) for writer in range(4)]
-    outputs = Outputs(edges, mailbox)
+    outputs = outputs_of(edges, mailbox)
     assert outputs.failures(Submitted(1, HEADER)) == []
     mailbox.post(1, 1, pickle.dumps((None, 0.1, (failure(1),))), 1.0)
     mailbox.post(3, 1, pickle.dumps(1), 1.0)
@@ -96,3 +103,37 @@ def test_failures_are_seen_before_the_other_workers_have_answered() -> None:
     mailbox.post(2, 1, pickle.dumps(("late", 0.1, ())), 1.0)
     assert [part[0] for part in outputs.read(Submitted(1, HEADER), 1.0)] == ["fine", None, "late", None]
     assert outputs.failures(Submitted(2, HEADER)) == []
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_result_that_cannot_be_unpickled_is_its_writers_and_the_next_replay_is_read(large: bool) -> None:
+    mailbox = Mailbox.create(2, 4)
+    edges: list[Any] = [Posted(mailbox, writer) for writer in range(2)]
+    outputs, content = outputs_of(edges, mailbox), pickle.dumps((unreadable(), 0.1, ()))
+    mailbox.post(1, 1, pickle.dumps(1) if large else content, 1.0)
+    if large:
+        edges[1].large.append(content)
+    assert outputs.failures(Submitted(1, HEADER)) == []
+    mailbox.post(0, 1, pickle.dumps(("fine", 0.1, ())), 1.0)
+    with pytest.raises(UnreadableError, match="ValueError: cannot be made again") as caught:
+        outputs.read(Submitted(1, HEADER), 1.0)
+    assert caught.value.writer == ("actor 1", "train[1].step")
+    for writer in range(2):
+        mailbox.post(writer, 2, pickle.dumps(("next", 0.1, ())), 1.0)
+    assert [part[0] for part in outputs.read(Submitted(2, HEADER), 1.0)] == ["next", "next"]
+
+
+def test_what_an_edge_brings_and_cannot_be_unpickled_is_its_writers_unless_it_is_of_an_earlier_replay() -> None:
+    class Unread:
+        place = None
+
+        def __init__(self) -> None:
+            self.packets = deque([Packet(HEADER._replace(replay=6), unreadable()), Packet(HEADER, unreadable())])
+
+        def read(self, timeout: float) -> Packet:
+            return Packet.from_wire(load(pickle.dumps(self.packets.popleft().wire())))
+
+    edge: Any = Unread()
+    with pytest.raises(UnreadableError) as caught:
+        Outputs([edge], None, [("its actor", "train[0].step")]).read(Submitted(1, HEADER), 1.0)
+    assert caught.value.writer == ("its actor", "train[0].step") and not edge.packets
