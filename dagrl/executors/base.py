@@ -85,6 +85,7 @@ def node_calls(graph: PhaseGraph, limits: Limits) -> list[NodeCall]:
             result_limit=rooms[node.number],
             result_key=limits.result_key,
             accelerated=node.number in beside,
+            copied=tuple(name for name, value in node.constants if isinstance(value, list | dict)),
         )
         for node in graph.nodes
     ]

@@ -6,6 +6,7 @@ asked of it but the methods that phases name. What a worker's process must remem
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import socket
@@ -70,6 +71,7 @@ class NodeCall:
     result_key: str  # what to raise where they are too few
     accelerated: bool = False  # tensors of the result go from GPU to GPU
     in_order: bool = True  # its worker takes nodes in order: those before this one have ended, or will never come
+    copied: tuple[str, ...] = ()  # the constants that a method could change: it gets copies
 
 
 class NodeRun(NamedTuple):
@@ -262,7 +264,7 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
     args: list[object] = []
     for arg in call.args:
         if not isinstance(arg, Take):
-            args.append(arg)
+            args.append(copy.deepcopy(arg) if isinstance(arg, list | dict) else arg)
         elif arg.flatten:
             collected = packets[arg.index].value
             assert isinstance(collected, list)
@@ -272,7 +274,11 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
     if call.kind == "collect":
         return args
     method = getattr(worker, call.method)
-    return method(args) if call.kind == "reduce" else method(*args, **call.constants)
+    if call.kind == "reduce":
+        return method(args)
+    if call.copied:
+        return method(*args, **call.constants | {name: copy.deepcopy(call.constants[name]) for name in call.copied})
+    return method(*args, **call.constants)
 
 
 def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseException) -> WorkerFailure:

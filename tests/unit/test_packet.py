@@ -18,9 +18,12 @@ from hypothesis.extra import numpy as arrays
 from ray._private.serialization import SerializationContext
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure
+from dagrl.executors.base import Limits, node_calls
 from dagrl.executors.node import NodeCall, Take, TicketGate, install, run_node, state_of
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, fit_failures, payload_bytes
 from dagrl.generation import FinishedRequest, pack_generated
+from dagrl.layout import ParallelLayout
+from dagrl.phase import Role, Shard, methods_of, phase
 from dagrl.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
 
@@ -170,6 +173,11 @@ class Worker:
 
     def gives(self, value: object) -> object:
         return value
+
+    def appends(self, value: object, seen: list[object], options: dict[str, list[object]], step: int) -> object:
+        seen.append(value)
+        options["seen"].append(value)
+        return [list(seen), options["seen"], step]
 
 
 def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
@@ -387,3 +395,18 @@ def test_a_batch_arrives_as_it_was_sent(rows: int) -> None:
     for name, array in fields.items():
         np.testing.assert_array_equal(found.value[name], array)
         assert found.value[name].dtype == array.dtype and found.value[name].flags.writeable
+
+
+@phase
+def appends(train: Shard, value):
+    return train.map("appends", value, [0], options={"seen": []}, step=3)
+
+
+def test_constants_are_each_replays_own() -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    graph = appends.trace({"train": Role("train", ParallelLayout(), methods_of(Worker))})
+    (node,) = node_calls(graph, Limits(1 << 12, 1 << 20, 1, 1.0, 1.0, 1.0))
+    for replay in range(3):
+        packet = Packet(Header("appends", replay, False, {"train": replay}, 10.0), replay)
+        assert run_node(worker, node, packet).value == [[0, replay], [replay], 3]
