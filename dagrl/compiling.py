@@ -36,8 +36,15 @@ class Compiled:
     seats: tuple[Seats, ...]
 
 
-def check_actors_apart(groups: Sequence[WorkerGroup]) -> None:
-    """Raise LayoutError for actors that are in two groups: a worker has one role, and one order of turns."""
+def check_groups_apart(groups: Sequence[WorkerGroup]) -> None:
+    """Raise LayoutError for two groups of one role, and for actors in two groups: a worker has one order of turns."""
+    roles = [group.role.name for group in groups]
+    for role in roles:
+        if roles.count(role) > 1:
+            raise LayoutError(
+                f"{roles.count(role)} groups have the role {role!r}, by which phases find theirs; give each a name of its "
+                "own: WorkerGroup.from_actors(..., role=...)"
+            )
     seen: dict[object, str] = {}
     for group in groups:
         for actor in group.actors:

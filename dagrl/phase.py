@@ -23,7 +23,7 @@ from typing import overload
 from dagrl.errors import GraphError
 from dagrl.graph import ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.layout import ParallelLayout
-from dagrl.shapes import InputSpec
+from dagrl.shapes import InputSpec, field_types
 
 SHARED_MEMORY = "shm"
 
@@ -384,7 +384,17 @@ def _make_phase(function: PhaseFunction, inputs: InputSpec | None, name: str) ->
             f"phase {name!r} takes {len(others)} inputs {others}; it takes exactly one besides its shards "
             "(put several values into one batch)"
         )
+    _check_lengths(name, inputs or {})
     return Phase(name, function, inputs, roles)
+
+
+def _check_lengths(name: str, inputs: InputSpec) -> None:
+    dtype, dimensions = field_types(inputs)["lengths"]
+    if dtype.kind not in "iu" or dimensions != 1:
+        raise GraphError(
+            f"phase {name!r}: `lengths` of its inputs are {dtype} [rows{', tokens' * (dimensions - 1)}]; they are one whole "
+            'number a row: Field("int64", "row"), or leave them out'
+        )
 
 
 def _slice_text(position: slice) -> str:

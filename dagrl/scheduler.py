@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from ray.exceptions import RayError
 
-from dagrl.compiling import Compiled, Seats, check_actors_apart, compile_phase, executor_of
+from dagrl.compiling import Compiled, Seats, check_groups_apart, compile_phase, executor_of
 from dagrl.errors import DeadlineError, GraphError, PhaseError, RunError
 from dagrl.executors.base import Executor, Limits
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
@@ -109,8 +109,8 @@ class Scheduler:
     """Phases over worker groups; see the module's first lines. Use it as a context manager, or call `close`."""
 
     def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
+        check_groups_apart(groups)
         self.groups = {group.role.name: group for group in groups}
-        check_actors_apart(groups)
         self.options = options or SchedulerOptions()
         self._entries: dict[str, _Entry] = {}
         self._tickets = {role: [0] * group.layout.world_size for role, group in self.groups.items()}

@@ -188,7 +188,7 @@ def empty_batch(
         name: np.ones((bucket.sequences,) if item.extent == "row" else (bucket.sequences, bucket.tokens), item.dtype)
         for name, item in spec.items()
     }
-    fields["lengths"] = np.full(bucket.sequences, bucket.tokens, dtype=np.int64)
+    fields["lengths"] = np.full(bucket.sequences, bucket.tokens, field_types(spec)["lengths"][0])
     if token_ids is not None and "tokens" in fields:
         shape = fields["tokens"].shape
         fields["tokens"] = np.random.default_rng(0).integers(token_ids, size=shape).astype(spec["tokens"].dtype)
@@ -201,7 +201,7 @@ def choose_bucket(buckets: Sequence[Bucket], rows: int, tokens: int) -> Bucket:
     if not fitting:
         raise ConfigError(
             f"no bucket holds {rows} rows of {tokens} tokens on one shard; the largest is {max(buckets, key=_area)}. "
-            "Raise policy.sequence_buckets or the batch size of the bucket, or shorten the data"
+            "Add a larger one (policy.sequence_buckets, or Scheduler.add(..., buckets=...)), or shorten the data"
         )
     return min(fitting, key=_area) if len(fitting) > 1 else fitting[0]
 

@@ -178,6 +178,10 @@ class WorkerGroup:
             raise LayoutError(
                 f"layout {layout.describe()} has {layout.world_size} workers, but {len(handles)} actors were given"
             )
+        rank_of: dict[object, int] = {}
+        for rank, actor in enumerate(handles):
+            if (other := rank_of.setdefault(actor._actor_id, rank)) != rank:
+                raise LayoutError(f"ranks {other} and {rank} of the role {role!r} are one actor; give each rank its own")
         signatures = handles[0]._ray_method_signatures
         methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("_")}
         traced = Role(role, layout, methods, transports)

@@ -17,8 +17,9 @@ from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Phase, Role, Shard, methods_of, phase
-from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.scheduler import SETTLING_REPLAYS, Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
+from dagrl.worker_group import WorkerGroup
 from tests.unit.phase_worker import Both
 
 BATCH = {"x": Field("int64"), "lengths": Field("int64", "row")}
@@ -239,6 +240,41 @@ def test_an_actor_in_two_groups_is_refused() -> None:
     generation.actors = train.actors
     with pytest.raises(LayoutError, match="groups 'train' and 'generation'; make one group"):
         Scheduler([train, generation])  # type: ignore[list-item]
+
+
+def test_two_groups_of_one_role_are_refused() -> None:
+    groups: list[Any] = [Group(), Group(name="generation"), Group()]
+    with pytest.raises(LayoutError, match=r"2 groups have the role 'train'.*from_actors\(\.\.\., role=\.\.\.\)"):
+        Scheduler(groups)
+
+
+def test_an_actor_that_is_two_ranks_is_refused() -> None:
+    actors: list[Any] = [SimpleNamespace(_actor_id=name) for name in "abca"]
+    with pytest.raises(LayoutError, match="ranks 0 and 3 of the role 'train' are one actor"):
+        WorkerGroup.from_actors(actors, ParallelLayout(dp=4))
+
+
+def test_lengths_may_be_of_any_whole_numbers(made: list[Graph]) -> None:
+    short = Phase("short", step.function, BATCH | {"lengths": Field("int32", "row")}, step.roles)
+    with Scheduler([Group()]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(short, buckets=[Bucket(4, 4)])
+        scheduler.compile()
+        for graph in made:
+            graph.results = [None] * SETTLING_REPLAYS
+        scheduler.warmup()
+    assert {packet.value["lengths"].dtype for packet in made[0].taken} == {np.dtype("int32")}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        (Field("int64"), r"`lengths` of its inputs are int64 \[rows, tokens\]"),
+        (Field("float32", "row"), r"float32 \[rows\]; "),
+    ],
+)
+def test_lengths_that_are_no_whole_number_a_row_are_refused(lengths: Field, words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        phase(inputs={"lengths": lengths})(step.function)
 
 
 def test_a_result_can_be_asked_for_with_a_deadline_and_asked_again(scheduler: Scheduler, made: list[Graph]) -> None:
