@@ -92,13 +92,13 @@ def split(box: Box, elements: int, blocks: bool = False) -> Iterator[Box]:
 
 
 def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> SlicesOfRanks:
-    """Each description once, with the ranks that have it: replicas are planned once."""
+    """Each description once, with the ranks that have it: replicas are planned once. Without slices of no elements."""
     objects: dict[int, list[int]] = defaultdict(list)
     for index, slices in enumerate(ranks):
         objects[id(slices)].append(index)
     members: dict[tuple[WeightSlice, ...], list[int]] = defaultdict(list)
     for indices in objects.values():
-        members[tuple(ranks[indices[0]])].extend(indices)
+        members[tuple(one for one in ranks[indices[0]] if volume(one.box))].extend(indices)
     return [(slices, tuple(sorted(indices))) for slices, indices in members.items()]
 
 

@@ -279,7 +279,7 @@ def _places(
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    whole = staging[offset : offset + nbytes].view(dtype).view(*shape)
+    whole = staging[offset : offset + nbytes].view(dtype).view(tuple(shape))
     return list(whole) if stacked else [whole]
 
 

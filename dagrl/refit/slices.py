@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from dagrl.errors import RefitPlanError
+
 Box = tuple[tuple[int, int], ...]
 """One `(start, stop)` for each dimension of a global tensor."""
 
@@ -40,7 +42,7 @@ class WeightSlice:
     rank; `local` is the box's place inside that tensor, of the same extents as `box` up to dropped leading dimensions of
     size one (a tensor `[E, I, H]` holds a 2-d parameter at `((e, e + 1), (0, I), (0, H))`). A local tensor whose name has a
     `*` is a stack of tensors. `dtype` is the tensor's, where it is not that of the weights as a whole; with `scales` it is
-    blockwise FP8.
+    blockwise FP8. Raises RefitPlanError for a `box` and a `local` of different extents.
     """
 
     name: str
@@ -54,8 +56,16 @@ class WeightSlice:
         lead = len(self.local) - len(self.box)
         extents = [stop - start for start, stop in self.box]
         held = [stop - start for start, stop in self.local]
-        assert lead >= 0 and held == [1] * lead + extents, f"{self.name}: box {self.box} does not match {self.local}"
-        assert STACKED in self.name or STACKED not in self.tensor, f"{self.name} is no stack, but {self.tensor} is"
+        if held != [1] * lead + extents:
+            raise RefitPlanError(
+                f"parameter {self.name!r}: the box {self.box} is of extents {extents}, but its place {self.local} in tensor "
+                f"{self.tensor!r} of {held}; expected the same, up to leading dimensions of size one"
+            )
+        if STACKED in self.tensor and STACKED not in self.name:
+            raise RefitPlanError(
+                f"the tensor {self.tensor!r} is a stack, but the parameter {self.name!r} in it is none; name both with a "
+                f"{STACKED!r}, or neither"
+            )
 
 
 def expand(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:

@@ -18,7 +18,7 @@ from dagrl.errors import CheckpointError, ConfigError, RefitPlanError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitReceiver, plan_refit
 from dagrl.refit.connect import check_configs
-from dagrl.refit.slices import Scales, WeightSlice
+from dagrl.refit.slices import Box, Scales, WeightSlice
 from tests.families import FAMILIES
 from tests.unit.memory_channel import MemoryChannel
 from tests.unit.test_refit_plan import held
@@ -238,3 +238,17 @@ def test_training_does_not_start_from_quantized_weights(tmp_path: Path) -> None:
     box = ((0, 4), (0, 4))
     with pytest.raises(CheckpointError, match=r"parameter 'w' is stored as F8_E4M3; training starts from F64, F32"):
         load_hf(tmp_path, [WeightSlice("w", box, "t", box)], {"w": (4, 4)}, {"t": torch.ones(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "local", "message"),
+    [
+        ("p", "t", ((0, 3),), r"'p': the box \(\(0, 4\),\) is of extents \[4\], but its place .* of \[3\]"),
+        ("p", "t", (), r"'p': the box \(\(0, 4\),\) is of extents \[4\], but its place \(\) in tensor 't' of \[\]"),
+        ("p", "t", ((0, 2), (0, 4)), r"of \[2, 4\]; expected the same, up to leading dimensions of size one"),
+        ("p", "t.*", ((0, 4),), r"'t\.\*' is a stack, but the parameter 'p' in it is none"),
+    ],
+)
+def test_a_slice_that_does_not_fit_its_tensor(name: str, tensor: str, local: Box, message: str) -> None:
+    with pytest.raises(RefitPlanError, match=message):
+        WeightSlice(name, ((0, 4),), tensor, local)

@@ -20,6 +20,7 @@ from dagrl.refit.copies import BatchedCopy
 from dagrl.refit.pack import BucketMemory, bind_staging
 from dagrl.refit.rounds import Rounds
 from dagrl.refit.slices import Box
+from dagrl.refit.verify import Verify
 from tests.unit.memory_channel import Done, MemoryChannel, Queues, run_refit
 
 WHOLE: Box = ((0, 6), (0, 10))
@@ -86,6 +87,34 @@ def test_one_contiguous_part_goes_without_staging() -> None:
     )
     assert direct.staged_bytes == 0 and direct.messages[0].data_ptr() == tensor.data_ptr()
     assert cast.staged_bytes == strided.staged_bytes == tensor.nbytes
+
+
+def whole(name: str, tensor: Tensor) -> WeightSlice:
+    box = tuple((0, size) for size in tensor.shape)
+    return WeightSlice(name, box, name, box, str(tensor.dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("verify", ["off", "checksum", "bitwise"])
+@pytest.mark.parametrize("direct_bytes", [1, 1 << 20], ids=["direct", "staged"])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16], ids=["same dtype", "cast"])
+def test_numbers_alone_go_beside_matrices(verify: Verify, direct_bytes: int, held: torch.dtype) -> None:
+    sent = {"scale": torch.tensor(2.5), "w": source(), "count": torch.tensor(7), "byte": torch.tensor(3, dtype=torch.uint8)}
+    got = {name: torch.zeros_like(one, dtype=held if one.is_floating_point() else None) for name, one in sent.items()}
+    sides = [[[whole(*item) for item in tensors.items()]] for tensors in (sent, got)]
+    plan = plan_refit(*sides, dtype="float32", direct_bytes=direct_bytes)
+    run_refit(plan, [sent, got], verify=verify)
+    assert all(torch.equal(one, sent[name].to(one.dtype)) for name, one in got.items())
+
+
+def test_a_parameter_without_elements_is_not_sent() -> None:
+    sent, got = ({"none": torch.zeros(0, 4), "w": fill(6, 10)} for fill in (torch.ones, torch.zeros))
+    plan = plan_refit(*([[whole(*item) for item in tensors.items()]] for tensors in (sent, got)), dtype="float32")
+    run_refit(plan, [sent, got], verify="checksum")
+    assert torch.equal(got["w"], sent["w"])
+    assert {move.name for bucket in plan.for_rank(0).sends for move in bucket.moves} == {"w"}
+    nothing = WeightSlice("p", ((0, 6), (10, 10)), "t", ((0, 6), (0, 0)))  # of a rank that has no share of it
+    plan = plan_refit([[matrix("s")]], [[matrix()], [nothing]], dtype="float32")
+    assert plan.for_rank(1).receives and not plan.for_rank(2).receives
 
 
 def test_large_whole_parts_go_first_and_last_without_staging() -> None:
