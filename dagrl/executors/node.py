@@ -181,8 +181,14 @@ def install(worker: HasState, role: str, rank: int, coordinates: str) -> None:
 
 
 def state_of(worker: HasState) -> NodeState:
-    """The worker's runtime state."""
-    state = getattr(worker, _STATE)
+    """The worker's runtime state. Raises RunError for a worker that is new, though its actor is not."""
+    try:
+        state = getattr(worker, _STATE)
+    except AttributeError:
+        raise RunError(
+            "this worker was made again since its actor joined a group (max_restarts); make a WorkerGroup of the actors "
+            "again, and give it to Scheduler.replace_group"
+        ) from None
     assert isinstance(state, NodeState)
     return state
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from dagrl.errors import error_text
-from dagrl.executors.node import NodeCall, Take, failed_packet, install, run_node
+from dagrl.errors import RunError, error_text
+from dagrl.executors.node import NodeCall, Take, drain_runs, failed_packet, install, run_node
 from dagrl.executors.packet import Header, Packet
 
 CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
@@ -35,6 +35,11 @@ def test_an_abort_that_raises_does_not_hide_why_it_was_called(caplog: pytest.Log
 class WithoutWords(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
+
+
+def test_a_worker_that_was_made_again_says_what_to_do() -> None:
+    with pytest.raises(RunError, match=r"\(max_restarts\); make a WorkerGroup of the actors again"):
+        drain_runs(Worker())
 
 
 def test_a_message_cut_within_a_character_can_be_written() -> None:
