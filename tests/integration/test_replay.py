@@ -252,7 +252,7 @@ def test_many_phases_live_on_the_same_workers(scheduler: Scheduler) -> None:
             replay.result()
 
 
-@pytest.mark.parametrize(("settling_s", "replays"), [(0.0, 1), (600.0, 5)])
+@pytest.mark.parametrize(("settling_s", "replays"), [(0.0, 2), (600.0, 5)])
 def test_a_warm_up_repeats_replays_within_its_time(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, settling_s: float, replays: int
 ) -> None:

@@ -254,6 +254,30 @@ def test_an_actor_that_is_two_ranks_is_refused() -> None:
         WorkerGroup.from_actors(actors, ParallelLayout(dp=4))
 
 
+@pytest.mark.parametrize(
+    ("first_s", "others_s", "replays"),
+    [(0.06, 0.0, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.2, 0.0, 1)],
+    ids=["cold", "slow", "very slow"],
+)
+def test_a_warm_up_is_repeated_by_what_its_second_replay_took(
+    made: list[Graph], monkeypatch: pytest.MonkeyPatch, first_s: float, others_s: float, replays: int
+) -> None:
+    monkeypatch.setattr("dagrl.scheduler.SLOW_S", 0.15)
+    with Scheduler([Group(dp=1)]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile()
+        waits = iter([first_s, *[others_s] * SETTLING_REPLAYS])
+        (graph,) = made
+
+        def fetch(submitted: Packet, timeout_s: float) -> list[Packet]:
+            time.sleep(next(waits))
+            return [Packet(submitted.header, None)]
+
+        graph.fetch = fetch  # type: ignore[method-assign]
+        scheduler.warmup()
+    assert len(graph.taken) == replays
+
+
 def test_lengths_may_be_of_any_whole_numbers(made: list[Graph]) -> None:
     short = Phase("short", step.function, BATCH | {"lengths": Field("int32", "row")}, step.roles)
     with Scheduler([Group()]) as scheduler:  # type: ignore[list-item]
