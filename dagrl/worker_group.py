@@ -357,6 +357,8 @@ def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
         return group.failure(rank, "raised", doing, error_text(failed.cause), str(failed))
     except ray.exceptions.RayActorError as died:
         return group.failure(rank, "died", doing, first_line(died))
+    except ray.exceptions.RayError as unread:  # its answer, or its error, cannot be unpickled here
+        return group.failure(rank, "raised", doing, f"what came of it cannot be read: {first_line(unread)}", str(unread))
 
 
 def first_line(error: Exception) -> str:

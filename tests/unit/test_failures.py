@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError, UnserializableException
 
-from dagrl import failures
+from dagrl import failures, worker_group
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure
 from dagrl.executors.node import DIED, IDLE, Report
 from dagrl.executors.packet import Header, Packet
@@ -242,3 +242,30 @@ def test_what_broke_a_graph_is_told_and_not_that_others_were_not_done_yet() -> N
 def test_results_come_in_the_order_of_the_shards() -> None:
     shards = [Shard("slow", after_s=0.3), Shard("quick"), Shard("middle", after_s=0.15)]
     assert [packets[0].value for packets in outcome_of(replay(*shards))] == ["slow", "quick", "middle"]
+
+
+def test_a_plain_call_whose_answer_or_error_cannot_be_read_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(ref: object) -> None:
+        raise UnserializableException("Original exception: ValueError: of the worker")
+
+    monkeypatch.setattr("dagrl.worker_group.ray.get", get)
+    group: Any = Group()
+    failure = worker_group._result(None, group, 2, "forward")
+    assert (failure.rank, failure.kind, failure.node) == (2, "raised", "forward")
+    assert failure.message.startswith("what came of it cannot be read: ")
+    assert "ValueError: of the worker" in failure.traceback
+
+
+def test_a_plain_calls_error_without_a_message_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutWords(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    def get(ref: object) -> None:
+        raise RayTaskError("forward", "the stack", WithoutWords())
+
+    monkeypatch.setattr("dagrl.worker_group.ray.get", get)
+    group: Any = Group()
+    failure = worker_group._result(None, group, 2, "forward")
+    assert failure.message == "WithoutWords, of which str() raised RuntimeError"
+    assert "the stack" in failure.traceback
