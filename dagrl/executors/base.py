@@ -49,7 +49,11 @@ class Executable(Protocol):
         """Start a replay; returns what `fetch` takes."""
 
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
-        """A packet for each output of the graph. Raises TimeoutError when late, ActorDiedError when a worker died."""
+        """A packet for each output of the graph.
+
+        Raises TimeoutError when late, ActorDiedError when a worker died, UnreadableError for a result that this process
+        cannot unpickle; the graph is whole after that.
+        """
 
     def failures(self, submitted: Any) -> Sequence[WorkerFailure]:
         """Those of workers whose outputs have come, while `fetch` was late."""

@@ -15,6 +15,7 @@ from dagrl.executors.base import Actors, Limits, node_calls, packet_sources
 from dagrl.executors.gather import Gathering
 from dagrl.executors.node import HasState, NodeCall, run_node
 from dagrl.executors.packet import Packet, payload_bytes
+from dagrl.executors.pickling import UnreadableError
 from dagrl.graph import PhaseGraph
 
 INLINE_BYTES = 16 << 10
@@ -64,6 +65,9 @@ class EagerGraph:
             for actor in [actors[node.worker.role][node.worker.position]]
         ]
         self._outputs = graph.outputs
+        self._writers = [
+            (actor._actor_id.hex(), call.label) for actor, call, _ in (self._steps[number] for number in graph.outputs)
+        ]
 
     def submit(self, packet: Packet) -> list[ray.ObjectRef]:
         """Send every node's call; results go from actor to actor as object references."""
@@ -75,11 +79,14 @@ class EagerGraph:
         return [refs[number] for number in self._outputs]
 
     def fetch(self, submitted: list[ray.ObjectRef], timeout_s: float) -> list[Packet]:
-        """The outputs' packets."""
+        """The outputs' packets. Raises UnreadableError for a value that this process cannot make."""
         try:
             packets: list[Packet] = ray.get(submitted, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as late:
             raise TimeoutError(str(late)) from late
+        except ray.exceptions.RaySystemError as error:
+            self._raise_unreadable(submitted)
+            raise error
         return self._gathering.put_together(packets[0].header, [packet.part for packet in packets])
 
     def failures(self, submitted: list[ray.ObjectRef]) -> list[WorkerFailure]:
@@ -89,6 +96,18 @@ class EagerGraph:
             with suppress(RayError):
                 found += ray.get(ref).failures
         return found
+
+    def _raise_unreadable(self, submitted: Sequence[ray.ObjectRef]) -> None:
+        """Name the writer of the output that Ray cannot unpickle, if it is one."""
+        for ref, writer in zip(submitted, self._writers, strict=True):
+            try:
+                ray.get(ref, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except ray.exceptions.RaySystemError as error:
+                unreadable = UnreadableError(error, None)
+                unreadable.writer = writer
+                raise unreadable from error
 
     def teardown(self, timeout_s: float) -> None:
         """Nothing runs between replays."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, current_replay, in_warmup
+from tests.unit.unreadable import unreadable
 
 
 class FakeWorker:
@@ -59,10 +60,14 @@ class FakeWorker:
             time.sleep(until)
         return "done"
 
-    def misbehave(self, how: dict[str, object]) -> int:
+    def misbehave(self, how: dict[str, object]) -> object:
         if self.context.rank == how.get("rank"):
             if how["kind"] == "raise":
                 raise ValueError("the fake worker was told to raise")
+            if how["kind"] == "echo":
+                return how["value"]
+            if how["kind"] == "unreadable":
+                return unreadable()
             if how["kind"] == "die":
                 os.kill(os.getpid(), 9)
             if how["kind"] == "hang":

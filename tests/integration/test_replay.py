@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dagrl.errors import ConfigError, PhaseError, RunError
 from dagrl.executors.node import drain_runs
@@ -20,6 +21,7 @@ from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
 from dagrl.worker_group import GRACE_S, WorkerGroup
 from tests.integration.fake_workers import FakeWorker
+from tests.unit.unreadable import unreadable
 
 TOKENS = {"tokens": Field("int64"), "lengths": Field("int64", "row")}
 
@@ -169,6 +171,35 @@ def test_an_exception_names_worker_phase_and_replay_and_the_graph_lives_on(sched
     assert 'raise ValueError("the fake worker' in failure.traceback
     assert scheduler.groups["train"].call("was_aborted") == [False, False, False, True]
     assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+
+
+def test_a_result_that_the_driver_cannot_read_names_its_worker_and_the_graph_lives_on(scheduler: Scheduler) -> None:
+    with pytest.raises(PhaseError, match="its result cannot be read by the driver") as caught:
+        scheduler.replay(misbehave, {"rank": 3, "kind": "unreadable"}).result()
+    (failure,) = caught.value.failures
+    assert (failure.role, failure.rank, failure.phase) == ("train", 3, "misbehave") and not caught.value.breaks
+    assert "ValueError: cannot be made again" in failure.traceback
+    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+
+
+def test_an_input_that_workers_cannot_read_is_the_failure_of_each_and_the_graph_lives_on(scheduler: Scheduler) -> None:
+    if scheduler.options.executor == "eager":
+        pytest.skip("Ray reads a call's arguments, and fails the call")
+    with pytest.raises(PhaseError, match="ValueError: cannot be made again") as caught:
+        scheduler.replay(misbehave, unreadable()).result()
+    assert {failure.rank for failure in caught.value.failures} == {0, 1, 2, 3} and not caught.value.breaks
+    train = scheduler.groups["train"]
+    assert train.call("was_aborted") == [True] * 4, "peers would wait for them"
+    train.call_function(lambda worker: setattr(worker, "aborted", False))
+    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+
+
+def test_tensors_of_newer_dtypes_come_as_they_are(scheduler: Scheduler) -> None:
+    sent = torch.arange(64, dtype=torch.uint8).view(8, 8)
+    value = [sent.view(torch.float8_e4m3fn), sent.view(torch.uint16)]
+    _, (_, found) = scheduler.replay(misbehave, {"rank": 3, "kind": "echo", "value": value}).result()
+    assert [one.dtype for one in found] == [torch.float8_e4m3fn, torch.uint16]
+    assert all(torch.equal(one.view(torch.uint8), sent) for one in found)
 
 
 def test_shards_that_take_longer_than_the_one_that_raised_are_let_finish_and_the_graph_lives_on(
