@@ -256,21 +256,22 @@ def test_an_actor_that_is_two_ranks_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("first_s", "others_s", "replays"),
-    [(0.06, 0.0, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.2, 0.0, 1)],
-    ids=["cold", "slow", "very slow"],
+    [(0.9, 0.001, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.01, 0.03, 4), (1.1, 0.001, 1)],
+    ids=["cold", "slow", "quick", "very slow"],
 )
 def test_a_warm_up_is_repeated_by_what_its_second_replay_took(
     made: list[Graph], monkeypatch: pytest.MonkeyPatch, first_s: float, others_s: float, replays: int
 ) -> None:
-    monkeypatch.setattr("dagrl.scheduler.SLOW_S", 0.15)
+    now = 0.0
+    monkeypatch.setattr("dagrl.scheduler.time", SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic))
     with Scheduler([Group(dp=1)]) as scheduler:  # type: ignore[list-item]
         scheduler.add(other, warmup_value=0)
         scheduler.compile()
-        waits = iter([first_s, *[others_s] * SETTLING_REPLAYS])
         (graph,) = made
 
         def fetch(submitted: Packet, timeout_s: float) -> list[Packet]:
-            time.sleep(next(waits))
+            nonlocal now
+            now += others_s if len(graph.taken) > 1 else first_s
             return [Packet(submitted.header, None)]
 
         graph.fetch = fetch  # type: ignore[method-assign]

@@ -135,6 +135,12 @@ def test_tokens_of_warmup_batches_are_spread_over_the_vocabulary(token_ids: int)
 # Choosing a bucket.
 
 
+def test_rows_over_the_largest_bucket_name_who_sets_the_buckets() -> None:
+    words = r"3 rows of 4 tokens .* largest is 2 x 4\. Add a larger one \(policy\.sequence_buckets, or Scheduler\.add"
+    with pytest.raises(ConfigError, match=words):
+        choose_bucket([Bucket(1, 4), Bucket(2, 4)], 3, 4)
+
+
 @given(BUCKETS, st.integers(0, 64), st.integers(0, 64))
 def test_the_chosen_bucket_fits_and_none_that_fits_is_smaller(buckets: list[Bucket], rows: int, tokens: int) -> None:
     fitting = [bucket for bucket in buckets if bucket.sequences >= rows and bucket.tokens >= tokens]
