@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import shutil
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dagrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, content: str) -> None:
@@ -80,3 +87,41 @@ def require_writable(directory: Path, key: str) -> None:
         tempfile.TemporaryDirectory(prefix=".dagrl-", dir=there).cleanup()
     except OSError as error:
         raise ConfigError(f"{key}: cannot write in {there} ({error.strerror}); name another directory") from error
+
+
+@contextmanager
+def locked(file: Path, what: str, advice: str) -> Iterator[None]:
+    """Hold a lock on `file` for the block, and have it say by whom; ConfigError when another process has it.
+
+    The lock is the open file's, which no child process inherits, so that it ends with this process however that ends. A
+    file system without locks is warned of.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        _warn_of_no_lock(file, what, error)
+        yield
+        return
+    try:
+        _lock(descriptor, file, what, advice)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, file: Path, what: str, advice: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 1024, 0).decode(errors="replace").strip() or "another process"
+        raise ConfigError(f"{what} is in use by {holder}, which has locked {file}; {advice}") from error
+    except OSError as error:
+        _warn_of_no_lock(file, what, error)
+        return
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _warn_of_no_lock(file: Path, what: str, error: OSError) -> None:
+    logger.warning("cannot lock %s (%s): nothing keeps other runs from %s", file, error.strerror, what)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dagrl.checkpoint import CheckpointStore, TrainState
 from dagrl.config import Config
+from dagrl.errors import CheckpointError
 from dagrl.worker_group import WorkerGroup
 
 DriverPart = Callable[[Path], None]
@@ -40,7 +41,7 @@ class CheckpointSaver:
         if background:
             self._pending = (state, directory)
         else:
-            self.store.publish(state, directory)
+            self._publish(state, directory)
 
     def poll(self) -> None:
         """Complete a checkpoint that all workers have written."""
@@ -54,9 +55,23 @@ class CheckpointSaver:
         (state, directory), self._pending = self._pending, None
         with self.store.discarding(directory):
             self.train.call("finish_checkpoint", timeout_s=self._deadline_s)
-            self.store.publish(state, directory)
+        self._publish(state, directory)
+
+    def _publish(self, state: TrainState, directory: Path) -> None:
+        with self.store.discarding(directory):
+            require_shared(directory / "train")
+        self.store.publish(state, directory)
 
     @property
     def _deadline_s(self) -> float:
         """The workers' own deadline, `timeouts.checkpoint_s`, comes first: they say what is late."""
         return 2 * self.config.timeouts.checkpoint_s
+
+
+def require_shared(path: Path) -> None:
+    """Raise CheckpointError unless the driver has at `path` what the workers have written there."""
+    if not path.exists():
+        raise CheckpointError(
+            f"train workers have written {path}, but the driver finds nothing there: their hosts share no such directory. "
+            "Let output_dir, and checkpointing.checkpoint_dir if it is set, be on a file system that all hosts have"
+        )

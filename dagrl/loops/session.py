@@ -23,7 +23,7 @@ from dagrl.config import Config
 from dagrl.config.settings import is_colocated, layouts
 from dagrl.errors import ConfigError
 from dagrl.loops.colocated import SharedDevices
-from dagrl.loops.saving import CheckpointSaver
+from dagrl.loops.saving import CheckpointSaver, require_shared
 from dagrl.loops.stop import StopSignal
 from dagrl.preflight import Inputs, load_phase
 from dagrl.replay import Replay, ReplayTiming, computing_s
@@ -280,6 +280,7 @@ class Session:
             self.progress.stage("Writing the final policy")
             self.hold("train", keep_generation_weights=True)
             self.train.call("export_hf", str(self.paths.final_model), timeout_s=2 * self.config.timeouts.checkpoint_s)
+            require_shared(self.paths.final_model / "config.json")
             self.inputs.tokenizer.save_pretrained(self.paths.final_model)
 
     @property

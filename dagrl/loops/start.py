@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from dagrl.checkpoint import Checkpoint, CheckpointStore
@@ -28,7 +29,7 @@ from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Bucket, Scalar
 from dagrl.telemetry.annotate import enable_ranges
 from dagrl.telemetry.progress import Progress
-from dagrl.telemetry.record import RunRecord, prepare_run_directory
+from dagrl.telemetry.record import RunPaths, RunRecord, kept_from_others, prepare_run_directory
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import DRIVER, TraceWriter
 from dagrl.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
@@ -78,16 +79,17 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
     Raises a UserError before any actor starts for what can be known by then.
     """
     inputs = preflight(config)
-    config = limit_steps(config, inputs)
     with ExitStack() as stack:
+        stack.enter_context(kept_from_others(RunPaths.of(config)))
         stop = stack.enter_context(stop_on_signals())
         stack.enter_context(failing_for_good(stop))
         progress = stack.enter_context(Progress(config.logger))
         ended = stack.enter_context(ExitStack())
         progress.stage("Preparing the run")
         paths = prepare_run_directory(config)
+        config = limit_steps(config, inputs)
         model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
-        config = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": str(model.resolve())})})
+        config = naming_for_workers(config, model)
         config = stopping_where_responses_end(config, inputs.tokenizer)
         store = CheckpointStore(
             paths.checkpoints,
@@ -127,6 +129,15 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         clock.restart()
         stack.callback(session.write_trace)
         yield session
+
+
+def naming_for_workers(config: Config, model: Path) -> Config:
+    """The configuration with `model` and its tokenizer by absolute paths: workers have working directories of their own."""
+    tokenizer = config.policy.tokenizer
+    if tokenizer.name is not None:
+        tokenizer = tokenizer.model_copy(update={"name": str(Path(tokenizer.name).resolve())})
+    policy = config.policy.model_copy(update={"model_name": str(model.resolve()), "tokenizer": tokenizer})
+    return config.model_copy(update={"policy": policy})
 
 
 def stopping_where_responses_end(config: Config, tokenizer: PreTrainedTokenizerFast) -> Config:

@@ -12,9 +12,10 @@
 
 Use:
 
-    paths = prepare_run_directory(config)
-    with RunRecord(config, resumed_step=0) as record:
-        record.log(step, "grpo", {"loss": 0.1, "reward/mean": 0.4, "timing_s/generate": 0.8})
+    with kept_from_others(RunPaths.of(config)):
+        paths = prepare_run_directory(config)
+        with RunRecord(config, resumed_step=0) as record:
+            record.log(step, "grpo", {"loss": 0.1, "reward/mean": 0.4, "timing_s/generate": 0.8})
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +36,7 @@ import yaml
 
 from dagrl.config import Config, LoggerConfig
 from dagrl.errors import ConfigError
-from dagrl.files import move_aside, write_whole
+from dagrl.files import locked, move_aside, write_whole
 from dagrl.imports import require_package
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run writes what."""
+    """Where a run writes what; absolute, as workers, which write there too, have working directories of their own."""
 
     directory: Path
     checkpoints: Path
@@ -52,9 +54,9 @@ class RunPaths:
     @classmethod
     def of(cls, config: Config) -> RunPaths:
         """The paths of the run that `config` describes; nothing is created."""
-        directory = Path(config.output_dir) / config.name
+        directory = Path(config.output_dir).absolute() / config.name
         checkpoints = config.checkpointing.checkpoint_dir
-        return cls(directory, Path(checkpoints) if checkpoints else directory / "checkpoints")
+        return cls(directory, Path(checkpoints).absolute() if checkpoints else directory / "checkpoints")
 
     @property
     def config(self) -> Path:
@@ -96,6 +98,20 @@ class RunPaths:
             "final model": self.final_model,
         }
         return {name: path for name, path in named.items() if path.exists()}
+
+
+@contextmanager
+def kept_from_others(paths: RunPaths) -> Iterator[None]:
+    """Let no other run write where this one does, for the block: locks beside its directory, which a run may move aside, and
+    in that of its checkpoints where it is elsewhere. ConfigError, before anything has changed, where another run has one."""
+    files = {paths.directory: paths.directory.with_name(f".{paths.directory.name}.lock")}
+    if not paths.checkpoints.is_relative_to(paths.directory):
+        files[paths.checkpoints] = paths.checkpoints / ".lock"
+    with ExitStack() as stack:
+        for directory, file in files.items():
+            advice = "let that run end first, or choose another name, output_dir or checkpointing.checkpoint_dir"
+            stack.enter_context(locked(file, str(directory), advice))
+        yield
 
 
 def prepare_run_directory(config: Config) -> RunPaths:

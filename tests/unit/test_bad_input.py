@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,10 +14,12 @@ import yaml
 
 from dagrl.cli import main
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
+from dagrl.config.file import load_config
 from dagrl.data import Example, Message, Splits
 from dagrl.errors import UserError
 from dagrl.model_init import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.phase import Input, Shard, Value, phase
+from dagrl.telemetry.record import RunPaths, kept_from_others
 from workers.megatron import MegatronWorker
 
 MODEL = {
@@ -590,6 +593,33 @@ def test_good_input_starts_ray(run: Run) -> None:
     """The rows above fail for their own reasons: without them the run gets as far as Ray."""
     code, shown = run()
     assert code == 1 and "Ray was started" in shown
+
+
+def test_a_run_that_goes_on_is_left_alone(run: Run, tmp_path: Path) -> None:
+    """By another of its name, also one that would resume it, and by one that would save among its checkpoints."""
+    run()
+    metrics, elsewhere = tmp_path / "runs" / "bad" / "metrics.jsonl", tmp_path / "elsewhere"
+    metrics.write_text("{}\n")
+    paths = RunPaths(tmp_path / "runs" / "bad", elsewhere)
+    with kept_from_others(paths):
+        for words in ((), ("checkpointing.resume=true",), ("name=other", f"checkpointing.checkpoint_dir={elsewhere}")):
+            code, errors = run(*words)
+            directory = elsewhere if words[1:] else paths.directory
+            assert code == 2 and f"dagrl: error: {directory} is in use by pid {os.getpid()} on " in errors
+        assert run("--dry-run") == (0, "")
+    assert metrics.read_text() == "{}\n"
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir()) if path.is_dir()] == ["bad"]
+    assert run()[0] == 1
+    assert (tmp_path / "runs" / "bad.1" / "metrics.jsonl").exists()
+
+
+def test_the_saved_configuration_is_the_one_given(run: Run, tmp_path: Path) -> None:
+    """Not the steps that its epochs took of the data there was."""
+    for algorithm, other in (("grpo", "sft"), ("sft", "grpo")):
+        words = (f"algorithm={algorithm}", f"{algorithm}.max_num_epochs=3", f"{other}.max_num_steps=7")
+        run(*words)
+        given = load_config(tmp_path / "config.yaml", (f"output_dir={tmp_path / 'runs'}", *words))
+        assert load_config(tmp_path / "runs" / "bad" / "config.yaml") == given
 
 
 def test_ages_that_need_updates_in_flight_are_warned_about(run: Run, caplog: pytest.LogCaptureFixture) -> None:

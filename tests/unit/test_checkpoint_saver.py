@@ -21,12 +21,14 @@ class Writers:
         self.calls: list[str] = []
         self.written = True
         self.error: Exception | None = None
+        self.elsewhere: Path | None = None
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         self.calls.append(method)
         if method == "save_checkpoint":
-            Path(args[0]).mkdir()
-            (Path(args[0]) / "part").write_text("weights")
+            directory = self.elsewhere or Path(args[0])
+            directory.mkdir()
+            (directory / "part").write_text("weights")
         if method == "finish_checkpoint" and self.error is not None:
             raise self.error
         return [True, self.written]
@@ -84,3 +86,15 @@ def test_one_that_cannot_be_written_is_an_error_and_leaves_the_one_before(tmp_pa
         saver.finish()
     assert steps(saver) == [1] and not list(saver.store.root.glob("*.tmp"))
     saver.finish()  # nothing is pending any more
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_one_whose_weights_are_on_another_host_is_refused(tmp_path: Path, background: bool) -> None:
+    saver, writers = make(tmp_path, background)
+    writers.elsewhere = tmp_path / "of_another_host"
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001\.tmp/train, but the driver finds nothing there: their hosts share no such dir"
+    ):
+        saver.save(TrainState(1), [])
+        saver.finish()
+    assert steps(saver) == [] and not list(saver.store.root.glob("*.tmp"))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +17,9 @@ import yaml
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dagrl.config import Config
+from dagrl.config import CheckpointConfig, Config
 from dagrl.errors import ConfigError, MissingDependencyError
-from dagrl.telemetry.record import RunPaths, RunRecord, prepare_run_directory, read_metrics
+from dagrl.telemetry.record import RunPaths, RunRecord, kept_from_others, prepare_run_directory, read_metrics
 
 
 def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: bool) -> Config:
@@ -156,3 +160,55 @@ def test_paths_written_are_those_that_exist(tmp_path: Path) -> None:
         update={"checkpointing": config(tmp_path).checkpointing.model_copy(update={"checkpoint_dir": "/elsewhere"})}
     )
     assert RunPaths.of(elsewhere).checkpoints == Path("/elsewhere")
+
+
+def test_paths_are_absolute_as_workers_are_in_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = config(Path())
+    elsewhere = here.model_copy(update={"checkpointing": CheckpointConfig(checkpoint_dir="kept")})
+    paths = RunPaths.of(here)
+    assert (paths.final_model, paths.checkpoints) == (tmp_path / "runs/tiny/final_model", tmp_path / "runs/tiny/checkpoints")
+    assert RunPaths.of(elsewhere).checkpoints == tmp_path / "kept"
+
+
+HOLD = """
+import subprocess, sys
+from pathlib import Path
+from dagrl.telemetry.record import RunPaths, kept_from_others
+with kept_from_others(RunPaths(Path(sys.argv[1]), Path(sys.argv[1]) / "checkpoints")):
+    print(subprocess.Popen(["sleep", "60"], close_fds=False).pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_run_keeps_nobody_out_although_what_it_started_lives(tmp_path: Path) -> None:
+    paths = RunPaths.of(config(tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, paths.directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        child = int(run.stdout.readline())
+        with (
+            pytest.raises(ConfigError, match=rf"tiny is in use by pid {run.pid} on .* choose another name"),
+            kept_from_others(paths),
+        ):
+            pass
+        run.kill()
+    try:
+        for _ in range(2):  # as a restart in the same process
+            with kept_from_others(paths):
+                os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with kept_from_others(RunPaths.of(config(tmp_path))):
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "tiny.lock (No locks available): nothing keeps other runs from" in caplog.text

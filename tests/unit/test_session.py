@@ -17,17 +17,18 @@ from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config, GenerationConfig, PolicyConfig
 from dagrl.data import Example
 from dagrl.data.tokenization import encode_demonstrations
-from dagrl.errors import ConfigError
+from dagrl.errors import CheckpointError, ConfigError
 from dagrl.loops import grpo_step
 from dagrl.loops.dispatch import QuantumSize
 from dagrl.loops.grpo_step import _mean_pause, start_policy, with_logprobs
 from dagrl.loops.session import Counted, Session
-from dagrl.loops.start import REFERENCE, check_reference, stopping_where_responses_end
+from dagrl.loops.start import REFERENCE, check_reference, naming_for_workers, stopping_where_responses_end
 from dagrl.model_init import character_tokenizer
 from dagrl.refit import RefitReport
 from dagrl.replay import Replay, ReplayTiming
 from dagrl.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
+from dagrl.telemetry.record import RunPaths
 
 STEP = {"loss": 0.5, "reward/mean": 0.1}
 VALIDATED = {"validation/reward": 0.4}
@@ -122,6 +123,26 @@ def test_a_checkpoint_without_a_reference_policy_is_refused_by_a_run_that_needs_
     check_reference(configuration(), Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
     with pytest.raises(ConfigError, match=r"penalty is 0\.01, but step_00000003 has no reference policy"):
         check_reference(configuration(), without)
+
+
+def test_workers_get_absolute_paths_of_model_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = Config.model_validate({**configuration().model_dump(), "policy": {"tokenizer": {"name": "own"}}})
+    for config, tokenizer in ((own, str(tmp_path / "own")), (configuration(), None)):
+        named = naming_for_workers(config, Path("model")).policy
+        assert (named.model_name, named.tokenizer.name) == (str(tmp_path / "model"), tokenizer)
+
+
+def test_an_export_that_the_driver_does_not_find_is_an_error(tmp_path: Path) -> None:
+    run = Config.model_validate(
+        {**configuration().model_dump(), "output_dir": str(tmp_path), "checkpointing": {"enabled": False}}
+    )
+    session: Any = SimpleNamespace(
+        config=run, paths=RunPaths.of(run), progress=MagicMock(), hold=MagicMock(), train=MagicMock()
+    )
+    with pytest.raises(CheckpointError, match=r"final_model/config\.json, but .* share no such directory"):
+        Session.finish(cast(Session, session))
+    assert not session.paths.final_model.exists()
 
 
 def timed_session(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Session:
