@@ -1,16 +1,17 @@
 """Examples from JSONL files, Hugging Face datasets or a task: reading and splitting.
 
 A line of a file is `{"prompt": ..., "response": ...}` (other names: `data.prompt_key`, `data.response_key`) or
-`{"messages": [{"role": ..., "content": ...}, ...]}`; the rows of a dataset (`dagrl.data.hugging_face`) have the
-same columns. Errors name the file and the line or row.
+`{"messages": [{"role": ..., "content": ...}, ...]}`, with `tools` beside them if there are; the rows of a dataset
+(`dagrl.data.hugging_face`) have the same columns. What else a message has (`tool_calls`, `reasoning_content`) goes to the
+chat template; an assistant's turn of `weight` 0 is not learned. Errors name the file and the line or row.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -24,23 +25,30 @@ from dagrl.imports import load_callable, running
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation; `more` is what the chat template gets beside role and content.
+
+    A turn of `tool_calls` may have no content. SFT learns no assistant's turn that is not `learned`.
+    """
 
     role: str
-    content: str
+    content: str | None
+    more: Mapping[str, Json] = field(default_factory=dict)
+    learned: bool = True
 
 
 @dataclass(frozen=True)
 class Example:
     """A prompt and the response to learn (SFT) or to compare with (GRPO); `source` says where it came from.
 
-    A conversation has `messages`, which end with an assistant turn; `prompt` is then empty and `response` is that turn.
+    A conversation has `messages`, which end with an assistant turn; `prompt` is then empty and `response` is that turn's
+    content. `tools` are those that its chat template describes.
     """
 
     prompt: str
     response: str
     messages: tuple[Message, ...] = ()
     source: str = ""
+    tools: Sequence[Json] = ()
 
 
 @dataclass(frozen=True)
@@ -176,8 +184,9 @@ def _check_made(splits: Splits, config: DataConfig) -> None:
             for turn, message in enumerate(example.messages, start=1):
                 if not isinstance(message, Message):
                     raise ConfigError(f"{where}: message {turn} is {message!r:.60}; expected: a dagrl.data.Message")
-                for part, text in (("role", message.role), ("content", message.content)):
-                    _require_text(text, f"{where}: message {turn}: {part!r}")
+                _require_text(message.role, f"{where}: message {turn}: 'role'")
+                if message.content is not None or not message.more.get("tool_calls"):
+                    _require_text(message.content, f"{where}: message {turn}: 'content'")
 
 
 def _example(line: bytes, source: str, config: DataConfig) -> Example:
@@ -193,7 +202,8 @@ def _example(line: bytes, source: str, config: DataConfig) -> Example:
 
 def _example_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
     if config.messages_key in content:
-        return _conversation(content[config.messages_key], source, config.messages_key)
+        tools = _tools(content.get("tools"), source)
+        return replace(_conversation(content[config.messages_key], source, config.messages_key), tools=tools)
     prompt = _text(content, config.prompt_key, "data.prompt_key", source)
     return Example(prompt, _text(content, config.response_key, "data.response_key", source), source=source)
 
@@ -232,13 +242,40 @@ def _conversation(turns: Json, source: str, key: str) -> Example:
         raise DataError(
             f"{source}: {key!r} has the roles {roles}; expected a conversation that ends with an assistant's turn"
         )
-    return Example("", messages[-1].content, messages, source)
+    return Example("", messages[-1].content or "", messages, source)
 
 
 def _message(turn: Json, source: str) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{source} is {turn!r:.60}; expected an object with 'role' and 'content'")
-    role, content = turn.get("role"), turn.get("content")
-    if not isinstance(role, str) or not isinstance(content, str) or not content.strip():
-        raise DataError(f"{source} is {turn!r:.80}; expected texts 'role' and 'content' that are not empty")
-    return Message(_require_text(role, f"{source}: 'role'"), _require_text(content, f"{source}: 'content'"))
+    role, content, weight = turn.get("role"), turn.get("content"), turn.get("weight")
+    more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight") and value is not None}
+    silent = content in (None, "") and bool(more.get("tool_calls"))
+    if not isinstance(role, str) or not (silent or (isinstance(content, str) and content.strip())):
+        raise DataError(
+            f"{source} is {turn!r:.80}; expected texts 'role' and 'content' that are not empty (or 'tool_calls')"
+        )
+    if role == "assistant" and weight not in (None, 0, 1):
+        raise DataError(f"{source} has the weight {weight!r:.60}; expected 1, or 0 for a turn that is not to be learned")
+    _require_text(role, f"{source}: 'role'")
+    content = None if content is None else _require_text(content, f"{source}: 'content'")
+    _require_all_text(more, source)
+    return Message(role, content, more, weight != 0)
+
+
+def _tools(tools: Json, source: str) -> tuple[Json, ...]:
+    """A list, or JSON of one, as tables have it whose rows have tools of various kinds."""
+    if isinstance(tools, str):
+        try:
+            tools = cast(Json, json.loads(tools))
+        except ValueError as error:
+            raise DataError(f"{source}: 'tools' is {tools!r:.60}, which is not JSON ({error}); expected a list") from error
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{source}: 'tools' is {tools!r:.60}; expected a list of objects")
+    _require_all_text(tools, f"{source}: 'tools'")
+    return tuple(tools or ())
+
+
+def _require_all_text(value: object, what: str) -> None:
+    """`_require_text` of all texts in `value`."""
+    _require_text(json.dumps(value, ensure_ascii=False, default=str), what)

@@ -40,7 +40,14 @@ def read_rows(path: str | Path, split: str, subset: str | None = None) -> Iterat
     require_package("datasets", f"data.path {str(path)!r}", otherwise=", or write the examples as JSONL")
     dataset = _open(Path(path), split, subset)
     for number, row in enumerate(dataset):
-        yield f"{path}, row {number}", row
+        yield f"{path}, row {number}", {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _without_nulls(value: Json) -> Json:
+    """Without the keys that Arrow gives to every object because another row's has them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(below) for key, below in value.items() if below is not None}
+    return [_without_nulls(below) for below in value] if isinstance(value, list) else value
 
 
 def _is_hub_name(path: str | Path) -> bool:
@@ -56,7 +63,7 @@ def _open(path: Path, split: str, subset: str | None) -> Any:
 
     try:
         found = _open_file(path) if path.suffix in SUFFIXES and not path.is_dir() else _open_dataset(path, subset)
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException, DatasetsError) as error:
+    except (OSError, ValueError, LookupError, pyarrow.ArrowException, DatasetsError) as error:
         what = "a Hugging Face dataset, on disk or on the Hub" if _is_hub_name(path) else "a Hugging Face dataset"
         raise DataError(f"{str(path)!r} cannot be read as {what}: {error}") from error
     if not isinstance(found, DatasetDict):

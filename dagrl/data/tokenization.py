@@ -13,11 +13,13 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.config import Json
 from dagrl.data.examples import Example, Message
 from dagrl.errors import ConfigError, DataError
 from dagrl.shapes import Batch
@@ -138,13 +140,30 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
 
 
 def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast, turns: Turns) -> list[Demonstration]:
-    """Loss on all assistant's turns in one row, on each in a row of its own, or on the last one alone."""
-    ends = [count for count, message in enumerate(example.messages, start=1) if message.role == "assistant"]
+    """Loss on all assistant's turns in one row, on each in a row of its own, or on the last one alone.
+
+    Turns that are not to be learned are context, and so is one that nothing comes before, save where the template marks it.
+    """
     if turns == "all" and _GENERATION.search(str(tokenizer.chat_template)):
         return [_encode_marked(example, tokenizer)]
+    ends = [count for count, message in _assistant_turns(example) if message.learned and count > 1]
+    if not ends:
+        raise _nothing_to_learn(example)
     if turns == "all":
         return [_encode_turns(example, tokenizer, ends)]
     return [_encode_turns(example, tokenizer, [end]) for end in (ends if turns == "each" else ends[-1:])]
+
+
+def _assistant_turns(example: Example) -> list[tuple[int, Message]]:
+    """Each with the number of messages up to it."""
+    return [(count, message) for count, message in enumerate(example.messages, start=1) if message.role == "assistant"]
+
+
+def _nothing_to_learn(example: Example) -> DataError:
+    return DataError(
+        f"{example.source}: every assistant's turn that answers something has weight 0, so that there is nothing to learn; "
+        "give one the weight 1, or remove the example"
+    )
 
 
 def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
@@ -152,17 +171,49 @@ def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demo
     _render(example.messages, tokenizer, example, opened=False)  # what the template refuses is said there
     try:
         encoded = tokenizer.apply_chat_template(
-            _turns(example.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            _turns(example.messages),
+            tools=list(example.tools) or None,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
         )
     except OverflowError:  # transformers looks for the token before an empty block that the text begins with
         encoded = {"assistant_masks": []}
-    if not any(encoded["assistant_masks"][1:]):
+    mask = encoded["assistant_masks"]
+    if not any(mask[1:]):
         raise DataError(
             f"{example.source}: the chat template marks nothing of the conversation as generated; set "
             "data.assistant_turns=each, or mend its {% generation %} blocks (policy.tokenizer.chat_template)"
         )
-    marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-    return _demonstration([([token], bool(learned)) for token, learned in marked], example.source)
+    mask = _without_unlearned(_whole_characters(mask, encoded["offset_mapping"]), example)
+    marked = zip(encoded["input_ids"], mask, strict=True)
+    return _demonstration([([token], learned) for token, learned in marked], example.source)
+
+
+def _whole_characters(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
+    """`mask` with all tokens of a last character: transformers marks its first, byte-level tokenizers may have several."""
+    whole = [bool(marked) for marked in mask]
+    for index in range(1, len(whole)):
+        whole[index] |= whole[index - 1] and offsets[index][0] < offsets[index - 1][1]
+    return whole
+
+
+def _without_unlearned(mask: list[bool], example: Example) -> list[bool]:
+    """`mask` without the turns that are not to be learned, each of which must be one stretch of it."""
+    learned = [message.learned for _, message in _assistant_turns(example)]
+    if all(learned):
+        return mask
+    if not any(learned):
+        raise _nothing_to_learn(example)
+    starts = (marked and not before for marked, before in zip(mask, [False, *mask], strict=False))
+    stretches = list(accumulate(starts))  # of each token that is marked, from 1
+    if stretches[-1] != len(learned):
+        raise DataError(
+            f"{example.source}: which turns have weight 0 cannot be told: the chat template marks {stretches[-1]} parts as "
+            f"generated, and the conversation has {len(learned)} assistant's turns; set data.assistant_turns=each"
+        )
+    return [marked and learned[stretch - 1] for marked, stretch in zip(mask, stretches, strict=True)]
 
 
 def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Sequence[int]) -> Demonstration:
@@ -192,13 +243,18 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, exa
             f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
     try:
-        return str(tokenizer.apply_chat_template(_turns(messages), tokenize=False, add_generation_prompt=opened))
+        tools = list(example.tools) or None
+        return str(tokenizer.apply_chat_template(_turns(messages), tools, tokenize=False, add_generation_prompt=opened))
     except Exception as error:  # Jinja's own errors, and what templates raise by themselves
         raise DataError(f"{example.source}: the chat template refuses the conversation: {error}") from error
 
 
-def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:
+    """As templates take them; without content where there is none, which some would write as `None`."""
+    return [
+        {"role": message.role, **({} if message.content is None else {"content": message.content}), **message.more}
+        for message in messages
+    ]
 
 
 def _tokens(

@@ -54,6 +54,10 @@ def good_lines() -> list[str]:
     return [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a in range(5) for b in range(5)]
 
 
+def conversation(**answer: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", **answer}]}
+
+
 class Row(NamedTuple):
     """`overrides` of a good configuration, or other `lines` in its data file, and what the message must hold."""
 
@@ -131,6 +135,17 @@ TABLE = [
     Row("line without the key", ("data.jsonl, line 1: no key 'response'", "data.response_key"), lines=('{"prompt": "1"}',)),
     Row("line with an empty text", ("data.jsonl, line 1: 'response' is empty",), lines=('{"prompt": "1", "response": ""}',)),
     Row("line with a number", ("data.jsonl, line 1: 'response' is 2",), lines=('{"prompt": "1", "response": 2}',)),
+    *(
+        Row(name, ("data.jsonl, line 1: " + message,), lines=(json.dumps(line),))
+        for name, message, line in (
+            ("content of no text", "message 2 of 'messages' is {'role'", conversation(content=["a"])),
+            ("no content", "message 2 of 'messages' is {'role'", conversation(content=None)),
+            ("a share of a turn", "message 2 of 'messages' has the weight 0.5; expected 1, or 0", conversation(weight=0.5)),
+            ("half a character in a call", "message 2 of 'messages' has half", conversation(tool_calls=["\ud800"])),
+            ("tools of no objects", "'tools' is [1]; expected a list of objects", {**conversation(), "tools": [1]}),
+            ("tools that are no JSON", "'tools' is 'none', which is not JSON", {**conversation(), "tools": "none"}),
+        )
+    ),
     Row("message without a role", ("line 1: message 1 of 'messages'",), lines=('{"messages": [{"content": "1"}]}',)),
     Row(
         "conversation that does not end with the assistant",

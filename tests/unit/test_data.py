@@ -9,11 +9,14 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig
 from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
@@ -47,6 +50,24 @@ SUMS = Example(
     "4!",
     (Message("user", "1+1="), Message("assistant", "2"), Message("user", "and 2+2="), Message("assistant", "4!")),
     "line 3",
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+ASKED: list[dict[str, Any]] = [
+    {"role": "user", "content": "rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+    {"role": "tool", "content": "sunny", "tool_call_id": "1", "unknown": {"a": None, "b": [1]}},
+    {"role": "assistant", "content": "no", "reasoning_content": "it is sunny"},
+]
+WITH_TOOLS = (
+    "{% if tools %}[tools]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' %}{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 FORGETFUL = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
 
@@ -157,6 +178,107 @@ def test_marked_turns_of_a_template_that_rewrites_earlier_ones() -> None:
     assert learned(row) == ["2.", "<think></think>4!."]
 
 
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
+def test_tools_and_their_calls_are_rendered(tools: Any, tmp_path: Path) -> None:
+    """The independent truth: what transformers makes of the same messages."""
+    path = write(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": tools}])
+    (example,) = read_jsonl(path, DataConfig(path=path))
+    tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
+    (row,) = encode_demonstrations([example], tokenizer)
+    rendered = tokenizer.apply_chat_template(ASKED, TOOLS if tools else None, tokenize=False)
+    assert tokenizer.decode(row.tokens) == rendered
+    assert learned(row) == ['{"name": "weather", "arguments": {"city": "Rome"}}<eos>', "<it is sunny>no<eos>"]
+    (prompt,) = encode_prompts([example], tokenizer)
+    assert prompt.text == rendered.removesuffix("<it is sunny>no<eos>")
+    assert prompt.reference == "no"
+
+
+def test_keys_that_a_template_does_not_use_do_no_harm(tmp_path: Path) -> None:
+    """Nor is a missing content written as `None`; rows are told apart by their tokens, as before."""
+    plain = [{"role": turn["role"], "content": turn["content"] or ""} for turn in ASKED]
+    path = write(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": TOOLS}])
+    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    (row,) = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer)
+    assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(plain, tokenize=False)
+    (more,) = read_jsonl(path, DataConfig(path=path))
+    without = replace(more, tools=(), messages=tuple(replace(message, more={}) for message in more.messages))
+    assert digest_of([row]) == digest_of(encode_demonstrations([without], tokenizer))
+
+
+@pytest.mark.parametrize("turns", ["all", "each", "last"])
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_turns_of_weight_0_are_context(template: str, turns: Literal["all", "each", "last"], tmp_path: Path) -> None:
+    answers = {"one": 0, "two": 1, "three": None, "four": 0}
+    told = [
+        turn
+        for answer, weight in answers.items()
+        for turn in ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer, "weight": weight})
+    ]
+    path = write(tmp_path / "a.jsonl", [{"messages": told}])
+    tokenizer = character_tokenizer(CHARACTERS, template)
+    rows = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
+    expected = {"all": [["two", "three"]], "each": [["two"], ["three"]], "last": [["three"]]}[turns]
+    assert [[text.removesuffix("<eos>") for text in learned(row)] for row in rows] == expected
+    path = write(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in told]}])
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: every assistant's turn .* weight 0.* nothing to learn"):
+        encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
+
+
+def test_weights_need_a_mark_for_each_turn() -> None:
+    messages = tuple(replace(message, learned=message.content == "2") for message in SUMS.messages)
+    tokenizer = character_tokenizer(CHARACTERS, MARKED.replace("'assistant' %}{%", "'assistant' and loop.last %}{%"))
+    with pytest.raises(DataError, match=r"line 3: which turns have weight 0 .* marks 1 parts .* 2 assistant's turns"):
+        encode_demonstrations([replace(SUMS, messages=messages)], tokenizer)
+
+
+def test_a_first_turn_of_the_assistant_is_context() -> None:
+    messages = (Message("assistant", "hi"), Message("user", "1+1="), Message("assistant", "2"))
+    for template in (TEMPLATE, QWEN3):
+        (row,) = encode_demonstrations([Example("", "2", messages)], character_tokenizer(CHARACTERS, template))
+        (text,) = learned(row)
+        assert text in ("2<eos>", "<think></think>2.")
+        assert character_tokenizer(CHARACTERS).decode(row.tokens).startswith("[assistant]hi")
+    with pytest.raises(DataError, match="nothing to learn"):
+        encode_demonstrations(
+            [Example("", "hi", (Message("user", "a"), Message("assistant", "hi", learned=False)))],
+            character_tokenizer(CHARACTERS, TEMPLATE),
+        )
+
+
+@pytest.mark.parametrize("answer", ["ok", "caf\u00e9", "\u65e5\u672c", "hi \U0001f600", "\u00e9"])
+def test_marked_turns_end_with_all_bytes_of_their_last_character(answer: str) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    messages = (Message("user", "q \u00e9"), Message("assistant", answer)) * 2
+    (row,) = encode_demonstrations([Example("", answer, messages)], tokenizer)
+    assert tokenizer.decode(row.tokens[row.loss_mask > 0]) == answer * 2
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE without merges: one token a byte."""
+    bytes_of = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=bytes_of, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    fast.chat_template = template
+    return fast
+
+
+def test_messages_of_datasets_lose_the_keys_that_others_have(tmp_path: Path) -> None:
+    """Arrow gives every object the keys of all, with nulls."""
+    datasets = pytest.importorskip("datasets")
+    other = {**CALL, "function": {"name": "time", "arguments": {"zone": "CET"}}}
+    asked = [ASKED, [*ASKED[:1], {**ASKED[1], "tool_calls": [other]}, *ASKED[2:]]]
+    datasets.Dataset.from_list([{"messages": turns, "tools": TOOLS} for turns in asked]).save_to_disk(
+        str(tmp_path / "asked")
+    )
+    tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
+    rows = encode_demonstrations(load_splits(DataConfig(path=str(tmp_path / "asked"), val_fraction=0)).train, tokenizer)
+    assert [learned(row)[0] for row in rows] == [
+        '{"name": "weather", "arguments": {"city": "Rome"}}<eos>',
+        '{"name": "time", "arguments": {"zone": "CET"}}<eos>',
+    ]
+
+
 def test_datasets_on_disk(tmp_path: Path) -> None:
     """What `datasets` wrote itself: saved splits of conversations, and files with columns of other names."""
     datasets = pytest.importorskip("datasets")
@@ -182,9 +304,13 @@ def test_datasets_on_disk(tmp_path: Path) -> None:
         assert [(e.prompt, e.response) for e in load_splits(config).train] == [(row["q"], row["a"]) for row in pairs]
     with pytest.raises(DataError, match=r"one, row 0: no key 'prompt'; found 'q', 'a', 'unused'"):
         load_splits(DataConfig(path=str(tmp_path / "one")))
+    datasets.Dataset.from_dict({"prompt": [], "response": []}).to_parquet(str(tmp_path / "none.parquet"))
+    with pytest.raises(DataError, match=r"the dataset '.*none\.parquet' has no rows"):
+        load_splits(DataConfig(path=str(tmp_path / "none.parquet")))
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "pairs.parquet").read_bytes()[:200])
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "empty", tmp_path / "torn.parquet"):
+    datasets.Dataset.from_dict({"prompt": [], "response": []}).save_to_disk(str(tmp_path / "no_rows"))
+    for path in (tmp_path / "empty", tmp_path / "no_rows", tmp_path / "torn.parquet"):
         with pytest.raises(DataError, match="cannot be read as a Hugging Face dataset"):
             load_splits(DataConfig(path=str(path)))
 
