@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,10 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
             log_to_driver=False,
             runtime_env={"env_vars": {**QUIET, **(environment or {})}},
         )
+    except SystemExit as ended:  # while it starts, Ray's own handler turns SIGTERM into this
+        if ended.code == signal.SIGTERM:
+            raise KeyboardInterrupt from ended
+        raise
     except Exception as error:  # Ray raises plain exceptions here
         where = f"join the cluster at {config.address}" if config.address else "start on this machine"
         raise RunError(

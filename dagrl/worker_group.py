@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dagrl import errors
 from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first, error_text
 from dagrl.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
 from dagrl.layout import ParallelLayout
@@ -356,9 +358,25 @@ def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
             raise failed.cause from None
         return group.failure(rank, "raised", doing, error_text(failed.cause), str(failed))
     except ray.exceptions.RayActorError as died:
+        if died.actor_init_failed:
+            return group.failure(rank, "raised", doing, *_raised_in_constructor(died))
         return group.failure(rank, "died", doing, first_line(died))
     except ray.exceptions.RayError as unread:  # its answer, or its error, cannot be unpickled here
         return group.failure(rank, "raised", doing, f"what came of it cannot be read: {first_line(unread)}", str(unread))
+
+
+def _raised_in_constructor(died: ray.exceptions.RayActorError) -> tuple[str, str]:
+    """What a worker's constructor raised, and its traceback; an error that the user can mend is raised as it is.
+
+    Of an error in an actor's creation Ray keeps the text alone, in colours.
+    """
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(died)).strip()
+    raised = re.split(r'^  File ".*\n(?:    .*\n)*', text, flags=re.MULTILINE)[-1]  # what follows the last frame
+    name, _, message = raised.partition(": ")
+    kind = getattr(errors, name.removeprefix(f"{errors.__name__}."), None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        raise kind(message)
+    return raised, text
 
 
 def first_line(error: Exception) -> str:

@@ -98,9 +98,9 @@ class SftConfig(Section):
 
 
 class DataConfig(Section):
-    """`path` is a JSONL file of prompt/response or messages (with `tools`, if there are), a Hugging Face dataset on disk (what `save_to_disk` wrote, a
-    Parquet or Arrow file, a directory of data files) or on the Hub (`owner/name`), or `task` the import path of a callable
-    that makes examples.
+    """`path` is a JSONL file of prompt/response or messages (and `tools`), a Hugging Face dataset on disk (what
+    `save_to_disk` wrote, a Parquet or Arrow file, a directory of data files) or on the Hub (`owner/name`), or `task` the
+    import path of a callable that makes examples.
     """
 
     path: PathText | None = None

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from dagrl.errors import ConfigError, PhaseError, RunError
+from dagrl.errors import ConfigError, PhaseError, RunError, WorkerError
 from dagrl.executors.node import drain_runs
 from dagrl.layout import ParallelLayout
 from dagrl.phase import Shard, join, phase
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
+from dagrl.worker import WorkerContext
 from dagrl.worker_group import GRACE_S, WorkerGroup
 from tests.integration.fake_workers import FakeWorker
 from tests.unit.unreadable import unreadable
@@ -321,3 +322,21 @@ def test_graphs_that_wait_take_no_processor_time(scheduler: Scheduler) -> None:
 def processor_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Unbuilt(FakeWorker):
+    """Its constructor raises what `config` is, which Ray takes for the death of the actor."""
+
+    def __init__(self, context: WorkerContext, config: BaseException) -> None:
+        raise config
+
+
+def test_what_a_constructor_raises_is_told(cluster: None) -> None:
+    layout = ParallelLayout()
+    with pytest.raises(
+        WorkerError, match=r"^train worker 0 \(.*\) raised in 'start': ValueError: heads\n  and more\n"
+    ) as told:
+        WorkerGroup.create("train", Unbuilt, layout, ValueError("heads\n  and more"))
+    assert "in __init__\n    raise config\n" in str(told.value) and "\x1b" not in str(told.value)
+    with pytest.raises(ConfigError, match=r"^keys: one\nand: two$"):
+        WorkerGroup.create("train", Unbuilt, layout, ConfigError("keys: one\nand: two"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -635,6 +636,18 @@ def test_the_saved_configuration_is_the_one_given(run: Run, tmp_path: Path) -> N
         run(*words)
         given = load_config(tmp_path / "config.yaml", (f"output_dir={tmp_path / 'runs'}", *words))
         assert load_config(tmp_path / "runs" / "bad" / "config.yaml") == given
+
+
+def test_sigterm_while_ray_starts_interrupts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then Ray has put a handler of its own in place, which exits."""
+
+    def init(*args: object, **kwargs: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    code, errors = run()
+    assert code == 130 and "dagrl: error: interrupted" in errors
 
 
 def test_ages_that_need_updates_in_flight_are_warned_about(run: Run, caplog: pytest.LogCaptureFixture) -> None:
