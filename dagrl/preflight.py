@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import ClusterConfig, Config, Json, PhasesConfig
-from dagrl.config.settings import bucket_widths, check_settings, generation_config, is_colocated, layouts
+from dagrl.config.settings import bucket_widths, check_settings, generation_config, is_colocated, layouts, width_key
 from dagrl.data import Example, load_splits
 from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 from dagrl.errors import ConfigError, LayoutError, UserError
@@ -256,7 +256,7 @@ def _read_data(config: Config, tokenizer: PreTrainedTokenizerFast, hf_config: Ma
 def _demonstrations(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Demonstration]:
     room = bucket_widths(config.policy)[-1]
     rows = encode_demonstrations(examples, tokenizer, config.data.assistant_turns)
-    return keep_fitting(rows, room, config.data.too_long, "the largest bucket")
+    return keep_fitting(rows, room, config.data.too_long, "the largest bucket", width_key(config.policy))
 
 
 def _prompts(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Prompt]:
@@ -265,4 +265,4 @@ def _prompts(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Seque
     new = generation_config(config).max_new_tokens
     room = bucket_widths(config.policy)[-1] - new
     limit = f"the largest bucket less policy.generation.max_new_tokens {new}"
-    return keep_fitting(encode_prompts(examples, tokenizer), room, config.data.too_long, limit)
+    return keep_fitting(encode_prompts(examples, tokenizer), room, config.data.too_long, limit, width_key(config.policy))

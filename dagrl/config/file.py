@@ -22,6 +22,7 @@ from dagrl.imports import did_you_mean
 Key = tuple[str | int, ...]
 Places = dict[Key, str]
 
+COMMAND_LINE = "command line"
 _TOO_DEEP = "is nested deeper than can be read; write it with fewer levels"
 
 
@@ -100,13 +101,16 @@ def _override(content: dict[str, Json], word: str, places: Places) -> None:
         below = section.get(name)
         if below is None:
             below = section[name] = {}
+            places.setdefault(tuple(names[:depth]), COMMAND_LINE)
         if not isinstance(below, dict):
             raise ConfigError(
                 f"the override {word!r}: {'.'.join(names[:depth])} is {_shown(below)}, not a section with keys"
             )
         section = below
     section[names[-1]] = value
-    places[tuple(names)] = "command line"
+    for replaced in [key for key in places if key[: len(names)] == tuple(names)]:
+        del places[replaced]
+    places[tuple(names)] = COMMAND_LINE
 
 
 def _describe(problem: Mapping[str, Any], places: Places, file: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dagrl.config.section import Json, PathText, Section, Seed
 from dagrl.errors import LayoutError
@@ -26,9 +26,15 @@ class RandomInit(Section):
     tokenizer_characters: str | None = None  # build a character tokenizer of these; None: use policy.tokenizer.name
 
 
+def _jinja(text: str) -> str:
+    if "{" not in text:
+        raise ValueError("Jinja text, with messages in {{ }}; write the text of a file here, and not its name")
+    return text
+
+
 class TokenizerConfig(Section):
     name: PathText | None = None  # a directory; None: the model's
-    chat_template: str | None = None  # Jinja text; None: the tokenizer's own
+    chat_template: Annotated[str, AfterValidator(_jinja)] | None = None  # Jinja text; None: the tokenizer's own
 
 
 class OptimizerConfig(Section):

@@ -65,6 +65,11 @@ def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
     return tuple(sorted(set(policy.sequence_buckets))) or (policy.max_total_sequence_length,)
 
 
+def width_key(policy: PolicyConfig) -> str:
+    """The key that says how long a sequence may be (`bucket_widths`)."""
+    return "policy.sequence_buckets" if policy.sequence_buckets else "policy.max_total_sequence_length"
+
+
 def samples_per_step(config: Config) -> int:
     """Of a batch of GRPO: prompts times generations."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
@@ -87,7 +92,7 @@ def _check_choices(config: Config) -> None:
         if new >= widest:
             raise ConfigError(
                 f"policy.generation.max_new_tokens is {new}, which leaves no room for a prompt in the largest bucket, "
-                f"{widest} tokens; lower it, or raise policy.max_total_sequence_length"
+                f"{widest} tokens; lower it, or raise {width_key(policy)}"
             )
         if length is not None and length < widest:
             raise ConfigError(
@@ -135,6 +140,11 @@ def _check_rates(config: Config) -> None:
         raise ConfigError(
             f"policy.megatron_cfg.scheduler.lr_warmup_init is {start:g}, above policy.megatron_cfg.optimizer.lr {rate:g}, "
             "which the warm-up leads to; set it to that or less"
+        )
+    if megatron.optimizer.min_lr > rate:
+        raise ConfigError(
+            f"policy.megatron_cfg.optimizer.min_lr is {megatron.optimizer.min_lr:g}, above lr {rate:g}, from which the "
+            "schedule falls to it; set it to that or less"
         )
 
 

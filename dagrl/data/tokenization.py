@@ -120,10 +120,12 @@ def collate(rows: Sequence[Demonstration]) -> Batch:
     return Batch({"tokens": tokens, "lengths": lengths, "loss_mask": loss_mask})
 
 
-def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str) -> list[Row]:
-    """The rows of at most `room` tokens; longer ones are an error or left out. `limit` says where the room comes from.
+def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:
+    """The rows of at most `room` tokens; longer ones are an error or left out.
 
-    Raises DataError naming the longest row, or when no row is left.
+       `limit` says where the room comes from, `key` what makes more of it.
+    Raises DataError naming the longest row, or when no row is
+       left.
     """
     fitting = [row for row in rows if len(row) <= room]
     dropped = len(rows) - len(fitting)
@@ -132,7 +134,7 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
         ways = "shorten the data, or set data.too_long=drop" if fitting else "or shorten the data"
         raise DataError(
             f"{longest.source}: {len(longest)} tokens, but there is room for {room} ({limit}); {dropped} of {len(rows)} "
-            f"sequences are too long. Raise policy.max_total_sequence_length, {ways}"
+            f"sequences are too long. Raise {key}, {ways}"
         )
     if dropped:
         logger.warning("left out %d of %d sequences with more than %d tokens", dropped, len(rows), room)

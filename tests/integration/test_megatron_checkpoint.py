@@ -52,6 +52,7 @@ def test_a_resumed_run_loses_as_one_that_went_on(
     with megatron_pool.group(layout, config_of(tiny_models[model], policy)) as group:
         for _ in range(2):
             train(group, batch)
+        train(group, batch.with_scalars(global_valid_tokens=1e-45))  # gradients beyond all numbers: skipped
         group.call("snapshot_reference")
         group.call("save_checkpoint", directory, {"step": 2, "seen": [1, 2]})
         weights = reference.assemble(group.call("weights"))
@@ -67,6 +68,7 @@ def test_a_resumed_run_loses_as_one_that_went_on(
                 _assert_equal(reference.assemble(group.call("moments")), moments)
             resumed = [train(group, batch) for _ in range(2)]
             again = logprobs(group, batch, "reference")["logprobs"]
+        assert resumed[0]["skipped_steps"] == 1
         if (other, settings) == first:
             assert resumed == went_on  # bit for bit: losses, norms and learning rates
             np.testing.assert_array_equal(again, kept)

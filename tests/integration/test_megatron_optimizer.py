@@ -53,8 +53,8 @@ def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None
 
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 2 * 10), ("sft", 7)])
-def test_without_a_length_the_schedule_ends_with_the_last_optimizer_step(algorithm: str, steps: int) -> None:
-    """Ten GRPO steps of two minibatches each decay over twenty optimizer steps."""
+def test_without_a_length_the_schedule_ends_after_the_last_optimizer_step(algorithm: str, steps: int) -> None:
+    """Ten GRPO steps of two minibatches each decay over twenty optimizer steps; a twenty-first would have the last rate."""
     megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": {"lr_decay_style": "linear"}}
     grpo = {"max_num_steps": 10, "num_prompts_per_step": 8, "num_generations_per_prompt": 16}
     policy = {"megatron_cfg": megatron, "train_global_batch_size": 64}

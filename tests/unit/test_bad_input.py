@@ -97,6 +97,37 @@ TABLE = [
         ("policy.megatron_cfg.scheduler.lr_warmup_init is 1, above policy.megatron_cfg.optimizer.lr 0.001", "or less"),
         (f"{MEGATRON}.scheduler.lr_warmup_init=1", "sft.lr=2"),
     ),
+    Row(
+        "a rate that would rise",
+        ("policy.megatron_cfg.optimizer.min_lr is 0.002, above lr 0.001", "or less"),
+        (f"{MEGATRON}.optimizer.min_lr=2e-3",),
+    ),
+    Row("unknown section made here", ("unknown key polcy (command line)", "did you mean 'policy'"), ("polcy.seed=1",)),
+    Row(
+        "an index made here",
+        ("data.path (command line): found {'0': 1}",),
+        ("data.path=null", "data.path.0=1"),
+    ),
+    *(
+        Row(
+            f"chat template {template}",
+            (f"policy.tokenizer.chat_template (command line): found '{template}'; expected: Jinja text", "text of a file"),
+            (f"policy.tokenizer.chat_template={template}",),
+        )
+        for template in ("templates/chat.jinja", "chatml")
+    ),
+    Row(
+        "too long for the buckets",
+        ("line 1: 32 tokens, but there is room for 8 (the largest bucket)", "Raise policy.sequence_buckets, or"),
+        ("policy.sequence_buckets=[8]", "algorithm=sft", "data.val_fraction=0"),
+        (LONG,),
+    ),
+    Row(
+        "prompts too long for the buckets",
+        ("line 1: 30 tokens, but there is room for 4 (the", "Raise policy.sequence_buckets, or"),
+        ("policy.sequence_buckets=[8]", "sft.max_num_steps=0", "data.val_fraction=0"),
+        (LONG,),
+    ),
     Row("not an override", ("'seed'", "KEY=VALUE"), ("seed",)),
     Row("value where a section is", ("override 'name.x=1'", "not a section"), ("name.x=1",)),
     Row(

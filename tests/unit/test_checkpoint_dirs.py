@@ -145,6 +145,14 @@ def test_leftovers_of_a_crash_are_removed(store: CheckpointStore) -> None:
     assert sorted(path.name for path in store.root.iterdir()) == ["notes", "step_00000004"]
 
 
+def test_a_save_does_not_take_in_what_an_earlier_one_left(store: CheckpointStore) -> None:
+    """Of the same step, and of this process: `recover` was before it."""
+    leftover = store.root / "step_00000005.tmp" / "train"
+    leftover.mkdir(parents=True)
+    (leftover / "rank_1.pt").touch()
+    assert sorted(path.name for path in (save(store, 5) / "train").iterdir()) == ["rank_0.pt"]
+
+
 def test_a_save_that_lacked_only_its_last_rename_is_kept(store: CheckpointStore) -> None:
     directory = save(store, 6)
     directory.rename(directory.with_suffix(".tmp"))

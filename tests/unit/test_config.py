@@ -65,6 +65,15 @@ def test_every_error_is_listed_with_its_place(small: Path) -> None:
     assert "missing key policy.random_init.hf_config (command line); it has no default" in lines
 
 
+def test_what_the_command_line_replaces_is_not_blamed_on_the_file(small: Path) -> None:
+    small.write_text(SMALLEST.replace("somewhere", "somewhere, sequence_buckets: [8, 16]"))
+    for words in (["policy.sequence_buckets=[8, many]"], ["policy.sequence_buckets=null", "policy.sequence_buckets.1=many"]):
+        with pytest.raises(ConfigError, match=r"policy\.sequence_buckets(\.1)? \(command line\): found .*'many'"):
+            load_config(small, words)
+    with pytest.raises(ConfigError, match=r"unknown key polcy \(command line\)"):
+        load_config(small, ["polcy.megatron_cfg.seed=1"])
+
+
 @pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data"])
 def test_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
     config = load_config(EXAMPLES / f"{name}.yaml", ["policy.sequence_buckets=[8]"])

@@ -381,11 +381,13 @@ def test_collate() -> None:
 
 def test_too_long() -> None:
     rows = encode_demonstrations([Example("1" * n, "2", source=f"line {n}") for n in (1, 9, 5)], character_tokenizer("12"))
-    with pytest.raises(DataError, match=r"line 9: 11 tokens, but there is room for 7 .*; 1 of 3 sequences"):
-        keep_fitting(rows, 7, "error", "the bucket")
-    assert [len(row) for row in keep_fitting(rows, 7, "drop", "the bucket")] == [3, 7]
+    with pytest.raises(
+        DataError, match=r"line 9: 11 tokens, but there is room for 7 .*; 1 of 3 sequences are too long. Raise policy.x, "
+    ):
+        keep_fitting(rows, 7, "error", "the bucket", "policy.x")
+    assert [len(row) for row in keep_fitting(rows, 7, "drop", "the bucket", "policy.x")] == [3, 7]
     with pytest.raises(DataError, match="3 of 3"):
-        keep_fitting(rows, 2, "drop", "the bucket")
+        keep_fitting(rows, 2, "drop", "the bucket", "policy.x")
 
 
 def test_split_is_seeded_and_disjoint(tmp_path: Path) -> None:

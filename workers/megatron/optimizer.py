@@ -235,7 +235,7 @@ def make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
         optimizer,
         init_lr=schedule.lr_warmup_init,
         max_lr=megatron.optimizer.lr,
-        min_lr=min(megatron.optimizer.min_lr, megatron.optimizer.lr),
+        min_lr=megatron.optimizer.min_lr,
         lr_warmup_steps=schedule.lr_warmup_iters,
         lr_decay_steps=steps,
         lr_decay_style=schedule.lr_decay_style,
