@@ -80,7 +80,7 @@ def test_the_readmes_command_for_data_of_ones_own(
     assert main([*words.split(), f"output_dir={tmp_path}", "--dry-run"]) == 0, capsys.readouterr().err
     assert "chat_template" not in caplog.text
     with caplog.at_level("WARNING", "dagrl"):
-        assert main([*words.split(), "policy.tokenizer.chat_template=x", f"output_dir={tmp_path}", "--dry-run"]) == 2
+        assert main([*words.split(), "policy.tokenizer.chat_template='{{ x }}'", f"output_dir={tmp_path}", "--dry-run"]) == 2
     assert "policy.tokenizer.chat_template replaces" in caplog.text
 
 

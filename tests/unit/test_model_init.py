@@ -122,13 +122,14 @@ def test_a_template_in_place_of_the_tokenizers_own_is_warned_of(tmp_path: Path, 
         character_tokenizer("01", own).save_pretrained(tmp_path / name)
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
     with caplog.at_level("WARNING", "dagrl"):
-        for name, given in (("with", None), ("with", "{{ messages[0].content }}"), ("without", "x")):
+        for name, template in (("with", None), ("with", "{{ messages[0].content }}"), ("without", "{{ x }}")):
             load_tokenizer(
-                PolicyConfig.model_validate({"model_name": str(tmp_path / name), "tokenizer": {"chat_template": given}})
+                PolicyConfig.model_validate({"model_name": str(tmp_path / name), "tokenizer": {"chat_template": template}})
             )
         assert not caplog.text
-        policy = PolicyConfig.model_validate({"model_name": str(tmp_path / "with"), "tokenizer": {"chat_template": "x"}})
-        assert load_tokenizer(policy).chat_template == "x"
+        given = {"chat_template": "{{ x }}"}
+        policy = PolicyConfig.model_validate({"model_name": str(tmp_path / "with"), "tokenizer": given})
+        assert load_tokenizer(policy).chat_template == "{{ x }}"
     assert "policy.tokenizer.chat_template replaces the chat template" in caplog.text
 
 
