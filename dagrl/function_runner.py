@@ -111,7 +111,7 @@ class FunctionRunner:
         """
         function = load_callable(path, key)
         self._check = check
-        self._row_by_row = not batched and not _is_coroutine(function)
+        self._row_by_row = not batched and not is_coroutine(function)
         if whole is None and not self._row_by_row:
             whole = Deadline(CALL_TIMEOUTS * deadline.seconds, f"{CALL_TIMEOUTS} * {deadline.key}")
         self._deadline, self._whole = deadline, whole
@@ -233,7 +233,8 @@ def _unpickled(answers: bytes) -> Answers | str:
     return found
 
 
-def _is_coroutine(function: Callable[..., Any]) -> bool:
+def is_coroutine(function: Callable[..., Any]) -> bool:
+    """Whether calling it makes a coroutine, as far as can be known before."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

@@ -85,6 +85,28 @@ async def slowly_batched(prompts, completions, references):
     await asyncio.sleep(0.01)
     return [float(len(completion)) for completion in completions]
 
+import asyncio
+
+at_once = asyncio.Semaphore(1)  # bound to the loop of the first call that waits for it
+left_behind = []
+
+async def one_at_a_time(prompt, completion, reference):
+    async with at_once:
+        await asyncio.sleep(0.001)
+    return float(len(completion))
+
+async def one_at_a_time_batched(prompts, completions, references):
+    assert len(prompts) > 1
+    return await asyncio.gather(*map(one_at_a_time, prompts, completions, references))
+
+def with_a_loop_of_its_own(prompt, completion, reference):
+    return asyncio.run(together("0", completion, reference))
+
+async def leaves_tasks(prompts, completions, references):
+    ended = [float(task.cancelled()) for task in left_behind] or [0.0]
+    left_behind.append(asyncio.create_task(asyncio.sleep(3600)))
+    return ended[-1:]
+
 def steady(prompt, completion, reference):
     with open(prompt, "a") as file:
         file.write(completion)
@@ -316,6 +338,24 @@ def test_coroutines_of_single_samples_run_side_by_side_and_fail_alone(functions:
 
 def test_a_batched_coroutine(functions: str) -> None:
     assert run(f"{functions}:slowly_batched", ["a", "abc"]) == ([1.0, 3.0], 0, "")
+
+
+@pytest.mark.parametrize(("function", "batched"), [("one_at_a_time", False), ("one_at_a_time_batched", True)])
+def test_what_coroutines_keep_lives_from_call_to_call(functions: str, function: str, batched: bool) -> None:
+    """As a judge's HTTP client does, it belongs to the event loop."""
+    with RewardRunner(RewardConfig(function=f"{functions}:{function}", batched=batched)) as runner:
+        for _ in range(3):
+            assert runner(["p"] * 3, ["a", "", "abc"], ["r"] * 3).values.tolist() == [1.0, 0.0, 3.0]
+
+
+def test_a_function_of_single_samples_may_run_a_loop_of_its_own(functions: str) -> None:
+    with RewardRunner(RewardConfig(function=f"{functions}:with_a_loop_of_its_own", batched=False)) as runner:
+        assert runner(["p"] * 2, ["a", "abc"], ["r"] * 2).values.tolist() == [1.0, 3.0]
+
+
+def test_tasks_that_a_coroutine_leaves_behind_end_with_its_call(functions: str) -> None:
+    with RewardRunner(RewardConfig(function=f"{functions}:leaves_tasks")) as runner:
+        assert [runner(["p"], ["c"], ["r"]).values.tolist() for _ in range(3)] == [[0.0], [1.0], [1.0]]
 
 
 def test_calls_run_beside_the_caller_in_several_processes(functions: str, tmp_path: Path) -> None:
