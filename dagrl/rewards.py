@@ -8,7 +8,6 @@ A reward function takes `(prompts, completions, references)`, three lists of tex
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
@@ -159,6 +160,6 @@ def _checked(answer: Any) -> float:
         reward = float(answer)
     except Exception as error:  # whatever the class of the answer raises
         raise ValueError(f"it returned a reward that is no number: {error}") from error
-    if not math.isfinite(reward):
-        raise ValueError("it returned a reward that is not finite")
+    if not abs(reward) <= LARGEST:
+        raise ValueError("it returned a reward that is not finite, or too large for float32")
     return reward

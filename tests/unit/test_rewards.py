@@ -157,7 +157,7 @@ def odd(prompts, completions, references):
     return [kinds.get(completion, lambda: Odd(False))() for completion in completions]
 
 def undefined(prompts, completions, references):
-    return [float("nan") if completion == "nan" else 1.0 for completion in completions]
+    return [float(completion) if completion != "a" else 1.0 for completion in completions]
 """
 
 
@@ -288,7 +288,9 @@ def test_single_samples_have_a_bound_together_only_if_it_is_given(
 def test_wrong_results(functions: str) -> None:
     with pytest.raises(RunError, match=r"failed for all 2 samples: ValueError: no such answer"):
         run(f"{functions}:picky", ["raise", "raise"])
-    assert run(f"{functions}:undefined", ["nan", "a"]) == ([0.0, 1.0], 1, "it returned a reward that is not finite")
+    said = "it returned a reward that is not finite, or too large for float32"
+    for bad in ("nan", "-inf", "1e39"):
+        assert run(f"{functions}:undefined", [bad, "a"]) == ([0.0, 1.0], 1, said)
     assert run(f"{functions}:short", ["a", "b"])[:2] == ([1.0, 1.0], 0)  # right for one sample at a time
 
 
