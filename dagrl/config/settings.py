@@ -11,6 +11,9 @@ from dagrl.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises what lies between 0 and this (`_MAX_TEMP` of its sampling_params.py), to keep clear of NaN and infinity."""
+
 
 def check_settings(config: Config) -> None:
     """What the configuration alone says that cannot be, on whatever machine. Raises a UserError that says what to change."""
@@ -98,6 +101,15 @@ def _check_choices(config: Config) -> None:
             raise ConfigError(
                 f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket, {widest} tokens"
             )
+        _check_temperature(generation_config(config).temperature)
+
+
+def _check_temperature(temperature: float) -> None:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"policy.generation.temperature is {temperature:g}, and vLLM raises it to {LEAST_TEMPERATURE:g}, so that train "
+            f"workers would compute other log-probabilities; set it to 0 (greedy), or to {LEAST_TEMPERATURE:g} or more"
+        )
 
 
 def _check_microbatches(policy: PolicyConfig, widest: int) -> None:

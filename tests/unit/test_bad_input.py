@@ -319,6 +319,11 @@ TABLE = [
     ),
     Row("vllm missing", ("policy.generation.worker", "dagrl[vllm]", "dagrl[cpu]"), without="vllm"),
     Row(
+        "a temperature that vLLM raises",
+        ("policy.generation.temperature is 0.005", "set it to 0 (greedy), or to 0.01 or more"),
+        ("policy.generation.temperature=0.005",),
+    ),
+    Row(
         "bound without a correction",
         ("use_importance_sampling_correction=true",),
         ("loss_fn.truncated_importance_sampling_ratio=2",),
