@@ -21,6 +21,7 @@ the start of one process more. A function that takes single rows, and is no coro
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import pickle
@@ -42,6 +43,8 @@ from typing import Any, Self, TypeVar
 from dagrl.config import FunctionConfig
 from dagrl.errors import RunError, error_text
 from dagrl.imports import load_callable
+
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -110,7 +113,8 @@ class FunctionRunner:
         Raises ConfigError when the import path leads nowhere.
         """
         function = load_callable(path, key)
-        self._check = check
+        self._key, self._check = key, check
+        self._warned: set[str] = set()
         self._row_by_row = not batched and not is_coroutine(function)
         if whole is None and not self._row_by_row:
             whole = Deadline(CALL_TIMEOUTS * deadline.seconds, f"{CALL_TIMEOUTS} * {deadline.key}")
@@ -158,7 +162,7 @@ class FunctionRunner:
             if not isinstance(whole, str):
                 return whole
             # a single row is not asked again: that would take the time, and have the effects, of two calls
-            return [Failed(whole)] if len(columns[0]) == 1 else self._one_by_one(process, columns, until)
+            return [Failed(whole)] if len(columns[0]) == 1 else self._asked_again(process, columns, until, whole)
         finally:
             self._idle.put(process)
 
@@ -183,6 +187,20 @@ class FunctionRunner:
             process.start()
         finally:
             self._idle.put(process)
+
+    def _asked_again(
+        self, process: _FunctionProcess, columns: Sequence[Sequence[str]], until: float, message: str
+    ) -> Answers:
+        """`_one_by_one`, with a warning where nobody else would tell that the call failed as a whole: no row does alone."""
+        answers = self._one_by_one(process, columns, until)
+        if message not in self._warned and not any(isinstance(answer, Failed) for answer in answers):
+            self._warned.add(message)
+            logger.warning(
+                "%s fails for samples together and answers each of them alone, which takes longer: %s (said once)",
+                self._key,
+                message,
+            )
+        return answers
 
     def _one_by_one(self, process: _FunctionProcess, columns: Sequence[Sequence[str]], until: float) -> Answers:
         """One answer a row, as far as there is time `until` then (`time.monotonic`); each row left has its share of it.

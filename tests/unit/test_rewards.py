@@ -184,9 +184,10 @@ def test_rewards_of_a_list(functions: str) -> None:
     assert run(f"{functions}:length", ["a", "", "abc"]) == ([1.0, 0.0, 3.0], 0, "")
 
 
-def test_sample_that_raises_costs_itself(functions: str) -> None:
+def test_sample_that_raises_costs_itself(functions: str, caplog: pytest.LogCaptureFixture) -> None:
     values, failed, message = run(f"{functions}:picky", ["ab", "raise", "abc"])
     assert (values, failed) == ([2.0, 0.0, 3.0], 1)
+    assert "samples together" not in caplog.text, "it is counted"
     assert message == "ValueError: no such answer"
 
 
@@ -292,6 +293,17 @@ def test_wrong_results(functions: str) -> None:
     for bad in ("nan", "-inf", "1e39"):
         assert run(f"{functions}:undefined", [bad, "a"]) == ([0.0, 1.0], 1, said)
     assert run(f"{functions}:short", ["a", "b"])[:2] == ([1.0, 1.0], 0)  # right for one sample at a time
+
+
+def test_a_batch_that_fails_while_its_samples_do_not_is_told_once(functions: str, caplog: pytest.LogCaptureFixture) -> None:
+    with RewardRunner(RewardConfig(function=f"{functions}:short")) as runner:
+        for rows in (2, 2, 3, 1):
+            assert runner(["p"] * rows, ["a"] * rows, ["r"] * rows).values.tolist() == [1.0] * rows
+    assert [record.getMessage() for record in caplog.records] == [
+        "reward.function fails for samples together and answers each of them alone, which takes longer: "
+        f"it returned 1 answers; expected: a list of {rows} (said once)"
+        for rows in (2, 3)
+    ]
 
 
 def test_answers_travel_by_value_and_those_that_cannot_cost_themselves(functions: str) -> None:
