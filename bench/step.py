@@ -170,7 +170,7 @@ def measure(
         sys.stderr.write(f"workers ready and warm after {time.monotonic() - started:.1f} s\n")
         session.train.call("snapshot_reference")
         if first_weights is not None:
-            session.train.call("save_checkpoint", str(first_weights), {}, timeout_s=config.timeouts.checkpoint_s)
+            session.train.call("save_checkpoint", str(first_weights), {}, deadline=config.timeouts.checkpoint)
         for number in range(1, rounds + 1):
             for way in deadline.each(ways, lambda way, number=number: f"{way.name} (round {number})"):
                 started = time.monotonic()

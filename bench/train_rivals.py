@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any, Protocol
 
 from dagrl.config import Config
+from dagrl.deadline import Deadline
 from dagrl.layout import ParallelLayout
 from dagrl.ports import reserve_port
 from dagrl.shapes import Batch, Bucket, split_rows
@@ -102,7 +103,7 @@ class DagrlSteps:
         from dagrl.scheduler import Scheduler, SchedulerOptions
         from graphs.train import sft_step
 
-        self.group.wait(self._building, DEADLINE_S, "become")
+        self.group.wait(self._building, Deadline(DEADLINE_S, "DEADLINE_S"), "become")
         options = SchedulerOptions(fallback="error", warmup_s=DEADLINE_S)
         self._scheduler = self._case.enter_context(Scheduler([self.group], options))
         bucket = Bucket(self._batch.rows // self.group.layout.dp, self._batch.tokens)

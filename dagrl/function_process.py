@@ -21,8 +21,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from dagrl.deadline import Deadline
 from dagrl.errors import UserError, error_text
-from dagrl.function_runner import Deadline, Failed, Item, is_coroutine
+from dagrl.function_runner import Failed, Item, is_coroutine
 from dagrl.imports import load_callable
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -41,6 +41,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from dagrl.config import FunctionConfig
+from dagrl.deadline import Deadline
 from dagrl.errors import RunError, error_text
 from dagrl.imports import load_callable
 
@@ -56,19 +57,6 @@ CALL_TIMEOUTS = 4
 
 LEAST_SHARE = 0.1
 """Of `timeout_s`: what a row has that is asked alone, however many there are."""
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """Seconds that a call, or the start of a process, may take, and the key of the configuration that says so."""
-
-    seconds: float
-    key: str
-
-    @property
-    def missed(self) -> str:
-        """What is said of an answer that did not come in time."""
-        return f"no answer within {self.key} = {self.seconds:g} s"
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ class FunctionRunner:
         self._warned: set[str] = set()
         self._row_by_row = not batched and not is_coroutine(function)
         if whole is None and not self._row_by_row:
-            whole = Deadline(CALL_TIMEOUTS * deadline.seconds, f"{CALL_TIMEOUTS} * {deadline.key}")
+            whole = deadline.times(CALL_TIMEOUTS)
         self._deadline, self._whole = deadline, whole
         self._processes = [_FunctionProcess(path, key, batched, deadline, start) for _ in range(workers)]
         self._idle: queue.SimpleQueue[_FunctionProcess] = queue.SimpleQueue()

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from ray.exceptions import RayError
 
 from dagrl.compiling import Compiled, Seats, check_groups_apart, compile_phase, executor_of
+from dagrl.deadline import Deadline
 from dagrl.errors import DeadlineError, GraphError, PhaseError, RunError
 from dagrl.executors.base import Executor, Limits
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
@@ -171,7 +172,7 @@ class Scheduler:
         """
         if not any(entry.compiled for entry in self._entries.values()):
             for role, group in self.groups.items():
-                group.reset_tickets(self._tickets[role])
+                group.reset_tickets(self._tickets[role], Deadline(self.options.compile_s, "timeouts.compile_s"))
             self._executors.clear()
         for entry in self._entries.values():
             if not entry.compiled:

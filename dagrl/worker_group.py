@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dagrl import errors
+from dagrl.deadline import Deadline
 from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first, error_text
 from dagrl.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
 from dagrl.layout import ParallelLayout
@@ -43,7 +44,9 @@ class GpuBundles:
         self._group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
         if not self._group.wait(timeout_s):
             self.release()
-            raise DeadlineError(f"Ray had no {count} GPUs free within {timeout_s:.0f} s; choose smaller layouts, or wait")
+            raise DeadlineError(
+                f"Ray had no {count} GPUs free within timeouts.start_s = {timeout_s:g} s; choose smaller layouts, or wait"
+            )
 
     def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
         """Where the worker of `rank` goes."""
@@ -88,7 +91,7 @@ class WorkerGroup:
         actors: Sequence[ActorHandle],
         *,
         owned: bool,
-        call_timeout_s: float,
+        deadline: Deadline,
         health_group: str | None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
@@ -96,7 +99,7 @@ class WorkerGroup:
         self.layout = role.layout
         self.actors = tuple(actors)
         self._owned = owned
-        self._call_timeout_s = call_timeout_s
+        self._deadline = deadline
         self._health_group = health_group
         self._while_waiting = while_waiting
         self.places: tuple[Place, ...] = ()
@@ -105,7 +108,7 @@ class WorkerGroup:
             actor.__ray_call__.remote(install, role.name, rank, str(self.layout.coordinates(rank)))
             for rank, actor in enumerate(self.actors)
         ]
-        self.wait(installs, call_timeout_s, "start")
+        self.wait(installs, deadline, "start")
         self.places = tuple(Place(*place) for place in self.call_function(where))
 
     @classmethod
@@ -144,7 +147,7 @@ class WorkerGroup:
                 traced,
                 actors,
                 owned=True,
-                call_timeout_s=start_timeout_s,
+                deadline=Deadline(start_timeout_s, "timeouts.start_s"),
                 health_group=HEALTH,
                 while_waiting=while_waiting,
             )
@@ -187,7 +190,8 @@ class WorkerGroup:
         signatures = handles[0]._ray_method_signatures
         methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("_")}
         traced = Role(role, layout, methods, transports)
-        group = cls(traced, handles, owned=False, call_timeout_s=call_timeout_s, health_group=health_group)
+        deadline = Deadline(call_timeout_s, "call_timeout_s")
+        group = cls(traced, handles, owned=False, deadline=deadline, health_group=health_group)
         known = {name: of_async(methods[name]) for name in group.call_function(_async_methods)[0] if name in methods}
         group.role = dataclasses.replace(traced, methods=methods | known)
         return group
@@ -198,18 +202,18 @@ class WorkerGroup:
             return
         self.call("setup", self.call_function(free_address)[0])
 
-    def call(self, method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+    def call(self, method: str, *args: object, deadline: Deadline | None = None) -> list[Any]:
         """Plain actor calls of `method(*args)` on every worker; results in rank order."""
-        return self.call_each(method, [args] * len(self.actors), timeout_s=timeout_s)
+        return self.call_each(method, [args] * len(self.actors), deadline=deadline)
 
-    def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, timeout_s: float | None = None) -> list[Any]:
+    def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, deadline: Deadline | None = None) -> list[Any]:
         """Plain actor calls of `method`, with arguments of its own for each rank."""
-        return call_together([(self, method, args)], timeout_s=timeout_s or self._call_timeout_s)[0]
+        return call_together([(self, method, args)], deadline=deadline or self._deadline)[0]
 
-    def call_function(self, function: Callable[..., Any], *args: object, timeout_s: float | None = None) -> list[Any]:
+    def call_function(self, function: Callable[..., Any], *args: object, deadline: Deadline | None = None) -> list[Any]:
         """Plain actor calls of `function(worker, *args)` in every worker's process."""
         refs = [actor.__ray_call__.remote(function, *args) for actor in self.actors]
-        return self.wait(refs, timeout_s or self._call_timeout_s, function.__name__)
+        return self.wait(refs, deadline or self._deadline, function.__name__)
 
     def drain_runs(self, timeout_s: float = 2.0) -> list[list[NodeRun]]:
         """What each worker ran since the last call, for the trace; nothing of one that died.
@@ -229,10 +233,10 @@ class WorkerGroup:
             logger.debug("%s worker %d died with its part of the trace", self.role.name, rank)
             return []
 
-    def reset_tickets(self, tickets: Sequence[int]) -> None:
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
         """Start each worker's ticket order again at its ticket."""
         refs = [self._health(actor, reset_tickets, ticket) for actor, ticket in zip(self.actors, tickets, strict=True)]
-        self.wait(refs, self._call_timeout_s, "resetting")
+        self.wait(refs, deadline, "reset_tickets")
 
     def pass_tickets(self, tickets: Sequence[int]) -> None:
         """Have whoever waits for a turn before these give up; nobody waits for an answer."""
@@ -286,13 +290,13 @@ class WorkerGroup:
         call = actor.__ray_call__
         return (call.options(concurrency_group=self._health_group) if self._health_group else call).remote(function, *args)
 
-    def wait(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
+    def wait(self, refs: Sequence[Any], deadline: Deadline, doing: str) -> list[Any]:
         """Results of one call a rank; the first error, with its rank, as soon as one fails; DeadlineError when late."""
-        return _gather([(self, doing, refs)], timeout_s, self._while_waiting)[0]
+        return _gather([(self, doing, refs)], deadline, self._while_waiting)[0]
 
 
 def call_together(
-    calls: Sequence[tuple[WorkerGroup, str, Sequence[tuple[object, ...]]]], *, timeout_s: float
+    calls: Sequence[tuple[WorkerGroup, str, Sequence[tuple[object, ...]]]], *, deadline: Deadline
 ) -> list[list[Any]]:
     """Plain actor calls on several groups at once: `(group, method, one tuple of arguments a rank)`.
 
@@ -302,7 +306,7 @@ def call_together(
         (group, method, [getattr(actor, method).remote(*mine) for actor, mine in zip(group.actors, args, strict=True)])
         for group, method, args in calls
     ]
-    return _gather(started, timeout_s)
+    return _gather(started, deadline)
 
 
 def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
@@ -318,16 +322,16 @@ def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
 
 def _gather(
     calls: Sequence[tuple[WorkerGroup, str, Sequence[Any]]],
-    timeout_s: float,
+    deadline: Deadline,
     while_waiting: Callable[[], None] | None = None,
 ) -> list[list[Any]]:
     callers = {ref: (group, rank, doing) for group, doing, refs in calls for rank, ref in enumerate(refs)}
-    deadline = time.monotonic() + timeout_s
+    until = time.monotonic() + deadline.seconds
     waiting = list(callers)
     results: dict[Any, Any] = {}
     failures: list[WorkerFailure] = []
     while waiting:
-        left = max(0.0, deadline - time.monotonic())
+        left = max(0.0, until - time.monotonic())
         ready, waiting = ray.wait(waiting, timeout=min(left, POLL_S) if while_waiting else left)
         if while_waiting:
             while_waiting()
@@ -335,17 +339,17 @@ def _gather(
             result = _result(ref, *callers[ref])
             if isinstance(result, WorkerFailure):
                 failures.append(result)
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                until = min(until, time.monotonic() + GRACE_S)
             else:
                 results[ref] = result
-        if not ready and time.monotonic() >= deadline:
+        if not ready and time.monotonic() >= until:
             break
     if failures:
         raise WorkerError(cause_first(failures))
     if waiting:
         late = [callers[ref] for ref in waiting]
-        names = ", ".join(f"{group.role.name} worker {rank} in {doing!r}" for group, rank, doing in late)
-        raise DeadlineError(f"not done after {timeout_s:.0f} s: {names}; raise the deadline (timeouts.*) if it is only slow")
+        names = [group.failure(rank, "hung", doing, deadline.missed).describe() for group, rank, doing in late]
+        raise DeadlineError("\n".join(names) + f"; raise {deadline.key} if it is only slow")
     return [[results[ref] for ref in refs] for _, _, refs in calls]
 
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.section import Json, PathText, Section, Seed
+from dagrl.deadline import Deadline
 
 
 class LossConfig(Section):
@@ -207,6 +208,19 @@ class TimeoutConfig(Section):
     collective_s: PositiveFloat = 60.0
     checkpoint_s: PositiveFloat = 120.0
     teardown_s: PositiveFloat = 8.0
+
+    @property
+    def replay(self) -> Deadline:
+        """`replay_s`, with its key: also of what workers do between two replays."""
+        return self._deadline("replay_s")
+
+    @property
+    def checkpoint(self) -> Deadline:
+        """Twice `checkpoint_s`, with its key: the workers' own deadline comes first, and they say what is late."""
+        return self._deadline("checkpoint_s").times(2)
+
+    def _deadline(self, name: str) -> Deadline:
+        return Deadline(getattr(self, name), f"timeouts.{name}")
 
 
 class ExecutorConfig(Section):

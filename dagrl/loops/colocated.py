@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+from dagrl.deadline import Deadline
 from dagrl.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -37,15 +38,17 @@ Measure = Callable[[str], AbstractContextManager[None]]
 
 
 class SharedDevices:
-    """See the module's first lines. `measure(name)` counts the time that exchanges take.
+    """See the module's first lines. `measure(name)` counts the time that exchanges take; `deadline` is of each call.
 
     `before_sleep` are called while generation still has its memory: what is in flight there must end first.
     At first generation holds all it has, and the train state is on the host: generation was started last.
     """
 
-    def __init__(self, train: WorkerGroup, generation: WorkerGroup, sleep_level: int, measure: Measure) -> None:
+    def __init__(
+        self, train: WorkerGroup, generation: WorkerGroup, sleep_level: int, measure: Measure, deadline: Deadline
+    ) -> None:
         self._train, self._generation = train, generation
-        self._level, self._measure = sleep_level, measure
+        self._level, self._measure, self._deadline = sleep_level, measure, deadline
         self.before_sleep: list[Callable[[], None]] = []
         self._held: tuple[tuple[str, ...], tuple[str, ...]] = ((), GENERATION_PARTS)
 
@@ -66,12 +69,12 @@ class SharedDevices:
     def _release(self, wanted: tuple[tuple[str, ...], tuple[str, ...]], level: int) -> None:
         train, generation = self._held
         if gone := tuple(part for part in train if part not in wanted[0]):
-            self._train.call("offload", gone)
+            self._train.call("offload", gone, deadline=self._deadline)
             train = tuple(part for part in train if part in wanted[0])
         if set(generation) - set(wanted[1]):  # vLLM sleeps as a whole
             for ended in self.before_sleep:
                 ended()
-            freed = self._generation.call("sleep", level)
+            freed = self._generation.call("sleep", level, deadline=self._deadline)
             logger.debug("generation sleeps at level %d; bytes freed by rank: %s", level, freed)
             generation = ()
         self._held = (train, generation)
@@ -79,7 +82,7 @@ class SharedDevices:
     def _acquire(self, wanted: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
         train, generation = self._held
         if missing := tuple(part for part in wanted[0] if part not in train):
-            self._train.call("reload", missing)
+            self._train.call("reload", missing, deadline=self._deadline)
         if missing := tuple(part for part in wanted[1] if part not in generation):
-            self._generation.call("wake_up", missing)
+            self._generation.call("wake_up", missing, deadline=self._deadline)
         self._held = wanted

@@ -36,8 +36,8 @@ def start_policy(session: Session, experience: Experience) -> None:
     if not resumed:
         session.hold("train", keep_generation_weights=True)
         if session.config.loss_fn.reference_policy_kl_penalty:
-            session.train.call("snapshot_reference")
-        session.train.call("reset_optimizer")
+            session.train.call("snapshot_reference", deadline=session.config.timeouts.replay)
+        session.train.call("reset_optimizer", deadline=session.config.timeouts.replay)
     calibrate_on_prompts(session)
     refit(session, experience, session.step)
     session.progress.step(session.step - first, total, {}, stage="grpo")

@@ -140,7 +140,7 @@ class Rollouts:
         if running:
             assert self._session.generation is not None
             made = self._made_so_far()
-            self._session.generation.call("abort_requests", running)
+            self._session.generation.call("abort_requests", running, deadline=self._session.config.timeouts.replay)
             for request in running:
                 group, episode = self._requests[request]
                 self._forget(request)
@@ -162,7 +162,7 @@ class Rollouts:
         gone = [request for request, (group, _) in self._requests.items() if group.number not in self._groups]
         if gone:
             assert self._session.generation is not None and not self._quanta
-            self._session.generation.call("abort_requests", gone)
+            self._session.generation.call("abort_requests", gone, deadline=self._session.config.timeouts.replay)
         for request in gone:
             self._forget(request)
 
@@ -174,7 +174,8 @@ class Rollouts:
     def _made_so_far(self) -> dict[int, FinishedRequest]:
         """What the requests in the engines have made, by request."""
         assert self._session.generation is not None and not self._quanta
-        layout, parts = self._session.generation.layout, self._session.generation.call("unfinished_requests")
+        layout, deadline = self._session.generation.layout, self._session.config.timeouts.replay
+        parts = self._session.generation.call("unfinished_requests", deadline=deadline)
         return {made.request_id: made for dp in range(layout.dp) for made in parts[layout.shard(dp)[0]]}
 
     def _copy(self, group: RolloutGroup, partial: Mapping[int, FinishedRequest]) -> RolloutGroup:

@@ -35,7 +35,7 @@ class CheckpointSaver:
         background = self.config.checkpointing.async_save
         with self.store.writing(state) as directory:
             arguments = (str(directory / "train"), {}, *([True] if background else []))
-            self.train.call("save_checkpoint", *arguments, timeout_s=self._deadline_s)
+            self.train.call("save_checkpoint", *arguments, deadline=self.config.timeouts.checkpoint)
             for write in parts:
                 write(directory)
         if background:
@@ -45,7 +45,8 @@ class CheckpointSaver:
 
     def poll(self) -> None:
         """Complete a checkpoint that all workers have written."""
-        if self._pending is not None and all(self.train.call("checkpoint_written")):
+        deadline = self.config.timeouts.checkpoint
+        if self._pending is not None and all(self.train.call("checkpoint_written", deadline=deadline)):
             self.finish()
 
     def finish(self) -> None:
@@ -54,18 +55,13 @@ class CheckpointSaver:
             return
         (state, directory), self._pending = self._pending, None
         with self.store.discarding(directory):
-            self.train.call("finish_checkpoint", timeout_s=self._deadline_s)
+            self.train.call("finish_checkpoint", deadline=self.config.timeouts.checkpoint)
         self._publish(state, directory)
 
     def _publish(self, state: TrainState, directory: Path) -> None:
         with self.store.discarding(directory):
             require_shared(directory / "train")
         self.store.publish(state, directory)
-
-    @property
-    def _deadline_s(self) -> float:
-        """The workers' own deadline, `timeouts.checkpoint_s`, comes first: they say what is late."""
-        return 2 * self.config.timeouts.checkpoint_s
 
 
 def require_shared(path: Path) -> None:

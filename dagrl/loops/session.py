@@ -279,7 +279,7 @@ class Session:
         if self.config.checkpointing.export_hf:
             self.progress.stage("Writing the final policy")
             self.hold("train", keep_generation_weights=True)
-            self.train.call("export_hf", str(self.paths.final_model), timeout_s=2 * self.config.timeouts.checkpoint_s)
+            self.train.call("export_hf", str(self.paths.final_model), deadline=self.config.timeouts.checkpoint)
             require_shared(self.paths.final_model / "config.json")
             self.inputs.tokenizer.save_pretrained(self.paths.final_model)
 

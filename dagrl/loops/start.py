@@ -120,7 +120,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         if is_colocated(config):
             assert generation is not None and config.policy.generation is not None
             level = config.policy.generation.colocated.sleep_level
-            session.shared = SharedDevices(train, generation, level, clock.measure)
+            session.shared = SharedDevices(train, generation, level, clock.measure, config.timeouts.replay)
         if trace is not None:
             trace.declare([DRIVER, *(process_label(g, rank) for g in session.groups for rank in range(g.layout.world_size))])
         with stop.at_once():
@@ -257,7 +257,7 @@ def _resume(session: Session) -> None:
     session.progress.stage(f"Resuming from step {session.resumed.state.step}")
     directory = session.resumed.directory / "train"
     session.hold("train", keep_generation_weights=True)
-    session.train.call("load_checkpoint", str(directory), timeout_s=2 * session.config.timeouts.checkpoint_s)
+    session.train.call("load_checkpoint", str(directory), deadline=session.config.timeouts.checkpoint)
     session.state = session.resumed.state
     session.step = session.saved_step = session.state.step
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from dagrl.channels.base import ChannelSpec
+from dagrl.deadline import Deadline
 from dagrl.errors import RefitPlanError
 from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
@@ -56,12 +57,13 @@ def connect_refit(
         speeds=speeds,
     )
     logger.debug("refit plan: %s", plan.summary())
-    address = train.call_function(free_address, timeout_s=timeout_s)[0]
+    deadline = Deadline(timeout_s, "timeouts.start_s")
+    address = train.call_function(free_address, deadline=deadline)[0]
     offset, size = train.layout.world_size, plan.size
     arguments = [(plan.for_rank(rank), ChannelSpec(kind, address, rank, size, channel_timeout_s)) for rank in range(size)]
     call_together(
         [(train, "prepare_refit", arguments[:offset]), (generation, "prepare_refit", arguments[offset:])],
-        timeout_s=timeout_s,
+        deadline=deadline,
     )
     return plan
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
+from dagrl.deadline import Deadline
 from dagrl.errors import RunError
 from dagrl.layout import ParallelLayout
 from dagrl.refit.connect import connect_refit
@@ -126,7 +127,7 @@ class Groups:
             (self.train, "send_weights", [(self.version,)] * 2),
             (self.generation, "receive_weights", [(self.version,)] * 2),
         ]
-        call_together(both, timeout_s=4 * DEADLINE_S)
+        call_together(both, deadline=Deadline(4 * DEADLINE_S, "4 * DEADLINE_S"))
 
     def end(self) -> None:
         for group in (self.train, self.generation):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
+from dagrl.deadline import Deadline
 from dagrl.errors import DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.executors.compiled import CompiledGraph
 from dagrl.layout import ParallelLayout
@@ -211,5 +212,6 @@ def test_a_failed_plain_call_does_not_wait_for_a_worker_that_hangs(group: Worker
 
 
 def test_a_plain_call_past_its_deadline_names_who_is_late(group: WorkerGroup) -> None:
-    with pytest.raises(DeadlineError, match="train worker 1 in 'misbehave'"):
-        group.call("misbehave", {"rank": 1, "kind": "hang"}, timeout_s=1.0)
+    late = rf"^train worker 1 \(dp 1, .*, pid {group.places[1].pid}\) hung in 'misbehave': no answer within patience = 1 s"
+    with pytest.raises(DeadlineError, match=late):
+        group.call("misbehave", {"rank": 1, "kind": "hang"}, deadline=Deadline(1.0, "patience"))

@@ -12,6 +12,7 @@ import torch
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
+from dagrl.deadline import Deadline
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.episodes import new_group, request_seeds
 from dagrl.loops.grpo import train_grpo
@@ -166,7 +167,7 @@ class eager:
         self._session.scheduler.close()
         self._session.scheduler = self._compiled
         for group in self._session.groups:
-            group.reset_tickets(self._tickets[group.role.name])
+            group.reset_tickets(self._tickets[group.role.name], Deadline(60.0, "test"))
 
 
 def add_phase(scheduler: Scheduler, config: Config, plan: Any) -> None:

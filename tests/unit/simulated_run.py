@@ -22,6 +22,7 @@ from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
+from dagrl.deadline import Deadline
 from dagrl.environments import Reply
 from dagrl.function_runner import Failed
 from dagrl.generation import FinishedRequest, Progress, pack_generated, steps_of_shard
@@ -131,8 +132,9 @@ class Engines:
                     finished.append(self._made(number, shard.pop(number), reason))
         return pack_generated(finished, map(Progress, shard), steps)
 
-    def call(self, method: str, numbers: Sequence[int] = ()) -> Any:
+    def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
         """What the loops ask the group beside its phases."""
+        assert deadline.key == "timeouts.replay_s", "not that of a start"
         if method == "abort_requests":
             return [[shard.pop(number, None) for number in numbers] for shard in self.requests]
         assert method == "unfinished_requests"
@@ -229,7 +231,7 @@ class Run:
         self.session: Any = SimpleNamespace(
             config=config, step=resumed.state.step if resumed else 0, resumed=resumed, shared=None, savers=[],
             state=resumed.state if resumed else TrainState(0), hold=lambda *roles, **options: None,
-            train=SimpleNamespace(call=lambda *words: None), generation=self.engines,
+            train=SimpleNamespace(call=lambda method, *, deadline: None), generation=self.engines,
             inputs=SimpleNamespace(prompts=prompts, validation_prompts=prompts[:2], tokenizer=tokenizer),
             stop=Stop(self), clock=SimpleNamespace(measure=lambda name: nullcontext()),
             progress=SimpleNamespace(step=lambda *words, **keys: None, status=lambda text: None),

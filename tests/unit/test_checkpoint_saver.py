@@ -9,6 +9,7 @@ import pytest
 
 from dagrl.checkpoint import CheckpointStore, TrainState
 from dagrl.config import Config
+from dagrl.deadline import Deadline
 from dagrl.errors import CheckpointError
 from dagrl.loops.saving import CheckpointSaver
 from dagrl.worker_group import WorkerGroup
@@ -23,7 +24,8 @@ class Writers:
         self.error: Exception | None = None
         self.elsewhere: Path | None = None
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    def call(self, method: str, *args: Any, deadline: Deadline | None = None) -> list[Any]:
+        assert deadline == Deadline(240.0, "2 * timeouts.checkpoint_s"), "not that of a start"
         self.calls.append(method)
         if method == "save_checkpoint":
             directory = self.elsewhere or Path(args[0])

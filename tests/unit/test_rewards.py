@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from dagrl.config import RewardConfig, RewardShapingConfig
+from dagrl.deadline import Deadline
 from dagrl.errors import ConfigError, RunError
-from dagrl.function_runner import Deadline, Failed
+from dagrl.function_runner import Failed
 from dagrl.rewards import (
     RewardRunner,
     Rewards,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dagrl.deadline import Deadline
 from dagrl.errors import DataError, DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.executors.base import Actors, Limits
 from dagrl.executors.packet import Packet
@@ -82,7 +83,7 @@ class Group:
         self.places = [SimpleNamespace(node=f"host{rank}") for rank in range(dp)]  # a graph each
         self.gates: list[list[int]] = []
 
-    def reset_tickets(self, tickets: Sequence[int]) -> None:
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
         self.gates.append(list(tickets))
 
     def pass_tickets(self, tickets: Sequence[int]) -> None:
