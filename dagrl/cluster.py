@@ -5,16 +5,21 @@ Token authentication is Ray's default for local clusters and stays on.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
+from dagrl.executors.local_cluster import cluster_processes, kill_with_children
 from dagrl.machine import gpus_per_worker
 
 logger = logging.getLogger(__name__)
@@ -36,10 +41,13 @@ PRIORITY = {"RAY_worker_niceness": "0"}
 
 
 @contextmanager
-def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+def ray_cluster(
+    config: ClusterConfig, environment: Mapping[str, str] | None = None, *, teardown_s: float = 8.0
+) -> Iterator[None]:
     """A connection to `config.address`, or a cluster of this machine's own that ends with the block.
 
-    `environment` is set in every worker process. Semaphores that killed workers left behind are removed at the end.
+    `environment` is set in every worker process. Semaphores that killed workers left behind are removed at the end. A
+    cluster of our own that has not ended within `teardown_s` is killed.
     """
     os.environ.update(QUIET | LEAN | (PRIORITY if gpus_per_worker(config) else {}))
     import ray
@@ -69,12 +77,30 @@ def ray_cluster(config: ClusterConfig, environment: Mapping[str, str] | None = N
         raise RunError(
             f"Ray could not {where}: {error}. Its logs are in session_latest/logs of /tmp/ray (or cluster.temp_dir)"
         ) from error
+    processes = cluster_processes()
     try:
         yield
     finally:
-        ray.shutdown()
+        _shutdown(processes, teardown_s)
         if local:
             remove_orphaned_semaphores(semaphores() - before)
+
+
+def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
+    """`ray.shutdown`, which waits for the raylet for ever: beside us, so that it has a deadline."""
+    import ray
+
+    ending = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    ending.start()
+    ending.join(teardown_s)
+    if not ending.is_alive():
+        return
+    killed = kill_with_children(processes)
+    what = f"its processes {killed} are killed" if killed else "it is left as it is"
+    logger.warning("Ray did not end within timeouts.teardown_s = %g s: %s", teardown_s, what)
+    ending.join(teardown_s)  # it returns as soon as the raylet is gone
+    if ending.is_alive():
+        atexit.unregister(ray.shutdown)  # Ray's own, which would wait for the thread
 
 
 def remove_orphaned_semaphores(names: set[str]) -> None:

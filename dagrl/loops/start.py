@@ -105,7 +105,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
         with stop.at_once():
-            stack.enter_context(ray_cluster(config.cluster))
+            stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
             stop.listen()
         progress.stage(f"Starting {_workers_text(config)}")
         train, generation = _start_groups(config, stack, stop)

@@ -1,0 +1,43 @@
+"""The end of a cluster whose raylet does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+STOPPED = """
+import logging, os, signal
+from dagrl.cluster import ray_cluster
+from dagrl.config import ClusterConfig
+from dagrl.executors.local_cluster import children_of, cluster_processes
+
+logging.basicConfig(level="WARNING")
+with ray_cluster(ClusterConfig(num_cpus=1), teardown_s=3.0):
+    processes = cluster_processes()
+    raylet = next(process.pid for process in processes if "raylet" in process.args[0])
+    print(*(process.pid for process in processes), *children_of(raylet), flush=True)
+    os.kill(raylet, signal.SIGSTOP)
+"""
+
+
+def test_a_cluster_whose_raylet_is_stopped_is_killed_and_told_of() -> None:
+    started = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=120, check=True)
+    pids = [int(word) for word in ended.stdout.split()]
+    alive = [pid for pid in pids if _runs(pid)]
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert len(pids) > 3 and not alive
+    assert "Ray did not end within timeouts.teardown_s = 3 s: its processes" in ended.stderr
+    assert time.monotonic() - started < 60
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
