@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 
 from dagrl.loops.early import EarlyWork
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.grpo_step import Metrics, exposed, finish_step, learn, start_policy, update
+from dagrl.loops.grpo_step import Metrics, begin_step, exposed, finish_step, learn, start_policy, update
 from dagrl.loops.session import Session
 from dagrl.rewards import RewardRunner
 
@@ -30,7 +30,7 @@ def train_async(session: Session, reward: RewardRunner) -> None:
     settings = session.config.grpo.async_grpo
     last = session.config.sft.max_num_steps + session.config.grpo.max_num_steps
     learning: Future[tuple[Metrics, float]] | None = None
-    metrics = Metrics()
+    metrics = begin_step()
     with (
         Experience(session, reward, max_age_steps=settings.max_trajectory_age_steps) as experience,
         EarlyWork(session) as early,
@@ -57,7 +57,7 @@ def train_async(session: Session, reward: RewardRunner) -> None:
                     experience.finish_running()
             metrics |= update(session, experience, ended)
             finish_step(session, experience, metrics)
-            metrics = Metrics()
+            metrics = begin_step()
 
 
 def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: EarlyWork) -> tuple[Metrics, float]:

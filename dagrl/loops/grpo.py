@@ -12,7 +12,7 @@ from dagrl.config import Config
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.early import EarlyWork
 from dagrl.loops.experience import Experience, ScoredGroup
-from dagrl.loops.grpo_step import Metrics, exposed, finish_step, grpo_plans, learn, start_policy, update
+from dagrl.loops.grpo_step import begin_step, exposed, finish_step, grpo_plans, learn, start_policy, update
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import run_session
@@ -35,7 +35,7 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
     with Experience(session, reward, max_age_steps=0) as experience, EarlyWork(session) as early:
         start_policy(session, experience)
         while session.step < last:
-            step, metrics = session.step + 1, Metrics()
+            step, metrics = session.step + 1, begin_step()
             with exposed(metrics):
                 groups = generate_batch(session, experience, early)
             metrics |= experience.metrics(groups)

@@ -22,11 +22,16 @@ from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan
 from dagrl.refit.run import RefitReport
 from dagrl.shapes import Batch, Bucket, Scalar
-from dagrl.telemetry.metrics import ENTROPY, MASKED_MINIBATCHES, TIMING, UPDATE, UPDATE_PAUSE, join_optimizer_steps
+from dagrl.telemetry.metrics import ENTROPY, EXPOSED, MASKED_MINIBATCHES, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 
 Metrics = dict[str, float]
 
 logger = logging.getLogger(__name__)
+
+
+def begin_step() -> Metrics:
+    """Metrics of a step in which nothing has happened yet."""
+    return {EXPOSED: 0.0}
 
 
 def start_policy(session: Session, experience: Experience) -> None:
@@ -123,8 +128,7 @@ def exposed(metrics: Metrics) -> Iterator[None]:
     """Count the time of the block as generation that training waits for."""
     start = time.perf_counter()
     yield
-    name = TIMING + "exposed_generation"
-    metrics[name] = metrics.get(name, 0.0) + time.perf_counter() - start
+    metrics[EXPOSED] += time.perf_counter() - start
 
 
 def with_logprobs(

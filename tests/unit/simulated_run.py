@@ -23,7 +23,7 @@ from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.deadline import Deadline
-from dagrl.environments import Reply
+from dagrl.environments import FAILED, Reply
 from dagrl.function_runner import Failed
 from dagrl.generation import FinishedRequest, Progress, pack_generated, steps_of_shard
 from dagrl.layout import ParallelLayout
@@ -184,15 +184,26 @@ class Reward:
 
 
 class Environment:
-    """Says 00 after a while to every other completion."""
+    """Says 00 after a while to every other completion; what it has not answered when it closes has failed."""
 
     max_turns, workers = 3, 2
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self._closed = world, False
+
+    def __enter__(self) -> Environment:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed = True
 
     def submit(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> Future[list[Reply]]:
-        return self._world.later(4, lambda: [Reply("00" if len(text) % 2 else None) for text in texts])
+        return self._world.later(4, lambda: [self._reply(text) for text in texts])
+
+    def _reply(self, text: str) -> Reply:
+        if self._closed:
+            return Reply(None, FAILED, "the process that runs it ended")
+        return Reply("00" if len(text) % 2 else None)
 
     def encode(self, text: str) -> list[int]:
         return [4] * len(text)
@@ -270,7 +281,7 @@ class Run:
         with ExitStack() as stack:
             for target, name, value in (
                 (experience.Experience, "__init__", keep),
-                (experience.Experience, "_environment", lambda own: Environment(self.world) if several_turns else None),
+                (experience.Experience, "_environment", lambda own: self._environment(own) if several_turns else None),
                 (experience, "wait", self.world.wait),
                 (async_grpo, "training_thread", lambda: nullcontext(thread)),
                 (async_grpo, "learn", self._learn),
@@ -278,6 +289,9 @@ class Run:
             ):
                 stack.enter_context(patch.object(target, name, value))
             yield
+
+    def _environment(self, own: Any) -> Environment:
+        return own._stack.enter_context(Environment(self.world))  # type: ignore[no-any-return]
 
     def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any) -> dict[str, float]:
         assert step == session.step + 1

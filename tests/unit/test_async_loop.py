@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from dagrl.checkpoint import Checkpoint
 from dagrl.config import Config, RewardConfig, RewardShapingConfig
 from dagrl.data.tokenization import Prompt
+from dagrl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.errors import CheckpointError, RunError
 from dagrl.function_runner import Failed
 from dagrl.generation import FIRST_QUANTUM, Generated, Progress, pack_generated
@@ -216,6 +217,7 @@ def check_metrics(run: Run) -> None:
         good = [0.5 if prompt.startswith("3") else len(text) for prompt, text in texts if not text.endswith("9")]
         assert metrics["reward/mean"] == pytest.approx(np.mean(good) if good else 0.0)
         assert metrics["reward/failures"] == len(texts) - len(good)
+        assert metrics["timing_s/exposed_generation"] >= 0, "also where nothing was waited for"
     assert run.metrics[-1].get("dropped/zero_variance", 0) <= run.experience.buffer.counts().dropped.get("zero_variance", 0)
 
 
@@ -266,6 +268,8 @@ def test_a_stop_at_any_moment_loses_nothing(
     done = {step: groups for step, groups in first.trained.items() if step <= state.step} | second.trained
     assert list(done) == list(range(1, STEPS + 1)), "no step is counted twice"
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
+    reasons = {episode.finish_reason for groups in done.values() for episode in episodes_of(groups)}
+    assert ENVIRONMENT_FAILED not in reasons, "what the environment had not answered is asked again"
     check_tokens(done, age, in_flight)
 
 
