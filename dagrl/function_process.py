@@ -79,7 +79,7 @@ def answer_row(runner: asyncio.Runner, function: Callable[..., Any], columns: Se
     try:
         return [_result(runner, function, row)]
     except Exception as error:
-        return _message(error)
+        return error_text(error)
 
 
 def _result(runner: asyncio.Runner, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from dagrl.loops.rollout import IN_FLIGHT
 from dagrl.preflight import preflight
 from dagrl.shapes import Batch
 from dagrl.telemetry.trace import _ORIGIN_PERIOD_NS
+from tests.gsm8k import GSM8K, needs_gsm8k
 from tests.integration.main_job import GRPO, ROOT, SFT, SMALL, Metrics, Run, copy_run, train, untimed
 from tests.integration.megatron_pool import MegatronPool
 
@@ -32,7 +32,6 @@ LEARNING = (
     "grpo.val_period=8",
     f"checkpointing.save_period={SFT_STEPS}",
 )
-GSM8K = Path(os.environ.get("DAGRL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
 REPLAYS = {"sft_step": SFT_STEPS, "train_step": GRPO_STEPS, "refit": GRPO_STEPS + 1, "logprobs": GRPO_STEPS}
 
 
@@ -201,7 +200,7 @@ def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
     assert found == pytest.approx(losses, abs=1e-5) and found != losses
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no data at {GSM8K}; set DAGRL_GSM8K")
+@needs_gsm8k
 def test_sft_learns_from_gsm8k(tmp_path: Path) -> None:
     overrides = (
         f"data.path={GSM8K / 'train.jsonl'}",

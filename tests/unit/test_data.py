@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -32,6 +31,7 @@ from dagrl.data.tokenization import (
 )
 from dagrl.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from dagrl.model_init import character_tokenizer
+from tests.gsm8k import GSM8K, needs_gsm8k
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = (
@@ -458,14 +458,9 @@ def test_a_digest_tells_rows_apart_by_what_is_learned_from_them() -> None:
     assert digest_of([replace(split[1][0], reference="\ud800")]) != digest_of(split[1])  # JSON may say so
 
 
-def gsm8k() -> Path:
-    default = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
-    return Path(os.environ.get("DAGRL_GSM8K", default)) / "test.jsonl"
-
-
-@pytest.mark.skipif(not gsm8k().exists(), reason="GSM8K is not here; set DAGRL_GSM8K to its directory")
+@needs_gsm8k
 def test_gsm8k() -> None:
-    config = DataConfig(path=str(gsm8k()), prompt_key="question", response_key="answer")
+    config = DataConfig(path=str(GSM8K / "test.jsonl"), prompt_key="question", response_key="answer")
     splits = load_splits(config)
     assert len(splits.train) + len(splits.validation) == 1319  # the size of GSM8K's test split
     example = next(example for example in splits.train if example.response.isascii())

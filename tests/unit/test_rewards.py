@@ -30,6 +30,7 @@ from dagrl.rewards import (
     rewards_of,
     shuffled,
 )
+from tests.gsm8k import GSM8K, needs_gsm8k
 
 FUNCTIONS = """
 import json
@@ -581,11 +582,11 @@ def test_math_answers() -> None:
     assert math_answer(["q"] * len(rows), completions, references) == expected
 
 
-@pytest.mark.skipif("DAGRL_GSM8K" not in os.environ, reason="DAGRL_GSM8K names no directory with GSM8K's test.jsonl")
+@needs_gsm8k
 def test_math_answers_of_gsm8k() -> None:
     """Every twentieth problem: its own answer in three wordings is right, a neighbouring number is not."""
     pytest.importorskip("math_verify")
-    lines = (Path(os.environ["DAGRL_GSM8K"]) / "test.jsonl").read_text().splitlines()[::20]
+    lines = (GSM8K / "test.jsonl").read_text().splitlines()[::20]
     references = [json.loads(line)["answer"] for line in lines]
     answers = [reference.rpartition("####")[2].strip() for reference in references]
     wordings: dict[str, float] = {"\\boxed{{{}}}": 1.0, "So the answer is {}.": 1.0, "It takes 3 steps. #### {}": 1.0}
