@@ -90,7 +90,7 @@ def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run of this module joins the session's cluster."""
 
     @contextmanager
-    def joined(*args: object) -> Iterator[None]:
+    def joined(*args: object, **options: object) -> Iterator[None]:
         yield
 
     monkeypatch.setattr("dagrl.loops.start.ray_cluster", joined)

@@ -54,7 +54,8 @@ def baseline(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     directory = tmp_path_factory.mktemp("runs")
     config = with_plain_workers(at_rest(load_config(ROOT / "bench" / "step.yaml", [*SETTINGS, f"output_dir={directory}"])))
     with ExitStack() as stack:
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr("dagrl.loops.start.ray_cluster", lambda *_: nullcontext())
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr("dagrl.loops.start.ray_cluster", lambda *_, **__: nullcontext())
         session = stack.enter_context(open_session(config, grpo_plans(config)))
         reward = stack.enter_context(RewardRunner(config.reward))
         session.train.call("snapshot_reference")
