@@ -89,12 +89,13 @@ def _wait_for_next(replay: Replay, so_far: SoFar, groups: Groups, until: float) 
         packets = so_far.found[graph] = _fetch(executable, submitted, max(0.0, min(left, TURN_S)))
     except TimeoutError:
         now = time.monotonic()
-        if now >= so_far.deadline:
+        late = now >= so_far.deadline
+        so_far.add(_come(executable, submitted))  # who failed is to blame, and not who waits for it
+        if late:
             so_far.late = True
             so_far.waiting.popleft()
             return
         so_far.waiting.rotate(-1)
-        so_far.add(_come(executable, submitted))
         if now >= until:
             raise DeadlineError(
                 f"phase {replay.phase!r}, replay {replay.number}: no result yet; its own deadline is in "

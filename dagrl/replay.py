@@ -23,6 +23,9 @@ from dagrl.shapes import Array, Batch, Bucket, pad_rows
 if TYPE_CHECKING:
     from dagrl.scheduler import Scheduler
 
+AWAIT_TURN_S = 0.5
+"""How long a thread waits for an `await`, before it looks whether that is still wanted."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -175,7 +178,14 @@ class Replay:
         return self.done
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.to_thread(self.result).__await__()
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        """In turns: the thread that waits for one is there until its end, also when this is cancelled."""
+        while not self.done:
+            with suppress(DeadlineError):
+                return await asyncio.to_thread(self.result, AWAIT_TURN_S)
+        return self.result()
 
     def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
         """Take the packets of every graph (called by the scheduler)."""

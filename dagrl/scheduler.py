@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 
 from dagrl.compiling import Compiled, Seats, check_groups_apart, compile_phase, executor_of
 from dagrl.deadline import Deadline
-from dagrl.errors import DeadlineError, GraphError, PhaseError, RunError
+from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.executors.base import Executor, Limits
 from dagrl.executors.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
 from dagrl.failures import collect_outcome
@@ -158,7 +158,6 @@ class Scheduler:
             compile_s=self.options.compile_s,
             replay_s=self.options.replay_s,
             teardown_s=self.options.teardown_s,
-            may_kill=all(self.groups[role].owned for role in phase.roles),
             result_key=f"result_bytes of Scheduler.add({phase.name})" if result_bytes else Limits.result_key,
         )
         fields = None if phase.inputs is None else field_types(phase.inputs)
@@ -222,7 +221,11 @@ class Scheduler:
             raise RunError(
                 f"phase {phase.name!r} is not compiled{other}; call scheduler.add(...) and scheduler.compile() first"
             )
-        return self._submit(entry, value, warmup=False, deadline_s=deadline_s or self.options.replay_s, rows=rows)
+        if deadline_s is None:
+            deadline_s = self.options.replay_s
+        elif not 0 < deadline_s < math.inf:
+            raise RunError(f"deadline_s is {deadline_s}; expected seconds, more than 0 and not without end")
+        return self._submit(entry, value, warmup=False, deadline_s=deadline_s, rows=rows)
 
     def graphs(self) -> dict[str, PhaseGraph]:
         """The traced graph of each phase."""
@@ -234,11 +237,23 @@ class Scheduler:
         Warm up again before the next replay.
         """
         self._teardown()
-        self._broken = None
         self.compile()
+        self._broken = None
 
     def replace_group(self, group: WorkerGroup) -> None:
-        """Use a new group in place of one that lost workers; call `recover` to compile on it."""
+        """Use a new group in place of one that lost workers; call `recover` to compile on it.
+
+        Raises LayoutError for a role that this scheduler does not have, or another layout than phases were traced for.
+        """
+        known = self.groups.get(group.role.name)
+        if known is None:
+            raise LayoutError(f"there is no group {group.role.name!r} to replace; there are {', '.join(self.groups)}")
+        if known.layout != group.layout:
+            raise LayoutError(
+                f"the group {group.role.name!r} has the layout {group.layout.describe()}, but phases were traced for "
+                f"{known.layout.describe()}; make one of that layout, or another scheduler"
+            )
+        check_groups_apart([group, *(other for other in self.groups.values() if other is not known)])
         self.groups[group.role.name] = group
         self._tickets[group.role.name] = [0] * group.layout.world_size
 
@@ -313,7 +328,8 @@ class Scheduler:
 
     def _compile_with(self, name: str, entry: _Entry) -> list[Compiled]:
         executor = self._executors.setdefault(name, executor_of(name))
-        return compile_phase(executor, entry.phase, entry.graph, self.groups, entry.limits)
+        limits = replace(entry.limits, may_kill=all(group.owned for group in entry.groups.values()))
+        return compile_phase(executor, entry.phase, entry.graph, self.groups, limits)
 
     def _submit(
         self,
@@ -330,6 +346,8 @@ class Scheduler:
                 if self._broken is not None:
                     advice = f"{self._broken.breaks}; call scheduler.recover() after the workers are whole again"
                     raise PhaseError(self._broken.failures, advice, self._broken.breaks)
+                if not entry.compiled:  # torn down since, by another thread
+                    raise RunError(f"phase {entry.phase.name!r} is not compiled; call scheduler.compile() first")
                 if len(entry.in_flight) < entry.limits.max_in_flight:
                     return self._start(entry, value, warmup, deadline_s, rows)
                 oldest = entry.in_flight[0]
@@ -341,19 +359,19 @@ class Scheduler:
         """Take the tickets of a replay and send it; under the scheduler's lock."""
         values, split, padding = self._share_out(entry, value, rows)
         self._check_size(entry, values[0], 1 if split is None else len(entry.compiled[0].shards))
-        tickets = [self._take_tickets(one.seats) for one in entry.compiled]
         number, submitted = entry.replays, []
         try:
+            tickets = [self._take_tickets(one.seats) for one in entry.compiled]
             for one, mine, item in zip(entry.compiled, tickets, values, strict=True):
                 packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
                 submitted.append((one.executable, _submit_packet(one, packet)))
+            replay = Replay(self, entry.phase.name, number, submitted, split, padding, deadline_s, self.options.grace_s)
+            entry.replays += 1
+            entry.in_flight.append(replay)
         except BaseException as error:  # some workers have their ticket, others would wait for theirs for ever
             text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
             self._broken = PhaseError((), breaks=text)
             raise
-        replay = Replay(self, entry.phase.name, entry.replays, submitted, split, padding, deadline_s, self.options.grace_s)
-        entry.replays += 1
-        entry.in_flight.append(replay)
         return replay
 
     def _check_size(self, entry: _Entry, value: object, shards: int) -> None:

@@ -150,7 +150,7 @@ class GenerationConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)  # None, 0 or -1: all tokens
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # besides the ends of sequence of the tokenizer and of the model's config.json
+    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's, config.json's, generation_config.json's
     quantum_engine_steps: PositiveInt | None = None  # engine steps in one replay of `generate`; None: what its overhead asks
     quantum_seconds: PositiveFloat = 0.5  # what an update waits for quanta at most, where their engine steps are not given
     request_order: Literal["longest_first", "fifo"] = "longest_first"  # by the past lengths of their prompts

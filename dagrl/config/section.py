@@ -25,4 +25,4 @@ PathText = Annotated[str, AfterValidator(_without_nul)]
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -92,7 +92,8 @@ class EagerGraph:
     def failures(self, submitted: list[ray.ObjectRef]) -> list[WorkerFailure]:
         """Those in the outputs that have come; what Ray raises for one is for `fetch` to raise."""
         found: list[WorkerFailure] = []
-        for ref in ray.wait(submitted, num_returns=len(submitted), timeout=0)[0]:
+        refs = list(dict.fromkeys(submitted))  # a phase may return one value twice
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
             with suppress(RayError):
                 found += ray.get(ref).failures
         return found

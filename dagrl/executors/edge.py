@@ -192,6 +192,7 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         assert self._ring is not None
         while self._ring.messages_read < number - 1:
             self._ring.skip(self._reader, timeout_s)
+        assert self._ring.messages_read == number - 1, "a message is read once"
         return self._ring.read(self._reader, timeout_s)
 
     def _post(self, mailbox: Mailbox, content: Any, timeout_s: float | None) -> None:

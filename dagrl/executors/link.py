@@ -317,10 +317,14 @@ def _load(body: Memory) -> object:
 
 
 def _shown(stranger: socket.socket) -> bytes:
-    """The secret that one who connected shows; less of it if no more comes."""
-    shown = b""
+    """The secret that one who connected shows; less of it if no more comes in time."""
+    shown, until = b"", time.monotonic() + _STRANGER_S
     try:
-        while len(shown) < SECRET_BYTES and (more := stranger.recv(SECRET_BYTES - len(shown))):
+        while len(shown) < SECRET_BYTES and (left := until - time.monotonic()) > 0:
+            stranger.settimeout(left)
+            more = stranger.recv(SECRET_BYTES - len(shown))
+            if not more:
+                break
             shown += more
     except OSError:  # too late, or gone: not the reader
         return b""

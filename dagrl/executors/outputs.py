@@ -56,8 +56,9 @@ class Outputs:
 
     def failures(self, replay: Submitted) -> list[WorkerFailure]:
         """Those in the outputs that have come of a replay whose read timed out. Raises Ray's errors of channels."""
-        parts = [part for edge, part in self._come.items() if edge is not None]
-        if self._mailbox is not None:
+        come = self._come if self._number == replay.number else {}
+        parts = [part for edge, part in come.items() if edge is not None] + come.get(None, [])
+        if self._mailbox is not None and None not in come:  # what it announced is in the rings still
             with rays_errors:
                 messages = self._mailbox.look(replay.number)
                 parts += [self._part(writer, message, replay.number, 0.0) for writer, message in messages.items()]

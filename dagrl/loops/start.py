@@ -143,8 +143,8 @@ def naming_for_workers(config: Config, model: Path) -> Config:
 def stopping_where_responses_end(config: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
     """The configuration with the tokenizer's end of sequence among `policy.generation.stop_token_ids`.
 
-    Demonstrations end with it. Generation workers know the ends of sequence in the model's `config.json` alone, which may be
-    others: a base model's with the tokenizer of a chat model.
+    Demonstrations end with it. Generation workers know the ends of sequence in the model's `config.json` and
+    `generation_config.json` alone, which may be others: a base model's with the tokenizer of a chat model.
     """
     generation, end = config.policy.generation, int(cast(int, tokenizer.eos_token_id))
     if generation is None or end in generation.stop_token_ids:

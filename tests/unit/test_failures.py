@@ -200,6 +200,13 @@ def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs() -> None:
     assert caught.value.failures == (raised,)
 
 
+def test_who_failed_is_to_blame_also_when_the_outcome_is_asked_for_after_the_deadline() -> None:
+    """The other worker waits for it in a collective: it hangs, but it is not why."""
+    group = Group(reports=(IDLE, BUSY, IDLE), stay=(1,))
+    error = failure_of(replay(Shard(None, come=[raised_in(group)]), deadline_s=0.0), group)
+    assert error.failures[0].kind == "raised" and error.failures[0].message == raised_in(group).message
+
+
 def raised_in(group: Group) -> WorkerFailure:
     return dataclasses.replace(group.failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
 

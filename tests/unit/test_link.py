@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -322,6 +323,25 @@ def test_who_does_not_know_the_secret_is_sent_nothing_and_keeps_nobody_out(link:
     assert stranger.recv(1) == b""
     with pytest.raises(OSError):
         socket.create_connection((address.host, address.port))
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_out(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = link
+    monkeypatch.setattr("dagrl.executors.link._STRANGER_S", 0.3)
+    over = threading.Event()
+
+    def drip(stranger: socket.socket) -> None:
+        with suppress(OSError):
+            while not over.wait(0.1):
+                stranger.send(b"x")
+
+    with socket.create_connection((writer.address.host, writer.address.port)) as stranger:
+        dripping = threading.Thread(target=drip, args=(stranger,))
+        dripping.start()
+        writer.write(parts("value"), 1.0)
+        assert reader.read(5.0) == "value"
+        over.set()
+        dripping.join()
 
 
 def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link) -> None:

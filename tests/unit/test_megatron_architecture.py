@@ -82,6 +82,10 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None; expected a number"),
         ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"model_type": "llama", "sliding_window": 16}, "sliding_window 16"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"is_causal": False}, "is_causal is false"),
+        ({**MOE, "norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok is 1 .* norm_topk_prob to false"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0; expected a number of at least 1"),
@@ -103,6 +107,14 @@ def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
     rope = transformers.AutoConfig.for_model(**model).rope_parameters
     assert rope["rope_type"] == "linear"
     assert read_architecture(model).rope == rope
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_a_rope_that_is_not_written_down_is_that_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = {**MOE, "model_type": kind}
+    rope = transformers.AutoConfig.for_model(**model).rope_parameters
+    assert read_architecture(model).rope["rope_theta"] == rope["rope_theta"]
 
 
 def test_layers_with_experts_are_those_of_transformers() -> None:

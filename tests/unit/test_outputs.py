@@ -65,6 +65,24 @@ def test_a_read_that_timed_out_finds_everything_the_next_time() -> None:
     assert [value for value, *_ in found] == ["large", "other", "small", "other"]
 
 
+def test_what_was_read_is_not_looked_for_again_where_the_next_message_may_be() -> None:
+    """While another output is late: its writer may be one replay ahead, and a ring gives what comes next."""
+    mailbox = Mailbox.create(1, 4)
+    near, far = Posted(mailbox, 0), Other()
+    edges: list[Any] = [near, far]
+    outputs = outputs_of(edges, mailbox)
+    failure = WorkerFailure("train", 0, "", "", 1, "step", 1, "train.step", "raised", "ValueError", "", 0)
+    for number in (1, 2):
+        mailbox.post(0, number, pickle.dumps(number), 1.0)
+        near.large.append((f"near {number}", 0.1, (failure,) if number == 1 else ()))
+    with pytest.raises(RayChannelTimeoutError):
+        outputs.read(Submitted(1, HEADER), 1.0)
+    assert outputs.failures(Submitted(1, HEADER)) == [failure]
+    assert outputs.failures(Submitted(1, HEADER)) == [failure]
+    assert [value for value, *_ in outputs.read(Submitted(1, HEADER), 1.0)] == ["near 1", "other"]
+    assert [value for value, *_ in outputs.read(Submitted(2, HEADER), 1.0)] == ["near 2", "other"]
+
+
 def test_an_output_twice_is_read_once() -> None:
     mailbox = Mailbox.create(1, 4)
     edge: Any = Posted(mailbox, 0)

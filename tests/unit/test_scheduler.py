@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -241,6 +243,75 @@ def test_an_actor_in_two_groups_is_refused() -> None:
     generation.actors = train.actors
     with pytest.raises(LayoutError, match="groups 'train' and 'generation'; make one group"):
         Scheduler([train, generation])  # type: ignore[list-item]
+
+
+def test_a_group_in_place_of_another_has_its_role_and_layout(scheduler: Scheduler, made: list[Graph]) -> None:
+    with pytest.raises(LayoutError, match="there is no group 'critic' to replace; there are train"):
+        scheduler.replace_group(Group(name="critic"))  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="has the layout dp3, but phases were traced for dp2"):
+        scheduler.replace_group(Group(3))  # type: ignore[arg-type]
+    foreign = Group()
+    foreign.owned = False
+    scheduler.replace_group(foreign)  # type: ignore[arg-type]
+    made.clear()
+    scheduler.recover()
+    assert made and not any(graph.limits.may_kill for graph in made), "its workers are somebody else's"
+
+
+def test_a_replay_that_is_sent_while_graphs_are_torn_down_says_so(scheduler: Scheduler, made: list[Graph]) -> None:
+    """Another thread has seen that the phase is compiled, and waits for the lock meanwhile."""
+    said: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            scheduler.replay(step, batch(8))
+        except BaseException as error:
+            said.append(error)
+
+    with scheduler._lock:
+        thread = threading.Thread(target=send)
+        thread.start()
+        time.sleep(0.1)
+        scheduler._teardown()
+    thread.join(30.0)
+    assert [type(error) for error in said] == [RunError] and "is not compiled" in str(said[0])
+
+
+def test_an_interrupt_while_tickets_are_taken_breaks_the_graphs(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers would wait for turns that nobody has."""
+    take, taken = scheduler._take_tickets, []
+
+    def interrupted(seats: Any) -> Any:
+        taken.append(take(seats))
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        return taken[-1]
+
+    monkeypatch.setattr(scheduler, "_take_tickets", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.replay(step, batch(8))
+    with pytest.raises(PhaseError, match=r"could not be sent to all its workers.*call scheduler.recover\(\)"):
+        scheduler.replay(step, batch(8))
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.inf, math.nan])
+def test_a_deadline_is_a_number_of_seconds(scheduler: Scheduler, deadline_s: float) -> None:
+    with pytest.raises(RunError, match=r"deadline_s is .*; expected seconds"):
+        scheduler.replay(step, batch(8), deadline_s=deadline_s)
+
+
+def test_an_await_that_is_cancelled_leaves_no_thread_for_long(scheduler: Scheduler) -> None:
+    """`asyncio.run` waits for its threads at its end."""
+
+    async def ask() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(scheduler.replay(step, batch(8)), 0.2)
+
+    start = time.monotonic()
+    asyncio.run(ask())
+    assert time.monotonic() - start < 30, "the replay's own deadline is two minutes"
 
 
 def test_two_groups_of_one_role_are_refused() -> None:

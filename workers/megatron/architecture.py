@@ -106,7 +106,13 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         rope=_rope(hf_config),
         max_positions=_size(hf_config, "max_position_embeddings", 32768),
     )
-    return EXPERTS.get(dense.model_type, _without_experts)(dense, hf_config)
+    model = EXPERTS.get(dense.model_type, _without_experts)(dense, hf_config)
+    if model.experts_per_token == 1 and model.normalize_expert_weights:
+        raise ConfigError(
+            "num_experts_per_tok is 1 and weights of experts are normalised, so that each is 1 and the router learns "
+            "nothing; Megatron refuses that: set norm_topk_prob to false (qwen3_moe), or choose another model"
+        )
+    return model
 
 
 def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
@@ -173,18 +179,24 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
     if hf_config.get("mlp_bias"):
         raise ConfigError("mlp_bias is true; the Megatron worker supports linear layers without bias only")
-    if hf_config.get("use_sliding_window") or (kind == "mixtral" and hf_config.get("sliding_window")):
+    # A Qwen has the key without using it, and vLLM uses it where it finds it in a Llama, which transformers does not.
+    if hf_config.get("use_sliding_window") or (kind in ("llama", "mixtral") and hf_config.get("sliding_window")):
         found = (
             f"use_sliding_window is {hf_config.get('use_sliding_window')}, sliding_window {hf_config.get('sliding_window')}"
         )
         raise ConfigError(f"{found}; the Megatron worker supports full attention only")
+    if hf_config.get("logit_scale") not in (None, 1):
+        raise ConfigError(f"logit_scale is {hf_config['logit_scale']!r}; the Megatron worker does not scale logits")
+    if hf_config.get("is_causal") is False:
+        raise ConfigError("is_causal is false; the Megatron worker supports causal attention only")
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act is {hf_config['hidden_act']!r}; the Megatron worker supports silu only")
 
 
 def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), whose `rope_type` once was `type`."""
-    found: dict[str, Json] = {"rope_theta": _number(hf_config, "rope_theta", 10000.0)}
+    usual = 1e6 if hf_config["model_type"] == "mixtral" else 1e4
+    found: dict[str, Json] = {"rope_theta": _number(hf_config, "rope_theta", usual)}
     for key in ("rope_scaling", "rope_parameters"):
         value = hf_config.get(key)
         found |= value if isinstance(value, dict) else {}
