@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _complain(f"{error.filename}: {error.strerror}")
         return 2
-    except StopRequestedError:
-        _complain("stopped on request; the same command with checkpointing.resume=true goes on from here")
+    except StopRequestedError as stopped:
+        _complain(str(stopped))
         return INTERRUPTED
     except KeyboardInterrupt:
         _complain("interrupted")

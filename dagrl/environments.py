@@ -88,4 +88,8 @@ def _reply(answer: Any) -> Reply:
 def _checked(answer: Any) -> str | None:
     if answer is not None and not isinstance(answer, str):
         raise TypeError(f"it returned {answer!r}; expected: a text, or None when the sequence has ended")
+    try:
+        (answer or "").encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it returned a text that UTF-8 cannot hold: {error}") from error
     return answer

@@ -12,6 +12,7 @@ The synchronous and the asynchronous loop differ in nothing but when they call t
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -203,10 +204,11 @@ class Experience:
         while self.rollouts.busy and not self._session.stop.requested:
             self.work()
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, *, may_stop: bool = False) -> dict[str, float]:
         """Mean reward on held-out prompts, one completion each, sampled as in training.
 
-        Raises RunError when the reward function or the environment failed for a larger share than it may.
+        `may_stop`: a stop ends it, as it may where every step that was taken is recorded. Raises RunError when the reward
+        function or the environment failed for a larger share than it may.
         """
         prompts = self._session.inputs.validation_prompts
         if not prompts:
@@ -217,7 +219,10 @@ class Experience:
             number = VALIDATION_STREAM + index
             self.rollouts.start(new_group(self._session, number, -1 - index, prompt, [seed], cohort=-1))
         while len(self._validated) < len(prompts) or not all(item.answers.done() for item in self._validated):
-            self.work()  # without a look at the stop signal: the step that ends here is not recorded yet
+            if may_stop and self._session.stop.requested:
+                self._give_up_validation()
+                self._session.stop.check()
+            self.work()
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
         samples = [sample for item in scored for sample in item.samples]
         rewards = join_rewards([rewards_of(item.answers.result()) for item in scored])
@@ -228,6 +233,12 @@ class Experience:
             VALIDATION + "reward_failures": float(rewards.failed),
             **self._environment_failures(samples, VALIDATION + ENVIRONMENT_FAILURES.replace("/", "_")),
         }
+
+    def _give_up_validation(self) -> None:
+        """What a checkpoint would not know."""
+        self.rest()
+        self.rollouts.abort({number for number in self.rollouts.numbers if number >= VALIDATION_STREAM})
+        self._validated = []
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """What the groups of a batch are like, how old they are for the step that trains on them, and what was dropped."""
@@ -265,6 +276,7 @@ class Experience:
         self._dropped_before = Counter(cast("Mapping[str, int]", position["grpo_dropped"]))
         for group in () if saved is None else saved.groups:
             self._restart(group)
+        self.rest()  # groups that came to their end as they were started: this run may have no environment any more
         self.advance(self._session.step)
 
     def save(self, directory: Path) -> None:
@@ -298,13 +310,15 @@ class Experience:
         number, key = saved.group.number, saved.group.key
         prompt: Prompt = self._session.inputs.prompts[key]
         config, version = self._session.config, self._session.step
-        whole = saved.whole and _fits(config, prompt, saved.group) and not _runs_across(config, version, saved.group)
+        seeds = [episode.seed for episode in saved.group.episodes]
+        limits = [one.max_new_tokens for one in new_group(self._session, number, key, prompt, seeds).episodes]
+        whole = saved.whole and _fits(config, prompt, saved.group, limits) and not _runs_across(config, version, saved.group)
         self.buffer.restart(number, saved.version if whole else self._session.step)
         if not whole:
             self._start(number, key)
             return
-        for episode in saved.group.episodes:
-            episode.prompt = prompt
+        for episode, limit in zip(saved.group.episodes, limits, strict=True):
+            episode.prompt, episode.max_new_tokens = prompt, limit
         if saved.group.complete:
             self._score(saved.group)
         else:
@@ -389,20 +403,30 @@ def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
     return any(len(versions) > 1 for versions in made)
 
 
-def _fits(config: Config, prompt: Prompt, group: RolloutGroup) -> bool:
-    """Whether this run can go on with what an earlier process made of a group, which may have been configured otherwise."""
+def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
+    """Whether this run can go on with what an earlier process made of a group, which may have been configured otherwise.
+
+    `limits`: the new tokens that a turn of each sequence may have here.
+    """
     room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
     lengths = [len(prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes]
-    if len(lengths) == wanted and max(lengths) <= room:
+    turns = [
+        0 if episode.finish_reason or episode.awaiting else len(episode.tokens) - episode.turn_start
+        for episode in group.episodes
+    ]
+    if len(lengths) == wanted and max(lengths) <= room and all(map(operator.lt, turns, limits)):
         return True
     logger.warning(
-        "group %d of the checkpoint has %d sequences of up to %d tokens, and this run makes %d of up to %d "
-        "(grpo.num_generations_per_prompt, the largest bucket): it is generated anew",
+        "group %d of the checkpoint has %d sequences of up to %d tokens, %d of them in a turn under way, and this run makes "
+        "%d of up to %d, %d (grpo.num_generations_per_prompt, the largest bucket, policy.generation.max_new_tokens): it is "
+        "generated anew",
         group.number,
         len(lengths),
         max(lengths),
+        max(turns),
         wanted,
         room,
+        max(limits),
     )
     return False
 

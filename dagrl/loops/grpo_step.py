@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from dagrl.checkpoint import TrainState
-from dagrl.config import Config
+from dagrl.config import Config, Json
 from dagrl.config.settings import bucket_widths, generation_config, samples_per_step
 from dagrl.generation import FIRST_QUANTUM
 from dagrl.loops.batches import sample_keys, scored_batch, with_columns
@@ -36,21 +37,28 @@ def begin_step() -> Metrics:
 
 def start_policy(session: Session, experience: Experience) -> None:
     """Make the current weights the reference policy and give them to generation; after a resume, go on where it stood."""
-    first, total = session.config.sft.max_num_steps, session.config.grpo.max_num_steps
+    config, first, total = session.config, session.config.sft.max_num_steps, session.config.grpo.max_num_steps
     resumed = session.resumed is not None and "grpo_sampler" in session.state.counters
     if not resumed:
         session.hold("train", keep_generation_weights=True)
-        if session.config.loss_fn.reference_policy_kl_penalty:
-            session.train.call("snapshot_reference", deadline=session.config.timeouts.replay)
-        session.train.call("reset_optimizer", deadline=session.config.timeouts.replay)
+        if config.loss_fn.reference_policy_kl_penalty:
+            session.train.call("snapshot_reference", deadline=config.timeouts.replay)
+        session.train.call("reset_optimizer", deadline=config.timeouts.replay)
+        session.state = replace(session.state, counters={**session.state.counters, **_counters(config, experience)})
     calibrate_on_prompts(session)
     refit(session, experience, session.step)
     session.progress.step(session.step - first, total, {}, stage="grpo")
-    if session.step == first and session.config.grpo.val_at_start:
-        session.validated_at_start("grpo", experience.validate())
+    if session.step == first and config.grpo.val_at_start:
+        session.validated_at_start("grpo", experience.validate(may_stop=not resumed))
     if resumed:
         assert session.resumed is not None
         experience.restore(session.state.counters, session.resumed.directory)
+    session.lap(tokens=0)  # none of this is of the first step
+
+
+def _counters(config: Config, experience: Experience) -> dict[str, Json]:
+    """What the driver's state in a checkpoint says of GRPO."""
+    return {**experience.state(), REFERENCE: config.loss_fn.reference_policy_kl_penalty > 0}
 
 
 def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> Metrics:
@@ -118,8 +126,7 @@ def finish_step(session: Session, experience: Experience, metrics: Metrics) -> N
         metrics |= experience.validate()
     metrics |= session.lap(tokens=int(metrics["trained_tokens"]))
     step = session.step + 1
-    counters = {**experience.state(), REFERENCE: config.loss_fn.reference_policy_kl_penalty > 0}
-    state = TrainState(step, counters=counters, metric=session.metric("grpo", metrics))
+    state = TrainState(step, counters=_counters(config, experience), metric=session.metric("grpo", metrics))
     session.finish_step("grpo", position, total, metrics, state)
 
 

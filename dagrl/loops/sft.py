@@ -33,7 +33,8 @@ def train_sft(session: Session) -> None:
     total = config.sft.max_num_steps
     session.progress.step(min(session.step, total), total, {}, stage="sft")
     if session.step == 0 and config.sft.val_at_start and validation:
-        session.validated_at_start("sft", evaluate(session, validation))
+        session.validated_at_start("sft", evaluate(session, validation, may_stop=True))
+        session.lap(tokens=0)  # it is not of the first step
     while session.step < total:
         step = session.step + 1
         batch = collate([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
@@ -45,12 +46,17 @@ def train_sft(session: Session) -> None:
         session.finish_step("sft", step, total, metrics, state)
 
 
-def evaluate(session: Session, validation: list[Demonstration]) -> dict[str, float]:
-    """Mean negative log-likelihood of the held-out demonstrations' response tokens."""
+def evaluate(session: Session, validation: list[Demonstration], *, may_stop: bool = False) -> dict[str, float]:
+    """Mean negative log-likelihood of the held-out demonstrations' response tokens.
+
+    `may_stop`: a stop ends it, as it may where every step that was taken is recorded.
+    """
     session.progress.status("validating")
     size = session.config.policy.train_global_batch_size
     loss = tokens = 0.0
     for start in range(0, len(validation), size):
+        if may_stop:
+            session.stop.check()
         batch = collate(validation[start : start + size])
         part = session.train_on("evaluate", batch)
         loss += part["loss"] * part["valid_tokens"]

@@ -58,15 +58,16 @@ class PhasePlan:
 def run_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
     """`open_session` for a whole run: the block takes the steps.
 
-    After it comes what a finished run leaves (`Session.finish`), or a checkpoint if a stop was asked for; in any case the
-    plot and the summary.
+    After it comes what a finished run leaves (`Session.finish`), or a checkpoint if a stop was asked for and checkpoints are
+    enabled; in any case the plot and the summary.
     """
     with open_session(config, plans) as session:
         try:
             yield session
             session.finish()
         except StopRequestedError:
-            session.save_last()
+            if session.config.checkpointing.enabled:
+                session.save_last()
             raise
         finally:
             session.summarize()
@@ -81,7 +82,7 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
     inputs = preflight(config)
     with ExitStack() as stack:
         stack.enter_context(kept_from_others(RunPaths.of(config)))
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
         stack.enter_context(failing_for_good(stop))
         progress = stack.enter_context(Progress(config.logger))
         ended = stack.enter_context(ExitStack())

@@ -22,16 +22,18 @@ class StopRequestedError(Exception):
 
 
 class StopSignal:
-    """Whether a stop was asked for; `check` raises at the points where a loop may be left."""
+    """Whether a stop was asked for; `check` raises at the points where a loop may be left. `saves`: a checkpoint, then."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
         self.requested = False
+        self._saves = saves
         self._at_once = False
 
     def check(self) -> None:
         """Raise StopRequestedError if a stop was asked for."""
         if self.requested:
-            raise StopRequestedError
+            goes_on = "; the same command with checkpointing.resume=true goes on from here" if self._saves else ""
+            raise StopRequestedError("stopped on request" + goes_on)
 
     def listen(self) -> None:
         """Take the signals; again after `ray.init`, which takes SIGTERM for itself. Does nothing outside the main thread."""
@@ -54,7 +56,8 @@ class StopSignal:
             self.requested = True
             raise KeyboardInterrupt
         self.requested = True
-        logger.warning("stopping after this replay; the last finished step is saved (once more to stop at once)")
+        saved = "the last finished step is saved" if self._saves else "nothing is saved (checkpointing.enabled is false)"
+        logger.warning("stopping after this replay; %s (once more to stop at once)", saved)
 
 
 @contextmanager
@@ -69,9 +72,9 @@ def failing_for_good(stop: StopSignal) -> Iterator[None]:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopSignal]:
+def stop_on_signals(*, saves: bool = True) -> Iterator[StopSignal]:
     """Turn the first SIGINT or SIGTERM into `StopSignal.requested`; a second one interrupts at once."""
-    stop = StopSignal()
+    stop = StopSignal(saves)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

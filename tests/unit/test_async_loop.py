@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagrl.checkpoint import Checkpoint
+from dagrl.checkpoint import Checkpoint, TrainState
 from dagrl.config import Config, RewardConfig, RewardShapingConfig
 from dagrl.data.tokenization import Prompt
 from dagrl.environments import FAILED as ENVIRONMENT_FAILED
@@ -344,6 +344,72 @@ def test_a_stop_while_running_sequences_finish_does_not_wait_for_them(
     assert second.train() is None
     check_tokens(second.trained, 2, in_flight=False)
     assert sorted(numbers_of(first.trained | second.trained)) == list(range(STEPS * PROMPTS))
+
+
+def test_sequences_that_go_on_keep_to_the_limit_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    """Its results have room for no more; groups with sequences that are beyond it already are generated anew."""
+    config, limit, beyond = slow(configuration(asynchronous(2, True), room=80)), 8, 0
+    assert config.policy.generation is not None
+    generation = config.policy.generation.model_copy(update={"max_new_tokens": limit})
+    shorter = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    for seed in range(5):
+        first, directory = Run(config, seed, stop_at=6), tmp_path / str(seed)
+        state = first.train()
+        assert state is not None
+        directory.mkdir()
+        first.save(directory)
+        saved = read_trajectories(directory)
+        assert saved is not None
+        before = [one for group in saved.groups for one in group.group.episodes]
+        beyond += sum(len(one.tokens) > limit for one in before if not one.finish_reason)
+        ended = {(one.seed, tuple(one.tokens)) for one in before if one.finish_reason}
+        second = Run(shorter, seed + 1, resumed=Checkpoint(directory, state))
+        assert second.train() is None
+        made = [one for groups in second.trained.values() for one in episodes_of(groups)]
+        assert all(len(one.tokens) <= limit or (one.seed, tuple(one.tokens)) in ended for one in made)
+    assert beyond, "there must be something to refuse"
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_stop_in_the_validation_before_the_first_step_does_not_wait_for_it(
+    loop: Mapping[str, Any], tmp_path: Path
+) -> None:
+    config = slow(configuration(loop, room=80))
+    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"val_at_start": True})})
+    run, asked = Run(config, 0), []
+    run.session.inputs.validation_prompts = run.session.inputs.prompts * 4
+    run.session.validated_at_start = lambda *words: pytest.fail("the validation was cut short")
+
+    def look() -> bool:
+        if not asked and ("generate", False) in run.replays:
+            asked.append(len(run.replays))
+        return bool(asked)
+
+    run.look = look  # type: ignore[method-assign]
+    state = run.train()
+    assert state is not None and state.step == 0
+    assert run.replays[asked[0] :].count(("generate", True)) <= 1
+    run.save(tmp_path)
+    saved = read_trajectories(tmp_path)
+    assert saved is not None and not saved.groups, "held-out prompts are of no group that is trained on"
+
+
+def test_a_stop_in_the_first_step_after_sft_goes_on_with_its_groups(tmp_path: Path) -> None:
+    """The optimizer was reset and the reference was taken: the state says so, and no longer that of SFT alone."""
+    config = slow(configuration(asynchronous(2, True), room=80))
+    config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_num_steps": 2})})
+    first = Run(config, 0, stop_at=12)
+    first.session.step, first.session.state = 2, TrainState(2, counters={"sft_sampler": {}})
+    state = first.train()
+    assert state is not None and state.step == 2 and "sft_sampler" in state.counters
+    first.save(tmp_path)
+    saved = read_trajectories(tmp_path)
+    assert saved is not None and saved.groups
+    second = Run(config, 1, resumed=Checkpoint(tmp_path, state))
+    assert second.train() is None
+    begun = {one.seed: one.tokens for group in saved.groups for one in group.group.episodes if one.tokens}
+    made = {one.seed: one.tokens for groups in second.trained.values() for one in episodes_of(groups)}
+    assert begun and all(made[seed][: len(tokens)] == tokens for seed, tokens in begun.items())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from dagrl.loops import grpo_step
 from dagrl.loops.dispatch import QuantumSize
 from dagrl.loops.grpo_step import _mean_pause, start_policy, with_logprobs
 from dagrl.loops.session import Counted, Session
-from dagrl.loops.start import REFERENCE, check_reference, naming_for_workers, stopping_where_responses_end
+from dagrl.loops.start import REFERENCE, check_reference, naming_for_workers, run_session, stopping_where_responses_end
+from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
 from dagrl.refit import RefitReport
 from dagrl.replay import Replay, ReplayTiming
@@ -84,12 +85,22 @@ def test_a_skipped_optimizer_step_is_told(norm: float | None, warned: bool, capl
     assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_stop_saves_where_checkpoints_are_enabled(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = MagicMock(config=SimpleNamespace(checkpointing=SimpleNamespace(enabled=enabled)))
+    monkeypatch.setattr("dagrl.loops.start.open_session", lambda config, plans: nullcontext(session))
+    with pytest.raises(StopRequestedError), run_session(configuration(), ()):
+        raise StopRequestedError
+    assert session.save_last.called == enabled
+
+
 @pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
 def test_a_reference_policy_is_kept_for_a_penalty_alone(penalty: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("refit", "calibrate_on_prompts"):
         monkeypatch.setattr(grpo_step, name, lambda *args: {})
-    session: Any = MagicMock(config=configuration(penalty=penalty), resumed=None, step=3)
-    start_policy(session, MagicMock())
+    session: Any = MagicMock(config=configuration(penalty=penalty), resumed=None, step=3, state=TrainState(3))
+    start_policy(session, MagicMock(state=lambda: {"grpo_next_group": 0}))
+    assert session.state.counters == {"grpo_next_group": 0, REFERENCE: kept}
     called = [call.args[0] for call in session.train.call.call_args_list]
     assert called == [*(["snapshot_reference"] if kept else []), "reset_optimizer"]
 
