@@ -1,4 +1,4 @@
-"""The eager executor: plain actor calls, one `ray.put` a shard. The baseline, the fallback, the way out of any engine."""
+"""The eager executor: plain actor calls; what is large is put into the object store once. The baseline, and the fallback."""
 
 from __future__ import annotations
 
