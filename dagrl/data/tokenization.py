@@ -123,9 +123,8 @@ def collate(rows: Sequence[Demonstration]) -> Batch:
 def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:
     """The rows of at most `room` tokens; longer ones are an error or left out.
 
-       `limit` says where the room comes from, `key` what makes more of it.
-    Raises DataError naming the longest row, or when no row is
-       left.
+    `limit` says where the room comes from, `key` what makes more of it. Raises DataError naming the longest row, or when no
+    row is left.
     """
     fitting = [row for row in rows if len(row) <= room]
     dropped = len(rows) - len(fitting)

@@ -31,5 +31,8 @@ def kill_with_children(processes: Iterable[Popen[Any]]) -> list[int]:
 
 def children_of(pid: int) -> list[int]:
     """Pids of what a process has started and is alive."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for children in lists for child in children.read_text().split()]
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            found += map(int, children.read_text().split())
+    return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.dag.compiled_dag_node import ExecutableTask, do_exec_tasks
@@ -65,19 +66,28 @@ def _step(worker: HasState, task: ExecutableTask) -> Callable[[], None]:
     run: Any = function.input_variant
     reads = [channel.read for channel in task.input_channels]
     call = given[0].input_variant
+    unread = replace(call, unread=True)
 
     def turn() -> None:
-        packets = [packet_of(read) for read in reads]
-        write(run(worker, *[one.resolve(packets) for one in given]))
+        packets, mine = [], call
+        for read in reads:
+            try:
+                packets.append(read())
+            except UnreadableError as error:
+                packets.append(packet_of(error))
+                mine = unread
+        write(run(worker, mine, *[one.resolve(packets) for one in given[1:]]))
 
     def turn_of_one() -> None:
-        write(run(worker, call, packet_of(reads[0])))
-
-    def packet_of(read: Callable[[], Packet]) -> Packet:
         try:
-            return read()
+            packet = reads[0]()
         except UnreadableError as error:
-            return failed_packet(worker, call, Packet.from_wire(error.content), error)
+            write(run(worker, unread, packet_of(error)))
+        else:
+            write(run(worker, call, packet))
+
+    def packet_of(error: UnreadableError) -> Packet:
+        return failed_packet(worker, call, Packet.from_wire(error.content), error)
 
     def write(packet: Packet) -> None:
         try:

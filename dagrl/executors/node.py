@@ -72,6 +72,7 @@ class NodeCall:
     accelerated: bool = False  # tensors of the result go from GPU to GPU
     in_order: bool = True  # its worker takes nodes in order: those before this one have ended, or will never come
     copied: tuple[str, ...] = ()  # the constants that a method could change: it gets copies
+    unread: bool = False  # of a turn whose input this worker could not read, as one of its packets says
 
 
 class NodeRun(NamedTuple):
@@ -216,7 +217,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
         if not failures:
             value = _call(worker, state, call, packets)
             _check_size(call, value)
-        elif any(failure.node == call.label for failure in failures):  # it has no input: it will not come to its peers
+        elif call.unread:  # it will not come to its peers
             _abort(worker)
     except ResultTooLargeError as error:  # the work is done and no peer waits: nothing to abort
         value, failures = None, (_failure(state, call, packets[0], error),)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dagrl.errors import RunError, WorkerFailure, error_text
+from dagrl.executors.tensors import make_torch_picklable
 
 Bytes = bytes | memoryview
 
@@ -32,6 +33,7 @@ def dump(value: object, in_band: bool = False) -> list[Bytes]:
 
     What plain pickle cannot send (functions, classes of a script) goes by value.
     """
+    make_torch_picklable()  # a relay writes what it has not sized
     buffers: list[pickle.PickleBuffer] = []
     apart = None if in_band else buffers.append
     try:

@@ -105,7 +105,10 @@ class Progress:
             logger.info("%s ...", name)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], stage: str = "train") -> None:
-        """Report that `step` of `total` is done; `step` 0 opens the bar before the first is. Names as in `metrics`."""
+        """Report that `step` of `total` is done; `step` 0 opens the bar before the first is.
+
+        Names as in `dagrl.telemetry.metrics`.
+        """
         before, now = self._current, time.monotonic()
         if not isinstance(before, Training) or before.name != stage:
             self._finish()

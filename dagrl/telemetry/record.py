@@ -104,14 +104,21 @@ class RunPaths:
 def kept_from_others(paths: RunPaths) -> Iterator[None]:
     """Let no other run write where this one does, for the block: locks beside its directory, which a run may move aside, and
     in that of its checkpoints where it is elsewhere. ConfigError, before anything has changed, where another run has one."""
-    files = {paths.directory: paths.directory.with_name(f".{paths.directory.name}.lock")}
+    files = {paths.directory: _lock_of(paths.directory)}
     if not paths.checkpoints.is_relative_to(paths.directory):
         files[paths.checkpoints] = paths.checkpoints / ".lock"
+        owner = paths.checkpoints.parent
+        if (owner / paths.config.name).exists():  # another run's
+            files[owner] = _lock_of(owner)
     with ExitStack() as stack:
         for directory, file in files.items():
             advice = "let that run end first, or choose another name, output_dir or checkpointing.checkpoint_dir"
             stack.enter_context(locked(file, str(directory), advice))
         yield
+
+
+def _lock_of(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.lock")
 
 
 def prepare_run_directory(config: Config) -> RunPaths:
@@ -172,8 +179,8 @@ class RunRecord:
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
         """Record one step.
 
-        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names as in `metrics`. A number that is
-        not finite becomes null in `metrics.jsonl`, which is strict JSON.
+        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names as in `dagrl.telemetry.metrics`.
+        A number that is not finite becomes null in `metrics.jsonl`, which is strict JSON.
         """
         clean = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "stage": stage, "time": round(time.time(), 3), **clean}

@@ -186,7 +186,6 @@ def conversation(number: int) -> list[Metrics]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
     """From data parallel to tensor parallel in the middle: the losses of a run that stayed as it was."""
     layout = "policy.megatron_cfg.{}_size={}"
@@ -200,6 +199,7 @@ def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
     assert found == pytest.approx(losses, abs=1e-5) and found != losses
 
 
+@pytest.mark.slow
 @needs_gsm8k
 def test_sft_learns_from_gsm8k(tmp_path: Path) -> None:
     overrides = (

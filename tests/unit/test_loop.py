@@ -19,7 +19,7 @@ from dagrl.executors import compiled, edge, loop
 from dagrl.executors.compiled import CompiledGraph
 from dagrl.executors.edge import Edge, EdgeParts
 from dagrl.executors.link import LinkAddress, LinkReader, LinkWriter
-from dagrl.executors.node import install
+from dagrl.executors.node import NodeCall, install
 from dagrl.executors.packet import Header, Packet
 from tests.unit.unreadable import unreadable
 
@@ -38,9 +38,10 @@ class Hosts:
         edge._links[self.output._parts.name] = [self.after]
         self.worker = SimpleNamespace()
         install(self.worker, "train", 3, "")
-        node = SimpleNamespace(input_variant=lambda worker, call, packet: result_of(packet))
+        node = SimpleNamespace(input_variant=self._run)
+        self.unread: list[bool] = []
         given = [
-            SimpleNamespace(input_variant=SimpleNamespace(label="train[3].step")),
+            SimpleNamespace(input_variant=NodeCall("train[3].step", 0, "map", "step", (), {}, 0, True, 1 << 20, "")),
             SimpleNamespace(resolve=lambda packets: packets[0]),
         ]
         self.task: Any = SimpleNamespace(
@@ -49,6 +50,10 @@ class Hosts:
             output_channels=[self.output],
             task_inputs=[node, *given],
         )
+
+    def _run(self, worker: object, call: NodeCall, packet: Packet) -> Packet:
+        self.unread.append(call.unread)
+        return result_of(packet)
 
     def send(self, value: object) -> None:
         self.before.write([pickle.dumps(Packet(HEADER, value).wire())], PATIENCE_S)
@@ -144,6 +149,7 @@ def test_what_cannot_be_read_or_written_is_a_failure_of_the_worker_whose_loop_go
         assert failure.message.startswith(message)
         hosts.send(7)
         assert hosts.receive() == 7
+        assert hosts.unread == [value != "a lock", False]
         hosts.input.close()
         done.result(PATIENCE_S)
 

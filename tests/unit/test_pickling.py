@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +75,19 @@ def test_tensors_of_torchs_newer_dtypes_travel_within_their_size(name: str) -> N
         one = found["a"][0] if isinstance(found, dict) else found.tensor if isinstance(found, Holding) else found
         assert (one.dtype, one.shape, one.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
         assert torch.equal(one.t().contiguous().view(torch.uint8), tensor.t().contiguous().view(torch.uint8))
+
+
+RELAY = """
+import torch
+from dagrl.executors.pickling import dump, load
+tensor = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+assert load(dump(tensor)[0]).view(torch.uint8).tolist() == [0, 1, 2, 3]
+"""
+
+
+def test_a_process_that_has_sized_nothing_writes_what_can_be_read() -> None:
+    """As a relay, which passes on what it has read."""
+    subprocess.run([sys.executable, "-c", RELAY], check=True, timeout=120)
 
 
 def test_parts_of_one_memory_stay_parts_of_one() -> None:

@@ -202,6 +202,21 @@ def test_a_killed_run_keeps_nobody_out_although_what_it_started_lives(tmp_path: 
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_run_that_saves_among_anothers_checkpoints_waits_for_its_end(tmp_path: Path) -> None:
+    mine, others = RunPaths.of(config(tmp_path)), tmp_path / "other"
+    others.mkdir()
+    (others / "config.yaml").touch()
+    guest = RunPaths(mine.directory, others / "checkpoints")
+    with (
+        kept_from_others(RunPaths(others, others / "checkpoints")),
+        pytest.raises(ConfigError, match="other is in use by pid"),
+        kept_from_others(guest),
+    ):
+        pass
+    with kept_from_others(guest):
+        pass
+
+
 def test_a_file_system_without_locks_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
