@@ -14,7 +14,7 @@ import argparse
 import logging
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -44,7 +44,8 @@ class Result:
     `update_pause_s` is the longest time of all steps that generation stood still for it.
     `tokens_per_s_per_gpu` counts prompts and completions that were trained on, by the GPUs (or workers) of both roles; low
     and high are the slowest and the fastest round's. MFU is of the train GPUs, in their optimizer step and over the whole
-    step (with its one optimizer step's FLOPs); 0 where what the device can do is not known.
+    step (with its one optimizer step's FLOPs); 0 where what the device can do is not known. `times_plain` is the rate over
+    that of plain calls, None where those were not measured.
     """
 
     way: str
@@ -64,7 +65,7 @@ class Result:
     mfu: float
     policy_age_mean: float
     gen_kl_error: float
-    times_plain: float
+    times_plain: float | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,14 +115,13 @@ def at_rest(config: Config) -> Config:
 
 def as_results(config: Config, measured: Measured) -> list[Result]:
     """A row for each way that has been measured."""
-    results: list[Result] = []
-    for way, parts in measured.items():
-        results.append(as_result(config, way, parts, results[0] if results else None))
-    return results
+    results = [as_result(config, way, parts) for way, parts in measured.items()]
+    rates = [row.tokens_per_s_per_gpu for row in results if row.way == PLAIN.name]
+    return [replace(row, times_plain=row.tokens_per_s_per_gpu / rates[0]) for row in results] if rates else results
 
 
-def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:
-    """One row; `times_plain` is over the first row."""
+def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]]) -> Result:
+    """One row, compared with nothing yet."""
     from dagrl.loops.session import devices_of
 
     steps, devices = [step for part in rounds for step in part], devices_of(config)
@@ -149,7 +149,7 @@ def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], fir
         mfu=median(_share_trained(step) * float(step.get(TRAIN_MFU) or 0.0) for step in steps),
         policy_age_mean=middle("staleness/policy_age_mean"),
         gen_kl_error=middle("gen_kl_error"),
-        times_plain=rate / first.tokens_per_s_per_gpu if first else 1.0,
+        times_plain=None,
     )
 
 
@@ -166,7 +166,7 @@ def print_table(results: Sequence[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"seconds a step, by phase; x: of {results[0].way}" if results else "", title_justify="left")
+    table = Table(title="seconds a step, by phase; x: of plain Ray", title_justify="left")
     beside = ("exposed", "idle train", "idle gen", "update ms", "pause ms", "tok/s/GPU", "MFU train", "MFU", "KL", "x")
     for name in ("way", "step", *PHASES, *beside):
         table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right", no_wrap=name == "way")
@@ -177,9 +177,13 @@ def print_table(results: Sequence[Result]) -> None:
             f"{row.idle_generation:.0%}", f"{row.update_s * 1000:.0f}", f"{row.update_pause_s * 1000:.0f}",
             f"{row.tokens_per_s_per_gpu:,.0f}",
             *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
-            f"{row.gen_kl_error:.1e}", f"{row.times_plain:.2f}",
+            f"{row.gen_kl_error:.1e}", _times(row.times_plain).rstrip("x"),
         )  # fmt: skip
     Console(width=160).print(table)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -195,7 +199,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     spread = [[row.tokens_per_s_per_gpu - row.tokens_per_s_per_gpu_low for row in results]]
     spread.append([row.tokens_per_s_per_gpu_high - row.tokens_per_s_per_gpu for row in results])
     bars = speed.barh(places, rates, xerr=spread, color="#4477aa")
-    speed.bar_label(bars, [f"{row.times_plain:.2f}x" for row in results], padding=4)
+    speed.bar_label(bars, [_times(row.times_plain) for row in results], padding=4)
     speed.set(title="trained tokens a second and GPU", yticks=places, yticklabels=[row.way for row in results])
     speed.margins(x=0.15)
     idle.barh([place - 0.2 for place in places], [row.idle_train for row in results], 0.4, label="train", color="#ee6677")

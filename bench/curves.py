@@ -131,14 +131,20 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, se
 
 
 def summary(curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """By way: reward of the last quarter of the steps (mean over seeds, lowest and highest), held out, and a run's time."""
+    """By way: reward of the last quarter of the steps (mean over seeds, lowest and highest), held out, and a run's time.
+
+    Of the seeds that all ways have: the time may be up in the middle of one.
+    """
     rows = []
-    for way in dict.fromkeys(curve.way for curve in curves):
-        mine = [curve for curve in curves if curve.way == way]
+    ways = dict.fromkeys(curve.way for curve in curves)
+    seeds = set.intersection(*({curve.seed for curve in curves if curve.way == way} for way in ways)) if ways else set()
+    for way in ways if seeds else ():
+        mine = [curve for curve in curves if curve.way == way and curve.seed in seeds]
         last = [_mean(curve.reward[-max(1, len(curve.reward) // 4) :]) for curve in mine]
         rows.append(
             {
                 "way": way,
+                "seeds": len(mine),
                 "reward": _mean(last),
                 "lowest": min(last),
                 "highest": max(last),
@@ -155,11 +161,11 @@ def print_table(curves: Sequence[Curve]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("way", "reward, last quarter", "over seeds", "held out", "seconds", "age")
+    table = Table("way", "seeds", "reward, last quarter", "over seeds", "held out", "seconds", "age")
     for row in summary(curves):
         spread = f"{row['lowest']:.3f} to {row['highest']:.3f}"
         cells = (f"{row['reward']:.3f}", spread, f"{row['held_out']:.3f}", f"{row['seconds']:.0f}", f"{row['age']:.2f}")
-        table.add_row(row["way"], *cells)
+        table.add_row(row["way"], str(row["seeds"]), *cells)
     Console(width=110).print(table)
 
 

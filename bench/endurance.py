@@ -27,7 +27,7 @@ import numpy.typing as npt
 import ray
 
 from bench.overhead import bench_cluster
-from bench.report import command_line, hardware, versions
+from bench.report import command_line, commit, hardware, versions
 from bench.worker import BenchWorker
 from dagrl.executors.node import drain_runs
 from dagrl.layout import ParallelLayout
@@ -94,6 +94,7 @@ def replays(group: WorkerGroup, count: int) -> Replays:
             seconds[number] = _one(scheduler)
             if number % max(WINDOW, count // 10) == WINDOW - 1:
                 resident.append(_resident_mb(group))
+        resident.append(_resident_mb(group))
         worn = _against_fresh(scheduler)
     tenth = max(WINDOW, count // 10)
     first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
@@ -208,7 +209,12 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: dict[str, object] = {"hardware": hardware(), "versions": dict(versions()), "command": command_line()}
+    found: dict[str, object] = {
+        "hardware": hardware(),
+        "versions": dict(versions()),
+        "command": command_line(),
+        "commit": commit(),
+    }
     with bench_cluster():
         group = two_workers()
         for name, measure, count in (("replays", replays, options.replays), ("cycles", cycles, options.cycles)):

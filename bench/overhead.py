@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def measure(plan: Plan, deadline: Deadline, so_far: Callable[[list[Row]], object
         actors = Actors.start(max(plan.workers), host_resources)
         wait_for_quiet(plan.effort.settle_s)
         for workers in plan.workers:
-            for shape, arity in deadline.each(_shapes(plan), f"{{0[0]}} of {workers} workers".format):
+            for shape, arity in deadline.each(_shapes(plan), partial(_name_of_case, workers)):
                 rows += _measure_shape(plan, shape, workers, actors.first(workers), arity)
                 so_far(rows)
             first = plan.first_steps and workers == _nearest(plan.workers, FIRST_STEP_WORKERS)
@@ -213,6 +214,11 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
 def _store() -> int:
     """Bytes of Ray's object store: room for what plain calls put there in many steps, a copy of the input for each call."""
     return min(16 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+
+
+def _name_of_case(workers: int, case: tuple[str, int]) -> str:
+    shape, arity = case
+    return f"{shape} of {workers} workers" + (f", arity {arity}" if shape == "reduce" else "")
 
 
 def _nearest(numbers: Sequence[int], wanted: int) -> int:

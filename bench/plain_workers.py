@@ -3,7 +3,7 @@
 As NeMo-RL does it (`nemo_rl/utils/packed_tensor.py`, `broadcast_weights_for_collective` of its Megatron worker): every
 tensor is gathered over the tensor-parallel workers and handed on to the other pipeline stages, put into Hugging Face form,
 packed with others into a buffer of a fiftieth of the GPU's memory, and broadcast from train worker 0 to all generation
-workers, which give it to vLLM's own `load_weights`.
+workers, which give it to vLLM's own `load_weights`. One buffer after the other: NeMo-RL packs one while it sends another.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every Hugging Face tensor, once, on every worker."""
-        seen = set()
+        seen, live = set(), self.weight_tensors()  # once: a walk over all modules
         for stage, (ranks, slices) in enumerate(self._stages):
             for name in slices[0]:
                 pieces = [mine.get(name, []) for mine in slices]  # a rank may hold only padding of the vocabulary
-                parts = self._parts(stage, ranks, name, pieces)
+                parts = self._parts(live, stage, ranks, name, pieces)
                 for whole_name, whole in _assemble(parts, pieces).items():
                     if whole_name not in seen:  # a tied embedding is held by two stages
                         seen.add(whole_name)
@@ -113,7 +113,14 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
         where = self.context.layout.coordinates(rank)
         return where.pp == stage and where.dp == 0 and where.cp == 0
 
-    def _parts(self, stage: int, ranks: Sequence[int], name: str, slices: Sequence[Sequence[WeightSlice]]) -> list[Tensor]:
+    def _parts(
+        self,
+        live: Mapping[str, Tensor],
+        stage: int,
+        ranks: Sequence[int],
+        name: str,
+        slices: Sequence[Sequence[WeightSlice]],
+    ) -> list[Tensor]:
         """The local tensor of each tensor-parallel worker of a stage (of one, where all hold the same), on every worker."""
         import torch
         import torch.distributed as dist
@@ -123,7 +130,7 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
         cut = len(ranks) > 1 and [piece.box for piece in slices[0]] != [piece.box for piece in slices[1]]
         parts = [torch.empty(shape, dtype=dtype, device=self._device) for _ in (ranks if cut else ranks[:1])]
         if self.context.coordinates.pp == stage:
-            local = self.weight_tensors()[name].contiguous()
+            local = live[name].contiguous()
             if cut:
                 dist.all_gather(parts, local, group=parallel_state.get_tensor_model_parallel_group())
             else:

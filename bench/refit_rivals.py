@@ -92,7 +92,8 @@ class Broadcast:
         slots = 2 if bundle_bytes else 1
         largest = max(bundle.elements for bundle in bundles)
         self._buffers = [torch.empty(largest, dtype=torch.bfloat16, device=device) for _ in range(slots)]
-        self._scratch = [torch.empty(largest, dtype=torch.bfloat16, device=device) for _ in range(slots)]
+        gathers = not self._is_receiver and any(holder != one.root for one in bundles for holder, *_ in one.pieces)
+        self._scratch = [torch.empty(largest if gathers else 0, dtype=torch.bfloat16, device=device) for _ in range(slots)]
         self._streams = [torch.cuda.Stream(device) for _ in range(slots)]  # type: ignore[no-untyped-call]
         held = {id(one): one for one in expand(side.slices)} if self._is_receiver else {}
         by_name: dict[str, list[WeightSlice]] = defaultdict(list)

@@ -75,7 +75,10 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over rounds of means over steps; seconds, shares of 0 to 1, tokens of prompts and completions trained on."""
+    """Medians over rounds of means over steps; seconds, shares of 0 to 1, tokens of prompts and completions trained on.
+
+    `update_pause_s` and `policy_age_max` are the largest of all steps; `speedup` is over the first row.
+    """
 
     way: str
     rounds: int
@@ -276,7 +279,7 @@ def print_table(results: Sequence[Result]) -> None:
     table = Table(
         Column("way", no_wrap=True),
         "tokens/s",
-        "of sync",
+        f"of {results[0].way}",
         "step s",
         "exposed s",
         "idle train",

@@ -41,10 +41,21 @@ def kept(out: Path) -> dict[str, Outcome]:
     return {row["piece"]: Outcome(**row) for row in json.loads(path.read_text())} if path.exists() else {}
 
 
+def own_directory(out: Path) -> Path:
+    """`out`, or the next one of that name (`-2`, `-3`, ...) whose page, if it has one, was made here."""
+    directory, number = out, 1
+    while (directory / "README.md").exists() and not (directory / PIECES).exists():
+        number += 1
+        directory = out.with_name(f"{out.name}-{number}")
+    return directory
+
+
 def keep(outcome: Outcome, made: Path, order: Sequence[str], here: Environment, out: Path) -> None:
     """Add an outcome, and its files in `made`, to those in `out`, and write its page anew, in the order of `order`."""
     every = kept(out)
-    if outcome.result not in TAKE_NO_PLACE or every.get(outcome.piece, outcome).result in TAKE_NO_PLACE:
+    earlier = every.get(outcome.piece)
+    taken = bool(_files(outcome.piece, out)) if earlier is None else earlier.result not in TAKE_NO_PLACE
+    if outcome.result not in TAKE_NO_PLACE or not taken:
         every[outcome.piece] = outcome
         for path in _files(outcome.piece, out):
             path.unlink()

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bench.gpu.environment import Environment, environment
-from bench.gpu.outcomes import FAILURES, STOPPED, Outcome, keep
+from bench.gpu.outcomes import FAILURES, STOPPED, Outcome, keep, own_directory
 from bench.gpu.parts import ROOT, Piece, pieces
 from bench.gpu.processes import end_session
 from dagrl.cli import BENCHES
@@ -55,7 +55,7 @@ def main() -> int:
             print(f"{piece.part:20} {piece.name:28} {_obstacle(piece, here)}")
         return 0
     _require_torch(here)
-    out = options.out or ROOT / "bench" / "results" / here.slug / datetime.now(UTC).strftime("%Y-%m-%d")
+    out = own_directory(options.out or ROOT / "bench" / "results" / here.slug / datetime.now(UTC).strftime("%Y-%m-%d"))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -31,9 +31,9 @@ def test_rows_tell_what_an_update_takes_and_how_long_it_stops_generation() -> No
         [measured(2.0, update=0.5, pause=0.01, refit=0.3), measured(2.0, update=0.7, pause=0.04, refit=0.3)],
         [measured(2.0, update=0.9, pause=0.02, refit=0.3)],
     ]
-    for result in (compare.as_result(CONFIG, IN_FLIGHT, rounds, None), step.as_result(CONFIG, IN_FLIGHT, rounds, None)):
+    for result in (compare.as_result(CONFIG, IN_FLIGHT, rounds), step.as_result(CONFIG, IN_FLIGHT, rounds, None)):
         assert result.update_pause_s == 0.04, "the longest of all"
-    assert compare.as_result(CONFIG, IN_FLIGHT, rounds, None).update_s == 0.7
+    assert compare.as_result(CONFIG, IN_FLIGHT, rounds).update_s == 0.7
     assert step.as_result(CONFIG, IN_FLIGHT, rounds, None).update_s == pytest.approx((0.6 + 0.9) / 2)
 
 
@@ -41,6 +41,9 @@ def test_plain_calls_stop_generation_for_their_whole_refit(capsys: pytest.Captur
     rounds = {step.PLAIN: [[measured(4.0, refit=0.3)]], SYNC: [[measured(2.0, update=0.021, pause=0.006, refit=0.02)]]}
     plain, sync = compare.as_results(CONFIG, rounds)
     assert (plain.update_s, plain.update_pause_s, sync.update_pause_s, sync.times_plain) == (0.0, 0.3, 0.006, 2.0)
+    reordered = compare.as_results(CONFIG, dict(reversed(rounds.items())))
+    assert [row.times_plain for row in reordered] == [2.0, 1.0], "of plain calls, whatever was measured first"
+    assert [row.times_plain for row in compare.as_results(CONFIG, {SYNC: rounds[SYNC]})] == [None]
     compare.print_table([plain, sync])
     table = capsys.readouterr().out
     assert "pause" in table and "300" in table and " 21 " in table

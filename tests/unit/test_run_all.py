@@ -21,7 +21,7 @@ from bench import train
 from bench.gpu import run_all
 from bench.gpu.environment import Environment
 from bench.gpu.models import CHARACTERS
-from bench.gpu.outcomes import Outcome, keep, kept
+from bench.gpu.outcomes import Outcome, keep, kept, own_directory
 from bench.gpu.parts import ROOT, Piece, pieces
 from bench.gpu.run_all import _wanted, run_piece, with_what_is_installed
 from bench.gpu.runs import run_tables
@@ -341,6 +341,23 @@ time.sleep(60)
     monkeypatch.setattr(sys, "argv", ["run_all", "--out", "/proc/none"])
     with pytest.raises(SystemExit, match=r"--out /proc/none: .*; name another directory"):
         run_all.main()
+
+
+def test_results_of_before_there_was_a_list_of_pieces_are_left_alone(tmp_path: Path) -> None:
+    """By what did not run to its end; and the next runs write beside a page that they did not make."""
+    (tmp_path / "refit.json").write_text('{"rows": [1]}')
+    made = tmp_path / "unfinished"
+    made.mkdir()
+    for result in ("left out", "missing", "STOPPED"):
+        keep(Outcome("refit", result), made, ["refit"], HERE, tmp_path)
+        assert (tmp_path / "refit.json").exists()
+    directory = tmp_path / "2026-11-23"
+    assert own_directory(directory) == directory
+    directory.mkdir()
+    (directory / "README.md").touch()
+    assert own_directory(directory) == tmp_path / "2026-11-23-2"
+    (directory / "pieces.json").touch()
+    assert own_directory(directory) == directory
 
 
 def test_gpus_that_torch_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
