@@ -39,6 +39,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "logprob_batch_size": 1,
         "megatron_cfg": {"optimizer": {"use_distributed_optimizer": request.param}},
     }
+    torch._C._cuda_clearCublasWorkspaces()  # those of workers that other tests had in this process
     with single_worker(Config.model_validate({"name": "t", "algorithm": "sft", "data": {}, "policy": policy})) as worker:
         worker.train_step(BATCH, "sft")
         yield worker

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dagrl.config import Config
+from dagrl.deadline import Deadline
 from dagrl.layout import ParallelLayout
 from dagrl.refit.connect import connect_refit
 from dagrl.shapes import Batch
@@ -113,7 +114,8 @@ def test_refits_between_turns_on_one_gpu(cluster: None, tmp_path: Path, precisio
             if version > 1:
                 generation.call("wake_up", ["weights"])
             call_together(
-                [(train, "send_weights", [(version,)]), (generation, "receive_weights", [(version,)])], timeout_s=60
+                [(train, "send_weights", [(version,)]), (generation, "receive_weights", [(version,)])],
+                deadline=Deadline(60, "the test's limit"),
             )
             exported = tmp_path / f"exported{version}"
             train.call("export_hf", str(exported))
