@@ -7,8 +7,8 @@
 
 A row of the JSON file is one way of one case: seconds (median, 90th percentile) of the slowest rank from a common start
 until the last byte is in place, bytes that a generation rank holds, the share of the raw bandwidth of NCCL's point-to-point
-messages measured just before between the same pairs (not where both sides share a GPU), staging memory, how long a rank
-of generation stands still, and how many parameters were not what they must be.
+messages measured just before between the same pairs (of plain copies where both sides share a GPU), staging memory, how long
+a rank of generation stands still, and how many parameters were not what they must be.
 """
 
 from __future__ import annotations

@@ -21,7 +21,14 @@ import torch
 from bench.deadline import TIME_IS_UP, Deadline
 from bench.refit_cases import Case
 from bench.refit_control import Control
-from bench.refit_rivals import PACKED_BYTES, RAW_BYTES, Broadcast, raw_bytes_per_second
+from bench.refit_rivals import (
+    PACKED_BYTES,
+    RAW_BYTES,
+    Broadcast,
+    SharedBuffers,
+    copied_bytes_per_second,
+    raw_bytes_per_second,
+)
 from bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
 from bench.refit_truth import clear, fill, wrong
 from bench.refit_tune import best_way
@@ -183,7 +190,7 @@ class Rank:
         self.control.barrier()  # a side may have been built in a moment, the other not
         with self._channel(case) as channel:
             facts = {
-                **({} if case.colocated else self._raw(case, channel)),  # two processes on one GPU have no link
+                **self._raw(case, channel),
                 "holders": sorted({one for one in self.control.gather(side.holder)}),
             }
             if self.settings.tune and thorough and not self._tuned:
@@ -199,10 +206,12 @@ class Rank:
                     continue
                 with self._together(case, method):
                     self._refit(case, side, channel, method, verify, record, facts)
-        if not (thorough and self.settings.rivals) or case.fp8 or case.colocated:
+        if not (thorough and self.settings.rivals) or case.fp8:
             return
         has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
-        ways = [("broadcast a parameter", 0, False), ("packed broadcast", PACKED_BYTES, False)]
+        shared = ("shared buffer a parameter", "packed shared buffers")
+        names = shared if case.colocated else ("broadcast a parameter", "packed broadcast")
+        ways = [(names[0], 0, False), (names[1], PACKED_BYTES, False)]
         if "num_experts" in case.config:
             ways = ways[:1]  # 18,867 parameters: calls of a loader would take minutes, packing some seconds to prepare
         elif has_loader:
@@ -214,11 +223,14 @@ class Rank:
                 self._broadcast(case, side, method, size, load, facts)
 
     def _raw(self, case: Case, channel: Channel) -> dict[str, Any]:
-        """What the channel's messages reach between the pairs that carry most."""
+        """What the channel's messages reach between the pairs that carry most; on one GPU, what copies on it reach."""
         half = case.train.world_size
         pairs = {rank: half + rank % case.tp for rank in range(half)}
         sizes = RAW_BYTES if self.device.type == "cuda" else (1 << 20,)
-        raw = raw_bytes_per_second(channel, self.control, pairs, self.device, sizes)
+        if case.colocated:
+            raw = copied_bytes_per_second(self.control, self.device, sizes)
+        else:
+            raw = raw_bytes_per_second(channel, self.control, pairs, self.device, sizes)
         return {
             "raw_gb_per_s": max(raw.values()) / 1e9,
             "raw_by_message_bytes": {str(size): rate / 1e9 for size, rate in raw.items()},
@@ -309,7 +321,8 @@ class Rank:
         return float(first.elapsed_time(last)) / 1e3  # type: ignore[no-untyped-call]
 
     def _broadcast(self, case: Case, side: Side, method: str, size: int, load: bool, facts: Mapping[str, Any]) -> None:
-        broadcast = Broadcast(case, side, self.control, self.device, size, load)
+        kind = SharedBuffers if case.colocated else Broadcast
+        broadcast = kind(case, side, self.control, self.device, size, load)
         try:
             self._time(case, method, side, broadcast.run, {**facts, "staging_bytes": broadcast.buffer_bytes}, few=True)
         finally:

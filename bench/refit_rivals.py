@@ -2,7 +2,8 @@
 
 A parameter is broadcast by the rank that holds most of it, so that only what tensor parallelism cut is gathered before;
 every receiver gets the whole model. Then either vLLM's `load_weights` puts it in its place, as its examples do, or, kinder
-than what is in use, prepared copies of slices. Calls from a driver for each parameter, usual too, are left out.
+than what is in use, prepared copies of slices. Calls from a driver for each parameter, usual too, are left out. Where both
+sides share a GPU the link is the GPU's own memory, and buffers that both map by CUDA IPC take the place of broadcasts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from bench.refit_cases import Case
 from bench.refit_control import Control
@@ -50,6 +52,25 @@ def raw_bytes_per_second(
     return found
 
 
+def copied_bytes_per_second(control: Control, device: torch.device, sizes: Sequence[int] = RAW_BYTES) -> dict[int, float]:
+    """For each size: bytes a second that rank 0 copies on the device while the others wait."""
+    found: dict[int, float] = {}
+    for size in sizes:
+        there, here = (torch.empty(size if control.rank == 0 else 0, dtype=torch.uint8, device=device) for _ in range(2))
+        count = max(1, min(_IN_A_ROW, 16 * size) // size)
+
+        def carry(there: torch.Tensor = there, here: torch.Tensor = here, count: int = count) -> None:
+            for _ in range(count):
+                there.copy_(here)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        taken = control.seconds(carry, rounds=5, warmup=2)
+        found[size] = size * count / taken[len(taken) // 2]
+        del there, here
+    return found
+
+
 @dataclass
 class _Bundle:
     """Whole parameters that one rank sends to all, side by side in one buffer of `elements`."""
@@ -81,12 +102,7 @@ class Broadcast:
     def __init__(
         self, case: Case, side: Side, control: Control, device: torch.device, bundle_bytes: int = 0, load: bool = False
     ) -> None:
-        from cupy.cuda import nccl
-
-        self._nccl, self._rank, self._control = nccl, control.rank, control
-        unique = control.gather(nccl.get_unique_id() if control.rank == 0 else None)[0]
-        self._communicator = nccl.NcclCommunicator(control.size, unique, control.rank)
-        self._senders = case.train.world_size
+        self._rank, self._control, self._senders = control.rank, control, case.train.world_size
         self._load = side.model.load_weights if load and self._is_receiver else None
         bundles = _bundles(case, bundle_bytes)
         slots = 2 if bundle_bytes else 1
@@ -94,12 +110,20 @@ class Broadcast:
         self._buffers = [torch.empty(largest, dtype=torch.bfloat16, device=device) for _ in range(slots)]
         gathers = not self._is_receiver and any(holder != one.root for one in bundles for holder, *_ in one.pieces)
         self._scratch = [torch.empty(largest if gathers else 0, dtype=torch.bfloat16, device=device) for _ in range(slots)]
-        self._streams = [torch.cuda.Stream(device) for _ in range(slots)]  # type: ignore[no-untyped-call]
+        self._connect(device)
         held = {id(one): one for one in expand(side.slices)} if self._is_receiver else {}
         by_name: dict[str, list[WeightSlice]] = defaultdict(list)
         for one in held.values():
             by_name[(case.aliases or {}).get(one.name, one.name)].append(one)
         self._bound = [self._bind(bundle, side, by_name, number % slots) for number, bundle in enumerate(bundles)]
+
+    def _connect(self, device: torch.device) -> None:
+        from cupy.cuda import nccl
+
+        self._nccl = nccl
+        unique = self._control.gather(nccl.get_unique_id() if self._rank == 0 else None)[0]
+        self._communicator = nccl.NcclCommunicator(self._control.size, unique, self._rank)
+        self._streams = [torch.cuda.Stream(device) for _ in self._buffers]  # type: ignore[no-untyped-call]
 
     @property
     def _is_receiver(self) -> bool:
@@ -159,6 +183,10 @@ class Broadcast:
                 _copy(places, live)
                 communicator.send(buffer.data_ptr(), buffer.nbytes, nccl.NCCL_UINT8, peer, stream)
         communicator.bcast(bound.message.data_ptr(), bound.message.nbytes, nccl.NCCL_UINT8, bound.root, stream)
+        self._put(bound)
+
+    def _put(self, bound: _Bound) -> None:
+        """A receiver's part: from the buffer to where it is read."""
         _copy(*bound.unpacks)
         if self._load is not None:
             self._load(bound.loads)
@@ -167,6 +195,37 @@ class Broadcast:
         """Give everything back."""
         torch.cuda.synchronize()
         self._communicator.destroy()
+
+
+class SharedBuffers(Broadcast):
+    """The same between one train and one generation worker on one GPU: the first packs, the second maps the buffers by
+    torch's CUDA IPC. They wait for each other once a bundle, so that one packs while the other unpacks."""
+
+    def _connect(self, device: torch.device) -> None:
+        shared = None if self._is_receiver else [reduce_tensor(buffer) for buffer in self._buffers]
+        handles = self._control.gather(shared)[0]
+        if self._is_receiver:
+            assert handles is not None
+            self._buffers = [rebuild(*arguments) for rebuild, arguments in handles]
+
+    def run(self) -> None:
+        """Carry the whole model; returns when it has arrived on this rank."""
+        for bound in self._bound:
+            if not self._is_receiver:
+                _copy(*bound.packs)
+                torch.cuda.synchronize()
+            self._control.barrier()
+            if self._is_receiver:
+                self._put(bound)
+                torch.cuda.synchronize()
+        self._control.barrier()
+
+    def close(self) -> None:
+        """Let go of the buffers, the receiver first."""
+        if self._is_receiver:
+            self._bound, self._buffers = [], []
+            torch.cuda.ipc_collect()
+        self._control.barrier()
 
 
 def _bundles(case: Case, limit: int) -> list[_Bundle]:
