@@ -33,13 +33,12 @@ from bench.refit_sides import Side, described_side, leave_vllm, megatron_side, v
 from bench.refit_truth import clear, fill, wrong
 from bench.refit_tune import best_way
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.channels.ipc import SLOTS
+from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.connect import ChannelKind
 from dagrl.refit.fastest import TRIALS
 from dagrl.refit.moves import move_bytes
-from dagrl.refit.plan import IPC_BUCKET_BYTES
 from dagrl.refit.run import Record
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.verify import Verify
@@ -245,8 +244,9 @@ class Rank:
             case.destinations(),
             dtype="bfloat16",
             aliases=case.aliases,
-            bucket_bytes=self.settings.bucket_bytes or (IPC_BUCKET_BYTES if case.colocated else None),
+            bucket_bytes=self.settings.bucket_bytes,
             direct_bytes=self.settings.direct_bytes,
+            mailboxes=case.colocated,
         )
         mine, planned = plan.for_rank(self.rank), time.perf_counter()
         end: RefitSender | RefitReceiver
@@ -256,7 +256,7 @@ class Rank:
             end = RefitReceiver(mine, side.tensors, channel, verify, record)
         prepared = time.perf_counter()
         spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
-        mailboxes = SLOTS * max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
+        mailboxes = MAILBOX_SLOTS * max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
 
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)

@@ -99,13 +99,15 @@ class Broadcast:
     With `load` receivers give what came to their model's `load_weights`.
     """
 
+    _least_slots = 1
+
     def __init__(
         self, case: Case, side: Side, control: Control, device: torch.device, bundle_bytes: int = 0, load: bool = False
     ) -> None:
         self._rank, self._control, self._senders = control.rank, control, case.train.world_size
         self._load = side.model.load_weights if load and self._is_receiver else None
         bundles = _bundles(case, bundle_bytes)
-        slots = 2 if bundle_bytes else 1
+        slots = 2 if bundle_bytes else self._least_slots
         largest = max(bundle.elements for bundle in bundles)
         self._buffers = [torch.empty(largest, dtype=torch.bfloat16, device=device) for _ in range(slots)]
         gathers = not self._is_receiver and any(holder != one.root for one in bundles for holder, *_ in one.pieces)
@@ -200,6 +202,8 @@ class Broadcast:
 class SharedBuffers(Broadcast):
     """The same between one train and one generation worker on one GPU: the first packs, the second maps the buffers by
     torch's CUDA IPC. They wait for each other once a bundle, so that one packs while the other unpacks."""
+
+    _least_slots = 2
 
     def _connect(self, device: torch.device) -> None:
         shared = None if self._is_receiver else [reduce_tensor(buffer) for buffer in self._buffers]

@@ -22,7 +22,7 @@ from dagrl.imports import did_you_mean
 from dagrl.layout import ParallelLayout
 from dagrl.model_init import load_tokenizer, model_description, token_count
 from dagrl.preflight import check_model, load_phase, trace_phases, worker_classes
-from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, no_collections, plan_refit
+from dagrl.refit.plan import TIED_HEAD, RefitPlan, no_collections, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
 
@@ -112,10 +112,11 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
         dtype=config.policy.precision,
         target_dtype=generation_dtype(config),
         aliases=TIED_HEAD if hf_config.get("tie_word_embeddings") else None,
-        bucket_bytes=config.refit.bucket_bytes or (IPC_BUCKET_BYTES if shared else None),
+        bucket_bytes=config.refit.bucket_bytes,
         hosts=None if shared else _hosts(config, len(sources), len(destinations)),
         replicate_in_host=config.refit.replicate_in_host,
         speeds=LinkSpeeds.of_config(config.refit),
+        mailboxes=shared,
     )
 
 
@@ -183,5 +184,5 @@ def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
     train = layouts(config)["train"].world_size
-    text = plan.summary(mailboxes=is_colocated(config)).text(LinkSpeeds.of_config(config.refit))
+    text = plan.summary().text(LinkSpeeds.of_config(config.refit))
     return f"{text}\n  the first {train} ranks are train workers, the others generation workers"

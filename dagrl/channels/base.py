@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+MAILBOX_SLOTS = 2
+"""Messages that a mailbox holds, of a channel that has them (`ipc.py`): one is written while another is read."""
+
 
 @dataclass(frozen=True)
 class ChannelSpec:

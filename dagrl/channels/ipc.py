@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import ChannelSpec, as_bytes, cannot_join, check_message, open_store
+from dagrl.channels.base import MAILBOX_SLOTS, ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
 from dagrl.errors import ChannelError
 from dagrl.executors.futex import fence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLOTS = 2
 _WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 4
 """Columns of the table, one row for each ordered pair: messages, the sender's newest mailbox, and the one that is mapped."""
 _SPIN_S, _PAUSE_S, _LOOK_S = 2e-3, 5e-5, 0.1  # wait without a pause, with one, and look after the peer's process
@@ -124,10 +123,10 @@ class IpcChannel:
     def _send(self, tensors: Sequence[torch.Tensor], peer: int) -> IpcPending:
         row = self._row(self.spec.rank, peer)
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        if peer not in self._outgoing or len(self._outgoing[peer].bytes) < SLOTS * nbytes:
+        if peer not in self._outgoing or len(self._outgoing[peer].bytes) < MAILBOX_SLOTS * nbytes:
             self._make_mailbox(peer, row, nbytes, tensors[0].device)
         number = int(self._table[row, _WRITTEN])
-        self._wait_until(lambda: number - int(self._table[row, _READ]) < SLOTS, peer, f"taking {nbytes} bytes from")
+        self._wait_until(lambda: number - int(self._table[row, _READ]) < MAILBOX_SLOTS, peer, f"taking {nbytes} bytes from")
         for tensor, place in zip(tensors, _places(self._outgoing[peer], number, tensors), strict=True):
             place.copy_(as_bytes(tensor))
         self._finish_copies(tensors[0].device)
@@ -225,7 +224,7 @@ class IpcChannel:
         if peer in self._outgoing:
             self._outgrow(peer, row)
         self._free_outgrown()
-        segment = self._outgoing[peer] = create_segment(SLOTS * nbytes, device)
+        segment = self._outgoing[peer] = create_segment(MAILBOX_SLOTS * nbytes, device)
         count = int(self._table[row, _MAILBOX]) + 1
         self._publish(f"mailbox/{row}/{count}", segment.handle)
         self._table[row, _MAILBOX] = count
@@ -369,7 +368,7 @@ def _by_peer(messages: Sequence[tuple[torch.Tensor, int]]) -> dict[int, list[tor
 
 def _places(segment: Segment, number: int, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Where in the slot of message `number` the bytes of each of `tensors` are."""
-    start = number % SLOTS * (len(segment.bytes) // SLOTS)
+    start = number % MAILBOX_SLOTS * (len(segment.bytes) // MAILBOX_SLOTS)
     for tensor in tensors:
         yield segment.bytes[start : start + tensor.nbytes]
         start += tensor.nbytes

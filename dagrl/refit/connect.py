@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from dagrl.channels.base import ChannelSpec
 from dagrl.deadline import Deadline
 from dagrl.errors import RefitPlanError
-from dagrl.refit.plan import IPC_BUCKET_BYTES, TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
 from dagrl.worker_group import WorkerGroup, call_together, free_address
@@ -51,10 +51,11 @@ def connect_refit(
         dtype=dtype,
         target_dtype=target_dtype,
         aliases=TIED_HEAD if tied_embeddings else None,
-        bucket_bytes=bucket_bytes or (IPC_BUCKET_BYTES if kind == "ipc" else None),
+        bucket_bytes=bucket_bytes,
         hosts=hosts,
         replicate_in_host=replicate_in_host,
         speeds=speeds,
+        mailboxes=kind == "ipc",
     )
     logger.debug("refit plan: %s", plan.summary())
     deadline = Deadline(timeout_s, "timeouts.start_s")

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.errors import RefitPlanError
 from dagrl.refit.block_moves import BlockMoves
 from dagrl.refit.cover import (
@@ -48,8 +49,9 @@ PAIR_BUCKET_BYTES = 512 << 20
 beginning takes as long as 10 MB over NVLink. Only there is a bucket a group of messages: among more ranks NCCL gives those
 under 256 MB half of its channels, in groups too (4B from TP2 to TP2 took 16.2 ms so in place of 12.4, four H200)."""
 NEVER_DIRECT = sys.maxsize
-IPC_BUCKET_BYTES = 16 << 20
-"""Default bucket between processes that share GPUs: a sender keeps two for each receiver, in memory that engines want."""
+MAILBOXES_BYTES = 1 << 30
+"""What the mailboxes of a sender may take. Where processes share a GPU, a bucket costs two changes between them, 0.3 ms, in
+which 500 MB could be copied: there buckets are as large as that allows."""
 BLOCKS = 4
 """Into how many blocks what an end may stage of a bucket is cut at least where buckets may be larger, to fill them."""
 BUCKETS = 8
@@ -79,13 +81,17 @@ class PlannedBucket:
 
 @dataclass(frozen=True, eq=False)
 class RefitPlan:
-    """A whole refit. `sources` and `destinations` count the ranks of each side; `buckets` are in the order of rounds."""
+    """A whole refit. `sources` and `destinations` count the ranks of each side; `buckets` are in the order of rounds.
+
+    `mailboxes`: over a channel whose senders have some, which count as staging.
+    """
 
     sources: int
     destinations: int
     digest: str
     buckets: tuple[PlannedBucket, ...]
     hosts: tuple[int, ...]
+    mailboxes: bool
     _moves: BlockMoves = field(repr=False)
     _of_rank: dict[int, list[PlannedBucket]] = field(repr=False, default_factory=lambda: defaultdict(list))
 
@@ -108,11 +114,11 @@ class RefitPlan:
         receives = tuple(bucket for bucket in mine if bucket.destination == rank)
         return RankPlan(rank, self.size, self.digest, sends, receives)
 
-    def summary(self, *, mailboxes: bool = False) -> PlanSummary:
-        """Bytes per pair and link, balance, staging memory, time; `mailboxes`: over a channel that has some."""
+    def summary(self) -> PlanSummary:
+        """Bytes per pair and link, balance, staging memory, time."""
         messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
         copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
-        return PlanSummary(messages, copied, self.sources, self.destinations, self.hosts, mailboxes)
+        return PlanSummary(messages, copied, self.sources, self.destinations, self.hosts, self.mailboxes)
 
     def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
         relay = bucket.source >= self.sources
@@ -132,6 +138,7 @@ def plan_refit(
     replicate_in_host: bool = True,
     speeds: LinkSpeeds | None = None,
     direct_bytes: int | None = None,
+    mailboxes: bool = False,
 ) -> RefitPlan:
     """Plan the transfer of every box that `destinations[i]` describe from the ranks `sources[j]` that hold it.
 
@@ -141,7 +148,8 @@ def plan_refit(
     then sources on the same host are preferred, and with `replicate_in_host` a byte goes to each other host once, to one of
     the ranks there that want it, which passes it on to the rest. `speeds` are what messages are ordered for. What lies in
     one piece and has at least `direct_bytes` is a message of its own, straight from and into tensors (None: `DIRECT_BYTES`
-    between two ranks in a host, else only what fills a bucket alone).
+    between two ranks in a host and with `mailboxes`, else only what fills a bucket alone). `mailboxes`: the plan is for a
+    channel whose messages pass through memory of the sender's (`channels/ipc.py`).
 
     Raises RefitPlanError naming the parameter when only one side has it, when shapes differ, when a part of it is held by
     no source, when an element would be written twice, when dtypes cannot be cast, or when FP8 blocks would be cut.
@@ -155,19 +163,25 @@ def plan_refit(
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
     pair = len(sources) + len(destinations) == 2 and (hosts is None or len(set(hosts)) == 1)
-    largest = PAIR_BUCKET_BYTES if pair else BUCKET_BYTES[1]
-    limit = bucket_bytes or min(max(BUCKET_BYTES[0], most // BUCKETS), largest)
+    limit = bucket_bytes or _largest_bucket(most, pair, len(destinations) if mailboxes else 0)
     staged = bucket_bytes or min(limit, BUCKET_BYTES[1])
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
     if direct_bytes is None:
-        direct_bytes = DIRECT_BYTES if pair else NEVER_DIRECT
+        direct_bytes = DIRECT_BYTES if pair or mailboxes else NEVER_DIRECT
     limits = Limits(limit, staged, direct_bytes)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
     with no_collections():
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
         buckets = planner.buckets()
     digest = _digest(held, wanted, buckets, (dtype, aliases, limits, replicate_in_host))
-    return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), planner.moves)
+    return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), mailboxes, planner.moves)
+
+
+def _largest_bucket(most: int, pair: bool, receivers_with_mailboxes: int) -> int:
+    """Of a destination that gets `most` bytes, where nothing else is asked for."""
+    if receivers_with_mailboxes:
+        return min(PAIR_BUCKET_BYTES, MAILBOXES_BYTES // (MAILBOX_SLOTS * receivers_with_mailboxes))
+    return min(max(BUCKET_BYTES[0], most // BUCKETS), PAIR_BUCKET_BYTES if pair else BUCKET_BYTES[1])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.refit.order import simulate
 from dagrl.refit.schedule import LinkSpeeds, Pair
 
@@ -39,7 +40,7 @@ class PlanSummary:
 
     @property
     def staging_bytes(self) -> int:
-        """The most that a rank needs: twice what it packs and unpacks of a bucket, and two in the mailbox of each receiver.
+        """The most that a rank needs: twice what it packs and unpacks of a bucket, and the mailbox of each receiver.
 
         Tensors that do not have their elements in order take more, and so does `verify: bitwise` for a while: two of the
         largest buckets that come.
@@ -55,7 +56,7 @@ class PlanSummary:
             found[rank] += 2 * nbytes
         if self.mailboxes:
             for (sender, _), nbytes in boxes.items():
-                found[sender] += 2 * nbytes
+                found[sender] += MAILBOX_SLOTS * nbytes
         return max(found.values(), default=0)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, get_args
@@ -255,6 +255,21 @@ def test_buckets_are_bounded_and_summary_adds_up() -> None:
     assert summary.staging_bytes <= 2 * 4096
     assert str(summary).startswith(f"refit of {sum(summary.received) / 1e6:.3f} MB from 2 to 2 ranks")
     assert len(str(summary).splitlines()) == 4 + len(summary.pairs)
+
+
+@pytest.mark.parametrize(("ranks", "largest", "rows"), [(1, 512 << 20, 2048), (2, 256 << 20, 256), (8, 64 << 20, 256)])
+def test_mailboxes_take_a_gibibyte_of_a_sender(ranks: int, largest: int, rows: int) -> None:
+    """2 GiB for each receiver, in buckets as large as that allows, of which a mailbox holds two."""
+    box = ((0, rows), (0, 8192))
+    whole = [WeightSlice(f"p{number}", box, f"p{number}", box) for number in range((2 << 30) // (rows * 16384))]
+    plan = plan_refit([whole] * ranks, [whole] * ranks, dtype="bfloat16", mailboxes=True)
+    boxes: dict[tuple[int, int], int] = defaultdict(int)
+    for bucket in plan.buckets:
+        boxes[bucket.source, bucket.destination] = max(boxes[bucket.source, bucket.destination], bucket.nbytes)
+    assert 0.9 * largest < max(boxes.values()) <= largest
+    for sender in range(ranks):
+        assert sum(2 * nbytes for (source, _), nbytes in boxes.items() if source == sender) <= 1 << 30
+    assert plan.summary().staging_bytes >= max(2 * nbytes for nbytes in boxes.values())
 
 
 def test_the_same_input_gives_the_same_plan() -> None:
