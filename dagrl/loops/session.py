@@ -1,14 +1,13 @@
 """What every loop stands on: a run whose workers are up and whose phases are compiled (`start.py` makes it so).
 
-A loop replays phases through its session, which counts where the time goes, records steps and saves checkpoints.
+A loop replays phases through its session, which has their time counted, records steps and saves checkpoints.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,18 +22,16 @@ from dagrl.config import Config
 from dagrl.config.settings import is_colocated, layouts
 from dagrl.errors import ConfigError
 from dagrl.loops.colocated import SharedDevices
+from dagrl.loops.replay_times import Counted, ReplayTimes
 from dagrl.loops.saving import CheckpointSaver, require_shared
 from dagrl.loops.stop import StopSignal
 from dagrl.preflight import Inputs, load_phase
-from dagrl.replay import Replay, ReplayTiming, computing_s
+from dagrl.replay import Replay, ReplayTiming
 from dagrl.scheduler import Scheduler
 from dagrl.shapes import Batch
 from dagrl.telemetry.metrics import (
     GRAD_NORM,
-    IDLE,
-    QUANTUM_OVERHEAD,
     SKIPPED_STEPS,
-    STEP_OVERHEAD,
     TIMING,
     TOKENS_PER_SEC,
     TOKENS_PER_SEC_PER_GPU,
@@ -53,20 +50,6 @@ logger = logging.getLogger(__name__)
 
 TRACE_PERIOD = 20
 """Steps between two collections of the workers' trace events."""
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A replay that a step counts: how long the workers of each of its roles were at it, a mean over shards.
-
-    `overhead_s` is the time in which no worker on its longest path was computing, since they had ended what came before.
-    """
-
-    phase: str  # its name in `phases`
-    roles: tuple[str, ...]
-    timing: ReplayTiming
-    busy_s: float
-    overhead_s: float
 
 
 @dataclass
@@ -93,21 +76,18 @@ class Session:
     step: int = 0
     saved_step: int = 0
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
-    counted: list[Counted] = field(default_factory=list)  # since the last lap
-    free: dict[str, float] = field(default_factory=dict)  # since when each role's workers may have waited for the driver
-    latest: dict[str, float] = field(default_factory=dict)  # when the last replay of each role was submitted that was read
-    ahead: dict[str, float] = field(default_factory=dict)  # busy seconds that laps have yet to count, by metric
-    before: list[Counted] = field(default_factory=list)  # what the last lap counted
     savers: list[Callable[[Path], None]] = field(default_factory=list)
     shared: SharedDevices | None = None  # where train and generation workers share their GPUs
+    replay_times: ReplayTimes = field(default_factory=ReplayTimes)
+    saver: CheckpointSaver = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.saver = CheckpointSaver(self.config, self.store, self.train)
 
     def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
         """Give `roles` the memory they compute with; replays do so themselves, other calls of workers need it before."""
         if self.shared is not None:
             self.shared.give_to(roles, keep_generation_weights=keep_generation_weights)
-
-    def __post_init__(self) -> None:
-        self.saver = CheckpointSaver(self.config, self.store, self.train)
 
     def replay(self, name: str, value: object) -> Any:
         """Replay the phase `phases.<name>`, wait for it, and count its time and overhead."""
@@ -136,65 +116,23 @@ class Session:
         return result, self.count(name, replay.timing, busy_s(result) if busy_s else None)
 
     def count(self, name: str, timing: ReplayTiming, busy_s: float | None = None) -> Counted:
-        """Count a replay in this step; `busy_s` as in `Counted`, by default the longest path's."""
-        roles = load_phase(self.config.phases, name).roles
-        overhead_s = self._overhead(roles, timing)
-        counted = Counted(name, tuple(roles), timing, timing.mean_busy_s if busy_s is None else busy_s, overhead_s)
-        self.counted.append(counted)
-        return counted
-
-    def _overhead(self, roles: Collection[str], timing: ReplayTiming) -> float:
-        """See `Counted`. Replays of one role run in the order of their submission: a quantum that is read after the refit
-        behind it had ended before that, and how much later it is read says nothing of its workers."""
-        if timing.started < max(self.latest.get(role, 0.0) for role in roles):
-            return 0.0
-        overhead_s = timing.overhead_s(max(self.free.get(role, 0.0) for role in roles))
-        self.free.update(dict.fromkeys(roles, timing.finished))
-        self.latest.update(dict.fromkeys(roles, timing.started))
-        return overhead_s
+        """Count a replay of `phases.<name>` in this step; see `ReplayTimes.count`."""
+        return self.replay_times.count(name, load_phase(self.config.phases, name).roles, timing, busy_s)
 
     def attend(self, role: str) -> None:
-        """The driver was at something else until now; that a role waited for it is no overhead of what it replays."""
-        self.free[role] = time.perf_counter()
+        """See `ReplayTimes.attend`."""
+        self.replay_times.attend(role)
 
     def lap(self, tokens: int) -> dict[str, float]:
-        """Timing metrics of the step that ends here, in which `tokens` tokens were trained on.
-
-        `replay_overhead_s` is the time of its replays in which no worker on the longest path was computing, and
-        `perf/step_overhead_s` all such time of the step, whatever the driver was at; `idle/<role>` is the share of the step
-        in which the workers of a role ran no phase, a mean over its shards.
-        """
+        """Timing metrics of the step that ends here, in which `tokens` tokens were trained on; see `ReplayTimes.lap`."""
         times = self.clock.lap()
         total = times[TIMING + "total"]
-        counted, self.counted = self.counted, []
-        batches = [replay.timing.padding_share for replay in counted if replay.timing.padding_share is not None]
         return {
-            **_generation_timing(counted),
             **times,
-            **{f"{IDLE}{group.role.name}": self._idle(group.role.name, counted, total) for group in self.groups},
+            **self.replay_times.lap(total, [group.role.name for group in self.groups]),
             TOKENS_PER_SEC: tokens / total,
             TOKENS_PER_SEC_PER_GPU: tokens / total / devices_of(self.config),
-            "replays": float(len(counted)),
-            STEP_OVERHEAD: self._step_overhead(counted, total),
-            "replay_overhead_s": sum(replay.overhead_s for replay in counted),
-            "padding_share": sum(batches) / len(batches) if batches else 0.0,
         }
-
-    def _idle(self, role: str, counted: Sequence[Counted], total: float) -> float:
-        """What replays read in this step did in the one before counts here; more than the step is long, in the next one."""
-        return self._left(IDLE + role, sum(replay.busy_s for replay in counted if role in replay.roles), total) / total
-
-    def _step_overhead(self, counted: list[Counted], total: float) -> float:
-        """As `_idle`, of all roles together."""
-        before, both = ([replay.timing for replay in replays] for replays in (self.before, self.before + counted))
-        self.before = counted
-        return self._left(STEP_OVERHEAD, computing_s(both) - computing_s(before), total)
-
-    def _left(self, metric: str, busy: float, total: float) -> float:
-        """What is left of a step's time; busy seconds that it has no room for count in the next one."""
-        busy += self.ahead.get(metric, 0.0)
-        self.ahead[metric] = max(0.0, busy - total)
-        return max(0.0, total - busy)
 
     def train_on(self, phase: str, batch: Batch) -> dict[str, float]:
         """Replay a training (or evaluation) phase on a global batch; metrics over all shards."""
@@ -328,13 +266,6 @@ def _end_of_plotting(plotted: Future[None]) -> None:
         plotted.result()
     except Exception as error:
         logger.warning("the run is not plotted: %s: %s", type(error).__name__, error)
-
-
-def _generation_timing(counted: Sequence[Counted]) -> dict[str, float]:
-    """What quanta cost beside the engines' own time."""
-    quanta = [replay for replay in counted if replay.phase == "generate"]
-    engines, overhead = sum(replay.timing.busy_s for replay in quanta), sum(replay.overhead_s for replay in quanta)
-    return {QUANTUM_OVERHEAD: overhead / (engines + overhead)} if engines else {}
 
 
 def devices_of(config: Config) -> int:

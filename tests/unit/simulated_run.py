@@ -29,7 +29,7 @@ from dagrl.generation import FinishedRequest, Progress, pack_generated, steps_of
 from dagrl.layout import ParallelLayout
 from dagrl.loops import async_grpo, experience, grpo
 from dagrl.loops.experience import ScoredGroup
-from dagrl.loops.session import Counted
+from dagrl.loops.replay_times import Counted
 from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
 from dagrl.replay import ReplayTiming

@@ -27,7 +27,7 @@ from dagrl.loops.batches import sample_keys
 from dagrl.loops.early import EarlyWork
 from dagrl.loops.experience import NextBatch, ScoredGroup
 from dagrl.loops.logprobs import chunk_buckets
-from dagrl.loops.session import Counted
+from dagrl.loops.replay_times import Counted
 from dagrl.replay import ReplayTiming
 from dagrl.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics

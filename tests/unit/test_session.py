@@ -21,7 +21,8 @@ from dagrl.errors import CheckpointError, ConfigError
 from dagrl.loops import grpo_step
 from dagrl.loops.dispatch import QuantumSize
 from dagrl.loops.grpo_step import _mean_pause, start_policy, with_logprobs
-from dagrl.loops.session import Counted, Session
+from dagrl.loops.replay_times import Counted, ReplayTimes
+from dagrl.loops.session import Session
 from dagrl.loops.start import REFERENCE, check_reference, naming_for_workers, run_session, stopping_where_responses_end
 from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
@@ -161,8 +162,8 @@ def timed_session(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Session:
     session = object.__new__(Session)
     groups = {name: SimpleNamespace(role=SimpleNamespace(name=name)) for name in ("train", "generation")}
     clock = SimpleNamespace(lap=lambda: {"timing_s/total": seconds}, measure=lambda name: nullcontext())
-    counts: dict[str, object] = {"counted": [], "before": [], "free": {}, "latest": {}, "ahead": {}}
-    for name, value in {"config": configuration(), "clock": clock, **counts, **groups}.items():
+    parts = {"config": configuration(), "clock": clock, "replay_times": ReplayTimes()}
+    for name, value in {**parts, **groups}.items():
         setattr(session, name, value)
     monkeypatch.setattr("dagrl.loops.session.devices_of", lambda config: 3)
     return session
@@ -234,7 +235,7 @@ def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead_of_quanta(last_s: flo
     """Quanta of 10 steps of 10 ms, 1 ms apart and two in flight: neither their overhead nor their size grows with them."""
     session, size = timed_session(monkeypatch, 10.0), QuantumSize(None, seconds=10.0, in_flight=2)
     engine, quanta = SimulatedEngine(session), deque[Submitted]()
-    monkeypatch.setattr("dagrl.loops.session.time.perf_counter", lambda: engine.now)
+    monkeypatch.setattr("dagrl.loops.replay_times.time.perf_counter", lambda: engine.now)
     for number in range(60):
         while len(quanta) < 2:
             quanta.append(engine.submit("generate", last_s if number % 6 in (2, 3) else 0.1))
