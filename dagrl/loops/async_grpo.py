@@ -19,8 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 from dagrl.loops.early import EarlyWork
-from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.experience import Experience
 from dagrl.loops.grpo_step import Metrics, begin_step, exposed, finish_step, learn, start_policy, update
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.session import Session
 from dagrl.rewards import RewardRunner
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from dagrl.advantages import group_advantages
 from dagrl.config import Config
 from dagrl.loops.episodes import Sample, token_rows
-from dagrl.loops.experience import ScoredGroup
 from dagrl.loops.logprobs import Columns, Key
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.rewards import shuffled
 from dagrl.shapes import Batch
 

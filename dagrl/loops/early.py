@@ -19,7 +19,7 @@ from typing import Self
 from dagrl.config.settings import samples_per_step
 from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.episodes import Episode, token_rows
-from dagrl.loops.experience import NextBatch, ScoredGroup
+from dagrl.loops.experience import NextBatch
 from dagrl.loops.logprobs import (
     NAMES,
     Columns,
@@ -31,6 +31,7 @@ from dagrl.loops.logprobs import (
     read_logprobs,
     submit_logprobs,
 )
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.replay import Replay

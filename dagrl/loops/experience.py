@@ -12,7 +12,6 @@ The synchronous and the asynchronous loop differ in nothing but when they call t
 from __future__ import annotations
 
 import logging
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -24,31 +23,20 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from dagrl.advantages import zero_variance_groups
-from dagrl.config import Config, Json
-from dagrl.config.settings import bucket_widths, generation_config
+from dagrl.config import Json
 from dagrl.data import Sampler
 from dagrl.data.tokenization import Prompt, digest_of
-from dagrl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.environments import EnvironmentRunner
 from dagrl.errors import RunError
 from dagrl.function_runner import Answers, split_answered
 from dagrl.loops.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.loops.rollout import Rollouts
+from dagrl.loops.scoring import FAILED, ZERO_VARIANCE, ScoredGroup, answered, mean_reward, scored_group, useless
 from dagrl.loops.session import Session
 from dagrl.loops.stop import StopRequestedError
 from dagrl.loops.trajectories import TrajectoryBuffer
-from dagrl.loops.trajectory_file import SavedGroup, read_trajectories, write_trajectories
-from dagrl.rewards import (
-    BoolArray,
-    FloatArray,
-    RewardRunner,
-    Rewards,
-    check_failures,
-    join_rewards,
-    overlong_penalty,
-    rewards_of,
-)
+from dagrl.loops.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
+from dagrl.rewards import RewardRunner, check_failures, join_rewards, rewards_of
 from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
 
 logger = logging.getLogger(__name__)
@@ -56,24 +44,7 @@ logger = logging.getLogger(__name__)
 VALIDATION_STREAM = 1 << 32
 """Numbers of validation groups start here; those of training groups count from 0."""
 
-ZERO_VARIANCE, FAILED = "zero_variance", "failed"
-"""Why dynamic sampling drops a group: equal rewards, or fewer than two samples that count."""
-
 WAIT_S = 1.0  # between two looks at the stop signal while there is nothing to generate
-
-
-@dataclass(frozen=True)
-class ScoredGroup:
-    """A group's samples with their rewards; `values` [n] are the rewards with what shaping added.
-
-    `counted` [n] is False for samples that the reward function or the environment failed for: they teach nothing.
-    """
-
-    group: RolloutGroup
-    samples: list[Sample]
-    rewards: Rewards
-    values: FloatArray
-    counted: BoolArray
 
 
 @dataclass(frozen=True)
@@ -229,7 +200,7 @@ class Experience:
         self._reward.check(rewards, may_all_fail=True)
         self._check_environment(samples, may_all_fail=True)
         return {
-            VALIDATION + "reward": _mean(rewards, samples),
+            VALIDATION + "reward": mean_reward(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
             **self._environment_failures(samples, VALIDATION + ENVIRONMENT_FAILURES.replace("/", "_")),
         }
@@ -248,7 +219,7 @@ class Experience:
         lengths = [len(sample.completion.tokens) for sample in samples]
         rewards = join_rewards([group.rewards for group in groups])
         return {
-            REWARD_MEAN: _mean(rewards, samples),
+            REWARD_MEAN: mean_reward(rewards, samples),
             "reward/failures": float(rewards.failed),
             **self._environment_failures(samples, ENVIRONMENT_FAILURES),
             "completion_tokens": float(np.mean(lengths)),
@@ -312,7 +283,7 @@ class Experience:
         config, version = self._session.config, self._session.step
         seeds = [episode.seed for episode in saved.group.episodes]
         limits = [one.max_new_tokens for one in new_group(self._session, number, key, prompt, seeds).episodes]
-        whole = saved.whole and _fits(config, prompt, saved.group, limits) and not _runs_across(config, version, saved.group)
+        whole = saved.whole and can_go_on(config, version, prompt, saved.group, limits)
         self.buffer.restart(number, saved.version if whole else self._session.step)
         if not whole:
             self._start(number, key)
@@ -337,8 +308,8 @@ class Experience:
         done, self._scoring = split_answered(self._scoring, lambda item: item.answers)
         config = self._session.config
         for item in done:
-            group = _scored_group(config, item, rewards_of(item.answers.result()))
-            if config.grpo.use_dynamic_sampling and (reason := _no_use(group)):
+            group = scored_group(config, item.group, item.samples, rewards_of(item.answers.result()))
+            if config.grpo.use_dynamic_sampling and (reason := useless(group)):
                 self._useless.append(group)
                 self.buffer.drop(item.group.number, reason)
             else:
@@ -353,7 +324,7 @@ class Experience:
         self._check_environment([sample for group in groups for sample in group.samples])
 
     def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:
-        failures = [sample.completion.failure for sample in samples if not _answered(sample)]
+        failures = [sample.completion.failure for sample in samples if not answered(sample)]
         limit, message = self._session.config.environment.max_failed_share, next(iter(failures), "")
         check_failures("environment", len(failures), len(samples), message, limit, may_all_fail=may_all_fail)
 
@@ -361,7 +332,7 @@ class Experience:
         """Samples that the environment failed for, as a metric; none where there is no environment."""
         if self._session.config.environment.function is None:
             return {}
-        return {name: float(sum(not _answered(sample) for sample in samples))}
+        return {name: float(sum(not answered(sample) for sample in samples))}
 
     def _check_yield(self) -> None:
         """End a run whose groups are all dropped, rather than generate for ever."""
@@ -369,7 +340,7 @@ class Experience:
         if len(self._useless) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
             scored = [*self._useless, *(group.payload for group in self.buffer.finished())]
             self._check_failures(scored)
-            reasons = Counter(_no_use(group) for group in self._useless)
+            reasons = Counter(useless(group) for group in self._useless)
             raise RunError(
                 f"{len(self._useless)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step = "
                 f"{config.num_prompts_per_step}, were dropped: {reasons[ZERO_VARIANCE]} because their rewards are equal "
@@ -378,73 +349,6 @@ class Experience:
                 "at most. Mend what is at fault, raise grpo.dynamic_sampling_max_gen_batches, or set "
                 "grpo.use_dynamic_sampling=false"
             )
-
-
-def _no_use(group: ScoredGroup) -> str:
-    """Why a group has nothing to learn from; "" where it has."""
-    if np.count_nonzero(group.counted) < 2:
-        return FAILED
-    return ZERO_VARIANCE if zero_variance_groups([group.rewards.values], [group.counted])[0] else ""
-
-
-def _scored_group(config: Config, item: _Scoring, rewards: Rewards) -> ScoredGroup:
-    values, shaping = rewards.values, config.grpo.reward_shaping
-    if shaping.enabled:
-        lengths = [sum(sample.completion.sampled) for sample in item.samples]  # an environment's words are not the policy's
-        values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
-    return ScoredGroup(item.group, item.samples, rewards, values, _counted(rewards, item.samples))
-
-
-def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
-    """Whether a sequence of a group has tokens of two versions, or would have once it went on, though none may."""
-    if config.grpo.async_grpo.in_flight_weight_updates:
-        return False
-    made = [set(episode.versions) | (set() if episode.finish_reason else {version}) for episode in group.episodes]
-    return any(len(versions) > 1 for versions in made)
-
-
-def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
-    """Whether this run can go on with what an earlier process made of a group, which may have been configured otherwise.
-
-    `limits`: the new tokens that a turn of each sequence may have here.
-    """
-    room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
-    lengths = [len(prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes]
-    turns = [
-        0 if episode.finish_reason or episode.awaiting else len(episode.tokens) - episode.turn_start
-        for episode in group.episodes
-    ]
-    if len(lengths) == wanted and max(lengths) <= room and all(map(operator.lt, turns, limits)):
-        return True
-    logger.warning(
-        "group %d of the checkpoint has %d sequences of up to %d tokens, %d of them in a turn under way, and this run makes "
-        "%d of up to %d, %d (grpo.num_generations_per_prompt, the largest bucket, policy.generation.max_new_tokens): it is "
-        "generated anew",
-        group.number,
-        len(lengths),
-        max(lengths),
-        max(turns),
-        wanted,
-        room,
-        max(limits),
-    )
-    return False
-
-
-def _answered(sample: Sample) -> bool:
-    """Whether the environment did not fail for it."""
-    return sample.completion.finish_reason != ENVIRONMENT_FAILED
-
-
-def _counted(rewards: Rewards, samples: Sequence[Sample]) -> BoolArray:
-    """Samples [n] that neither the reward function nor the environment failed for."""
-    return rewards.answered & np.array([_answered(sample) for sample in samples], np.bool_)
-
-
-def _mean(rewards: Rewards, samples: Sequence[Sample]) -> float:
-    """Mean reward of the samples that count; 0 if none does."""
-    counted = rewards.values[_counted(rewards, samples)]
-    return float(counted.mean()) if len(counted) else 0.0
 
 
 def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:

@@ -11,8 +11,9 @@ import time
 from dagrl.config import Config
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.early import EarlyWork
-from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.experience import Experience
 from dagrl.loops.grpo_step import begin_step, exposed, finish_step, grpo_plans, learn, start_policy, update
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
 from dagrl.loops.start import run_session

@@ -15,9 +15,10 @@ from dagrl.generation import FIRST_QUANTUM
 from dagrl.loops.batches import sample_keys, scored_batch, with_columns
 from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
 from dagrl.loops.early import Early
-from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.experience import Experience
 from dagrl.loops.logprobs import Columns, chunk_buckets, logprob_phases, logprobs_of
 from dagrl.loops.rollout import request_slots
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.session import Session
 from dagrl.loops.sft import sft_plans, train_buckets
 from dagrl.loops.start import REFERENCE, PhasePlan

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from dagrl.config import Json
+from dagrl.config import Config, Json
+from dagrl.config.settings import bucket_widths
 from dagrl.data.tokenization import Prompt
 from dagrl.loops.episodes import Episode, RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
 NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")  # prompts are not saved; the group's key finds them in the data
@@ -67,6 +72,14 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
     return SavedTrajectories(groups, index["state"])
 
 
+def can_go_on(config: Config, version: int, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
+    """Whether this run can go on with what an earlier process made of a group, which may have been configured otherwise.
+
+    `version` is the policy's now, `limits` the new tokens that a turn of each sequence may have here.
+    """
+    return _fits(config, prompt, group, limits) and not _runs_across(config, version, group)
+
+
 def _describe(saved: SavedGroup) -> dict[str, Json]:
     group = saved.group
     episodes: list[Json] = [
@@ -90,3 +103,36 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
         "whole": saved.whole,
         "episodes": episodes,
     }
+
+
+def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
+    """Whether its sequences are as many as here, and none is longer than it may become; if not, a warning says why."""
+    room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
+    lengths = [len(prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes]
+    turns = [
+        0 if episode.finish_reason or episode.awaiting else len(episode.tokens) - episode.turn_start
+        for episode in group.episodes
+    ]
+    if len(lengths) == wanted and max(lengths) <= room and all(map(operator.lt, turns, limits)):
+        return True
+    logger.warning(
+        "group %d of the checkpoint has %d sequences of up to %d tokens, %d of them in a turn under way, and this run makes "
+        "%d of up to %d, %d (grpo.num_generations_per_prompt, the largest bucket, policy.generation.max_new_tokens): it is "
+        "generated anew",
+        group.number,
+        len(lengths),
+        max(lengths),
+        max(turns),
+        wanted,
+        room,
+        max(limits),
+    )
+    return False
+
+
+def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
+    """Whether a sequence of a group has tokens of two versions, or would have once it went on, though none may."""
+    if config.grpo.async_grpo.in_flight_weight_updates:
+        return False
+    made = [set(episode.versions) | (set() if episode.finish_reason else {version}) for episode in group.episodes]
+    return any(len(versions) > 1 for versions in made)

@@ -20,9 +20,10 @@ from dagrl.loops import grpo_step
 from dagrl.loops.batches import train_batch
 from dagrl.loops.early import EarlyWork
 from dagrl.loops.episodes import Episode, Sample
-from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.experience import Experience
 from dagrl.loops.grpo import run_grpo
 from dagrl.loops.restart import run_with_restarts
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.stop import StopRequestedError
 from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED

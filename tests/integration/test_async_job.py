@@ -18,8 +18,9 @@ from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.loops import async_grpo, grpo_step
 from dagrl.loops.episodes import Episode
-from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.experience import Experience
 from dagrl.loops.grpo import run_grpo
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.stop import StopRequestedError
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after

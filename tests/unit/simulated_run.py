@@ -28,8 +28,8 @@ from dagrl.function_runner import Failed
 from dagrl.generation import FinishedRequest, Progress, pack_generated, steps_of_shard
 from dagrl.layout import ParallelLayout
 from dagrl.loops import async_grpo, experience, grpo
-from dagrl.loops.experience import ScoredGroup
 from dagrl.loops.replay_times import Counted
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.stop import StopRequestedError
 from dagrl.model_init import character_tokenizer
 from dagrl.replay import ReplayTiming

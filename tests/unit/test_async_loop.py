@@ -27,9 +27,10 @@ from dagrl.errors import CheckpointError, RunError
 from dagrl.function_runner import Failed
 from dagrl.generation import FIRST_QUANTUM, Generated, Progress, pack_generated
 from dagrl.loops.episodes import Episode, new_group
-from dagrl.loops.experience import Experience, ScoredGroup
+from dagrl.loops.experience import Experience
 from dagrl.loops.grpo_step import refit
 from dagrl.loops.rollout import IN_FLIGHT, Rollouts
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.loops.trajectory_file import read_trajectories
 from dagrl.shapes import Batch
 from tests.unit.simulated_run import UNANSWERED, Reward, Run, logprob_of

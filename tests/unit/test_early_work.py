@@ -25,9 +25,10 @@ from dagrl.errors import PhaseError
 from dagrl.loops import grpo_step
 from dagrl.loops.batches import sample_keys
 from dagrl.loops.early import EarlyWork
-from dagrl.loops.experience import NextBatch, ScoredGroup
+from dagrl.loops.experience import NextBatch
 from dagrl.loops.logprobs import chunk_buckets
 from dagrl.loops.replay_times import Counted
+from dagrl.loops.scoring import ScoredGroup
 from dagrl.replay import ReplayTiming
 from dagrl.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
