@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Json, PolicyConfig, RandomInit
 from dagrl.errors import ConfigError
+from dagrl.files import replace_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -46,16 +47,30 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
 
     Raises ConfigError when there is none, or when it has no end-of-sequence token.
     """
-    init = policy.random_init
+    init, given = policy.random_init, policy.tokenizer.chat_template
     if policy.tokenizer.name is None and init is not None:
         if init.tokenizer_characters is None:
             raise ConfigError(
                 "a model from policy.random_init needs random_init.tokenizer_characters or policy.tokenizer.name"
             )
-        return character_tokenizer(init.tokenizer_characters, policy.tokenizer.chat_template)
+        return character_tokenizer(init.tokenizer_characters, given)
     own = policy.tokenizer.name is not None
     key, name = ("policy.tokenizer.name", policy.tokenizer.name) if own else ("policy.model_name", policy.model_name)
     directory = _existing_directory(name, key)
+    tokenizer = _read_tokenizer(directory, key)
+    if given is None:
+        return tokenizer
+    if tokenizer.chat_template not in (None, given):
+        logger.warning(
+            "policy.tokenizer.chat_template replaces the chat template that the tokenizer in %s has; set it to null to "
+            "keep that one",
+            directory,
+        )
+    tokenizer.chat_template = given
+    return tokenizer
+
+
+def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
     if (directory / CONFIG).exists():
         _read_description(directory, key)  # transformers looks at it too
     from transformers import AutoTokenizer
@@ -70,15 +85,6 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
         raise ConfigError(f"{key}: there is no tokenizer that transformers can load in {directory}: {reason}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
-    given = policy.tokenizer.chat_template
-    if given is not None:
-        if tokenizer.chat_template not in (None, given):
-            logger.warning(
-                "policy.tokenizer.chat_template replaces the chat template that the tokenizer in %s has; set it to null to "
-                "keep that one",
-                directory,
-            )
-        tokenizer.chat_template = given
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
@@ -92,9 +98,6 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
 
     `tokens` is the tokenizer's `token_count`. Raises ConfigError when the embedding of a checkpoint has fewer rows.
     """
-    if (policy.model_name is None) == (policy.random_init is None):
-        found = "neither" if policy.model_name is None else "both"
-        raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
     if policy.random_init is not None:
         return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, tokens)}
     description = _read_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
@@ -150,8 +153,7 @@ def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, dir
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    shutil.rmtree(directory, ignore_errors=True)
-    part.rename(directory)
+    replace_directory(part, directory)
     logger.info("made a model of %d parameters from seed %d in %s", model.num_parameters(), init.seed, directory)
 
 

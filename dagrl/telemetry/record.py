@@ -32,9 +32,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import yaml
-
 from dagrl.config import Config, LoggerConfig
+from dagrl.config.file import dump_config
 from dagrl.errors import ConfigError
 from dagrl.files import locked, move_aside, write_whole
 from dagrl.imports import require_package
@@ -254,7 +253,7 @@ class WandbTracker:
 
 
 def _save_config(config: Config, path: Path) -> None:
-    content = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    content = dump_config(config)
     if path.exists() and path.read_text(encoding="utf-8") != content:
         move_aside(path)
     write_whole(path, content)
