@@ -20,13 +20,13 @@ from typing import Any
 from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
 from dagrl.executors.local_cluster import cluster_processes, kill_with_children
-from dagrl.machine import gpus_per_worker
+from dagrl.machine import DEV_SHM, gpus_per_worker
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps POSIX semaphores, not a temporary file of ours
 _SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-")
-"""Semaphores that compiled graphs make for each channel buffer, with the maker's process id; a killed one leaves them."""
+"""In `/dev/shm`, the semaphores that compiled graphs make for each channel buffer, with their maker's process id: one that
+is killed leaves them."""
 
 CHATTY = "ray.dag"
 """Ray's logger that shows the traceback of a graph whose worker died; the failure is told by our own error."""
@@ -107,16 +107,16 @@ def remove_orphaned_semaphores(names: set[str]) -> None:
     """Remove the given semaphores of `/dev/shm` whose maker, named by its process id, has ended without doing so."""
     orphans = {name for name in names if not _is_alive(name)}
     for name in orphans:
-        (SHARED_MEMORY / name).unlink(missing_ok=True)
+        (DEV_SHM / name).unlink(missing_ok=True)
     if orphans:
         logger.debug("removed %d semaphores that killed workers left behind", len(orphans))
 
 
 def semaphores() -> set[str]:
     """Names of the compiled graphs' semaphores on this machine."""
-    if not SHARED_MEMORY.is_dir():
+    if not DEV_SHM.is_dir():
         return set()
-    return {entry.name for entry in SHARED_MEMORY.iterdir() if _SEMAPHORE.match(entry.name)}
+    return {entry.name for entry in DEV_SHM.iterdir() if _SEMAPHORE.match(entry.name)}
 
 
 def _is_alive(name: str) -> bool:

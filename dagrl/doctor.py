@@ -9,11 +9,9 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from dagrl.machine import cpu_count, gpu_count, package_versions
+from dagrl.machine import DEV_SHM, cpu_count, gpu_count, package_versions
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory, not a temporary file of ours
 MEGATRON = "0.16.1"
 """The one that extra 'megatron' pins: its parallel state and its checkpoints differ from version to version."""
 
@@ -35,7 +33,7 @@ PACKAGES = {
 """Distribution -> where it comes from when it is missing."""
 
 CUPY = ("cupy-cuda12x", "cupy-cuda13x")
-SMALL_SHARED_MEMORY = 1 << 30  # bytes; a container's default of 64 MiB does not hold the object store
+SMALL_DEV_SHM = 1 << 30  # bytes; a container's default of 64 MiB does not hold the object store
 
 
 @dataclass(frozen=True)
@@ -109,18 +107,16 @@ def _cupy(built: str | None, versions: dict[str, str]) -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    if not SHARED_MEMORY.is_dir():
-        yield Finding(str(SHARED_MEMORY), "absent", "compiled graphs need it; set executor=eager")
+    if not DEV_SHM.is_dir():
+        yield Finding(str(DEV_SHM), "absent", "compiled graphs need it; set executor=eager")
         return
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    small = usage.total < SMALL_SHARED_MEMORY
+    usage = shutil.disk_usage(DEV_SHM)
+    small = usage.total < SMALL_DEV_SHM
     advice = "small for Ray's object store; in a container, start it with --shm-size=4g" if small else ""
-    yield Finding(str(SHARED_MEMORY), f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free", advice)
-    left = sorted(name for name in os.listdir(SHARED_MEMORY) if name.startswith(LEFTOVERS))
+    yield Finding(str(DEV_SHM), f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free", advice)
+    left = sorted(name for name in os.listdir(DEV_SHM) if name.startswith(LEFTOVERS))
     if left:
-        yield Finding(
-            f"left in {SHARED_MEMORY}", f"{len(left)} files, {left[0]} among them", "remove them if no run is going on"
-        )
+        yield Finding(f"left in {DEV_SHM}", f"{len(left)} files, {left[0]} among them", "remove them if no run is going on")
 
 
 def _bad_combinations(versions: dict[str, str]) -> Iterator[Finding]:

@@ -12,10 +12,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dagrl.graph import InputRef, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.graph import SHARED_MEMORY, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.layout import ParallelLayout
 
-SHARED_MEMORY = "shm"
 CONSTANT_CHARACTERS = 24
 
 

@@ -46,6 +46,9 @@ class Constant:
 
 ArgumentRef = InputRef | NodeRef | Constant
 
+SHARED_MEMORY = "shm"
+"""The transport of a value for which no other is named: shared memory in a host, TCP between hosts."""
+
 Source = int | None
 """Whose value: a node's number, or None for the phase's input."""
 
@@ -65,7 +68,7 @@ class Node:
     kind: str
     args: tuple[ArgumentRef, ...]
     constants: tuple[tuple[str, Json], ...] = ()
-    transport: str = "shm"
+    transport: str = SHARED_MEMORY
 
     @property
     def label(self) -> str:

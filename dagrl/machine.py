@@ -10,6 +10,7 @@ from pathlib import Path
 from dagrl.config import ClusterConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEV_SHM = Path("/dev/shm")  # noqa: S108  # where Linux keeps shared memory, not a temporary file of ours
 
 
 def cpu_count() -> int:

@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from dagrl.errors import GraphError
-from dagrl.graph import ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.layout import ParallelLayout
 from dagrl.shapes import InputSpec, field_types
-
-SHARED_MEMORY = "shm"
 
 
 def group_transports(gpus_per_worker: float) -> frozenset[str]:

@@ -18,8 +18,9 @@ from dagrl import errors
 from dagrl.deadline import Deadline
 from dagrl.errors import DeadlineError, LayoutError, UserError, WorkerError, WorkerFailure, cause_first, error_text
 from dagrl.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
+from dagrl.graph import SHARED_MEMORY
 from dagrl.layout import ParallelLayout
-from dagrl.phase import SHARED_MEMORY, Role, group_transports, is_of_async, methods_of, of_async
+from dagrl.phase import Role, group_transports, is_of_async, methods_of, of_async
 from dagrl.ports import reserve_port
 from dagrl.worker import WorkerContext
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from dagrl.errors import DataError, GraphError
-from dagrl.phase import SHARED_MEMORY, Input, Phase, Shard, Value, join, phase
+from dagrl.graph import SHARED_MEMORY
+from dagrl.phase import Input, Phase, Shard, Value, join, phase
 from dagrl.shapes import Batch, InputSpec
 from dagrl.telemetry.metrics import StepMetrics
 from graphs.train import SFT_INPUTS

@@ -17,8 +17,7 @@ from dagrl.executors.hosts import RELAY, relays_input
 from dagrl.executors.node import NodeCall, Take
 from dagrl.executors.packet import ENVELOPE_BYTES, Packet
 from dagrl.executors.shards import ShardsGraph
-from dagrl.graph import Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
-from dagrl.phase import SHARED_MEMORY
+from dagrl.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 
 Actors = Mapping[str, Sequence[ActorHandle]]
 """Actors of each role, in the order of the graph's worker positions."""
