@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from workers.vllm.environment import VISIBLE, device_index, show_host_gpus
+from dagrl.machine import VISIBLE
+from workers.vllm.environment import device_index, show_host_gpus
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from pathlib import Path
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, GenerationConfig
 from dagrl.errors import ConfigError
-from dagrl.machine import gpu_count
+from dagrl.machine import VISIBLE, gpu_count
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_ARGUMENTS = frozenset(
     {
         "additional_config",

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config
-from dagrl.errors import MissingDependencyError
+from dagrl.errors import DeadlineError, MissingDependencyError
+from dagrl.machine import VISIBLE
 from dagrl.ports import reserve_port
 from dagrl.process_groups import break_groups, name_groups_anew
 from dagrl.worker import WorkerContext
 from workers.vllm import features
-from workers.vllm.environment import OWN_ARGUMENTS, VISIBLE, device_index, model_path, require_generation
+from workers.vllm.environment import OWN_ARGUMENTS, device_index, model_path, require_generation
+from workers.vllm.loader import LOAD_FORMAT, register_loader
 from workers.vllm.quantization import quantization_arguments, quantized_names, quantizes
 
 if TYPE_CHECKING:
@@ -97,8 +100,6 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ.update(RANK=str(rendezvous.rank), LOCAL_RANK=str(rendezvous.local_rank), WORLD_SIZE=str(context.layout.tp))
-    from workers.vllm.loader import register_loader
-
     hf_config = read_hf_config(config)
     register_loader(quantized_names(hf_config) if quantizes(config, hf_config) else frozenset())
     _import_model(hf_config.get("architectures") or ())
@@ -175,7 +176,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "model": model_path(config),
         "tokenizer": tokenizer or model_path(config),
         "skip_tokenizer_init": tokenizer is None,
-        "load_format": "dagrl",
+        "load_format": LOAD_FORMAT,
         **quantization_arguments(config, read_hf_config(config)),
         "seed": config.seed,  # equal on all ranks of a shard: they must sample alike
         "max_model_len": vllm.max_model_len or config.policy.max_total_sequence_length,
@@ -260,12 +261,8 @@ def _local_rank(tp_rank: int) -> int:
 
 
 def _wait_for_all(store: Any, ranks: int, timeout_s: float) -> None:
-    import time
-
     deadline = time.monotonic() + timeout_s
     while store.add("vllm/met", 0) < ranks:
         if time.monotonic() > deadline:
-            from dagrl.errors import DeadlineError
-
             raise DeadlineError(f"only {store.add('vllm/met', 0)} of {ranks} generation workers met within {timeout_s} s")
         time.sleep(0.005)
