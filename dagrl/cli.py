@@ -86,21 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error, and log more")
-
-    train = commands.add_parser("train", parents=[common], help="train by SFT or GRPO, as the configuration says")
-    train.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
-    train.add_argument(
+    configured = argparse.ArgumentParser(add_help=False, parents=[common])
+    configured.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
+    configured.add_argument(
         "overrides", nargs="*", default=[], metavar="a.b=c", help="keys to set over those of the file; values are YAML"
     )
+
+    train = commands.add_parser("train", parents=[configured], help="train by SFT or GRPO, as the configuration says")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration, and stop")
     train.set_defaults(command=_train)
 
     inspect = commands.add_parser(
-        "inspect", parents=[common], help="draw the phase graphs, print buckets and the refit plan"
-    )
-    inspect.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
-    inspect.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="keys to set over those of the file; values are YAML"
+        "inspect", parents=[configured], help="draw the phase graphs, print buckets and the refit plan"
     )
     inspect.add_argument("--phase", metavar="P", help="only this one of `phases`, such as train_step")
     inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .svg, .mmd or .md file")
@@ -138,7 +135,7 @@ def _train(options: argparse.Namespace) -> None:
     from dagrl.config.file import dump_config, load_config
 
     config = load_config(options.config, options.overrides)
-    _log(config.logger.log_level if not options.debug else "DEBUG")
+    _log(options, config.logger.log_level)
     if options.dry_run:
         from dagrl.preflight import preflight
 
@@ -165,7 +162,7 @@ def _inspect(options: argparse.Namespace) -> None:
     from dagrl.config.file import load_config
     from dagrl.inspect import inspect_config
 
-    _log("DEBUG" if options.debug else "WARNING")
+    _log(options)
     sys.stdout.write(inspect_config(load_config(options.config, options.overrides), options.phase, options.output))
 
 
@@ -176,7 +173,7 @@ def _bench(options: argparse.Namespace) -> None:
         prog=f"dagrl bench {options.name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.add_arguments(parser)
-    _log("WARNING")
+    _log(options)
     chosen = parser.parse_intermixed_args(options.arguments)
     _check_outputs(chosen)
     module.run(chosen)
@@ -197,17 +194,18 @@ def _check_outputs(options: argparse.Namespace) -> None:
 def _doctor(options: argparse.Namespace) -> None:
     from dagrl.doctor import examine, show
 
-    _log("DEBUG" if options.debug else "WARNING")
+    _log(options)
     show(examine())
 
 
-def _log(level: str) -> None:
+def _log(options: argparse.Namespace, level: str = "WARNING") -> None:
+    """Log to standard error: all with `--debug`, else from `level` on."""
     from rich.console import Console
     from rich.logging import RichHandler
 
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
     logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
-    logging.getLogger("dagrl").setLevel(level)
+    logging.getLogger("dagrl").setLevel("DEBUG" if options.debug else level)
 
 
 def _complain(message: str) -> None:
