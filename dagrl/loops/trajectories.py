@@ -51,12 +51,12 @@ class Counts:
 class TrajectoryBuffer(Generic[Payload]):
     """See the module's first lines. Knows nothing of tokens, rewards or Ray; not for use by several threads at once."""
 
-    def __init__(self, groups_per_step: int, max_age_steps: int, *, version: int = 0, first_number: int = 0) -> None:
+    def __init__(self, groups_per_step: int, max_age_steps: int, *, version: int = 0) -> None:
         assert groups_per_step > 0 and max_age_steps >= 0
         self.groups_per_step = groups_per_step
         self.max_age_steps = max_age_steps
         self.version = version
-        self.next_number = first_number
+        self.next_number = 0
         self._generating: dict[int, int] = {}  # number -> version it was started with
         self._finished: dict[int, Taken[Payload]] = {}
         self._taken: tuple[Taken[Payload], ...] = ()
@@ -69,7 +69,7 @@ class TrajectoryBuffer(Generic[Payload]):
         return max(0, self.groups_per_step * (self.max_age_steps + 1) - outstanding)
 
     def start(self) -> int:
-        """Begin a group with the current version; its number. Numbers count up from `first_number`."""
+        """Begin a group with the current version; its number, which is `next_number`: a resumed run sets where to go on."""
         assert self.room() > 0, "start() without room(): the group could become too old"
         number, self.next_number = self.next_number, self.next_number + 1
         self._begin(number, self.version)

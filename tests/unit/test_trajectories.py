@@ -135,7 +135,8 @@ def test_a_skipped_version_drops_what_became_too_old_and_says_so() -> None:
 
 def test_a_smaller_maximal_age_keeps_what_can_still_be_trained() -> None:
     """A run of age 3 started 4 groups with version 0; its successor of age 1, at version 1, reaches one of them in time."""
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=1, first_number=4)
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=1)
+    buffer.next_number = 4
     for number in range(4):
         buffer.restart(number, version=0)
     buffer.finish(2, "finished")
@@ -145,7 +146,8 @@ def test_a_smaller_maximal_age_keeps_what_can_still_be_trained() -> None:
 
 
 def test_restarted_groups_keep_their_number_and_their_age() -> None:
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=2, version=7, first_number=12)
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=2, version=7)
+    buffer.next_number = 12
     buffer.restart(10, version=6)
     buffer.restart(11, version=7)
     assert buffer.start() == 12
