@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import ClusterConfig, Config, Json, PhasesConfig
-from dagrl.config.settings import bucket_widths, check_settings, generation_config, is_colocated, layouts, width_key
+from dagrl.config.settings import (
+    bucket_widths,
+    check_settings,
+    generation_config,
+    has_fp8_kv_cache,
+    is_colocated,
+    layouts,
+    width_key,
+)
 from dagrl.data import Example, load_splits
 from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 from dagrl.errors import ConfigError, LayoutError, UserError
@@ -161,7 +169,7 @@ def _phase_keys(config: Config) -> Iterable[str]:
         return SFT_PHASES
     more: tuple[str, ...] = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
     more += OVERLAP_PHASES if config.grpo.overlap_training else ()
-    more += KV_PHASES if generation_config(config).vllm_cfg.kv_cache_dtype == "fp8" else ()
+    more += KV_PHASES if has_fp8_kv_cache(config) else ()
     return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *more)
 
 

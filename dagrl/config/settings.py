@@ -21,7 +21,9 @@ def check_settings(config: Config) -> None:
     _check_batches(config)
     _check_rates(config)
     _check_functions(config)
-    _check_off_policy(config)
+    _check_truncation(config)
+    _warn_of_cut_sampling(config)
+    _check_async(config)
     _check_on_policy(config)
     _check_overlap(config)
     _check_colocated(config)
@@ -55,6 +57,12 @@ def generation_dtype(config: Config) -> str:
     """The dtype of what generation workers do not hold in FP8."""
     precision = generation_config(config).vllm_cfg.precision
     return "bfloat16" if precision == "fp8" else precision or config.policy.precision
+
+
+def has_fp8_kv_cache(config: Config) -> bool:
+    """Whether generation's KV cache is in FP8: its scales are calibrated on the train workers, and refits carry them."""
+    generation = config.policy.generation
+    return generation is not None and generation.vllm_cfg.kv_cache_dtype == "fp8"
 
 
 def is_colocated(config: Config) -> bool:
@@ -169,9 +177,9 @@ def _check_functions(config: Config) -> None:
             )
 
 
-def _check_off_policy(config: Config) -> None:
-    """Settings of asynchronous training and of the corrections for it that contradict each other."""
-    loss, settings = config.loss_fn, config.grpo.async_grpo
+def _check_truncation(config: Config) -> None:
+    """The bounds of importance weights need an upper one, and weights to bound."""
+    loss = config.loss_fn
     if loss.truncated_importance_sampling_ratio is None:
         if loss.truncated_importance_sampling_type != "tis" or loss.truncated_importance_sampling_ratio_min is not None:
             raise ConfigError(
@@ -183,10 +191,14 @@ def _check_off_policy(config: Config) -> None:
             "loss_fn.truncated_importance_sampling_ratio bounds a correction that is off; set "
             "loss_fn.use_importance_sampling_correction=true, or leave the bound out"
         )
-    if config.algorithm != "grpo":
+
+
+def _warn_of_cut_sampling(config: Config) -> None:
+    """Log-probabilities of a cut distribution cannot be compared with the train workers'."""
+    if config.algorithm != "grpo" or not config.loss_fn.use_importance_sampling_correction:
         return
     generation = generation_config(config)
-    if loss.use_importance_sampling_correction and (generation.top_p < 1 or (generation.top_k or 0) > 0):
+    if generation.top_p < 1 or (generation.top_k or 0) > 0:
         logger.warning(
             "policy.generation.top_p %g or top_k %s cuts the distribution that is sampled from, and the log-probabilities "
             "kept are of what is left; the train workers' are of the whole. The weights of "
@@ -194,7 +206,12 @@ def _check_off_policy(config: Config) -> None:
             generation.top_p,
             generation.top_k,
         )
-    if not settings.enabled:
+
+
+def _check_async(config: Config) -> None:
+    """Settings of asynchronous training that contradict each other, or that cost more than they bring."""
+    settings = config.grpo.async_grpo
+    if config.algorithm != "grpo" or not settings.enabled:
         return
     if settings.recompute_kv_cache_after_weight_updates and not settings.in_flight_weight_updates:
         raise ConfigError(
@@ -208,7 +225,7 @@ def _check_off_policy(config: Config) -> None:
             "in_flight_weight_updates=true, or max_trajectory_age_steps=1",
             settings.max_trajectory_age_steps,
         )
-    if settings.max_trajectory_age_steps and not loss.use_importance_sampling_correction:
+    if settings.max_trajectory_age_steps and not config.loss_fn.use_importance_sampling_correction:
         logger.warning(
             "grpo.async_grpo trains on samples of older policies, but loss_fn.use_importance_sampling_correction is false: "
             "the gradient is biased; set it to true, with loss_fn.truncated_importance_sampling_ratio=2 for example"

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from dagrl.config import Config
-from dagrl.config.settings import generation_config, samples_per_step
+from dagrl.config.settings import has_fp8_kv_cache, samples_per_step
 from dagrl.loops.session import Session
 from dagrl.shapes import Batch
 
 PHASE = "calibrate_kv_scales"
 
 
-def has_fp8_cache(config: Config) -> bool:
-    """Whether there are scales to calibrate."""
-    return generation_config(config).vllm_cfg.kv_cache_dtype == "fp8"
-
-
 def calibrate(session: Session, batch: Batch) -> dict[str, float]:
     """Set the scales that the next refit carries to what the batch asks for; metrics: the largest of keys and of values."""
-    if not has_fp8_cache(session.config):
+    if not has_fp8_kv_cache(session.config):
         return {}
     rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
     shards: list[dict[str, float]] = session.replay(PHASE, rows)

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from dagrl.checkpoint import TrainState
 from dagrl.config import Config, Json
-from dagrl.config.settings import bucket_widths, generation_config, samples_per_step
+from dagrl.config.settings import bucket_widths, generation_config, has_fp8_kv_cache, samples_per_step
 from dagrl.generation import FIRST_QUANTUM
 from dagrl.loops.batches import sample_keys, scored_batch, with_columns
-from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts, has_fp8_cache
+from dagrl.loops.calibration import PHASE, calibrate, calibrate_on_prompts
 from dagrl.loops.early import Early
 from dagrl.loops.experience import Experience
 from dagrl.loops.logprobs import Columns, chunk_buckets, logprob_phases, logprobs_of
@@ -193,7 +193,7 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
         plans.append(PhasePlan("accumulate_gradients", chunks))
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
-    if has_fp8_cache(config):
+    if has_fp8_kv_cache(config):
         plans.append(PhasePlan(PHASE, train_buckets(config, samples)))
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
 

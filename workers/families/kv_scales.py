@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dagrl.config import Config, Json
+from dagrl.config import Json
 from dagrl.errors import ConfigError
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
@@ -18,12 +18,6 @@ from workers.families.registry import find_family
 KINDS = ("k", "v")
 FAMILIES = ("dense", "moe")
 VLLM_RULE = "kv_scales"
-
-
-def carries_kv_scales(config: Config) -> bool:
-    """Whether generation has a KV cache in FP8, whose scales refits carry."""
-    generation = config.policy.generation
-    return generation is not None and generation.vllm_cfg.kv_cache_dtype == "fp8"
 
 
 def megatron_kv_scales(hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:

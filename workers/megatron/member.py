@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json
+from dagrl.config.settings import has_fp8_kv_cache
 from dagrl.errors import ConfigError, RunError
 from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
@@ -77,11 +78,11 @@ class GroupMember:
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """What `rank` of `layout` will hold, without a worker."""
-        from workers.families.kv_scales import carries_kv_scales, megatron_kv_scales
+        from workers.families.kv_scales import megatron_kv_scales
         from workers.megatron.weights import megatron_weight_slices
 
         weights = megatron_weight_slices(hf_config, layout, rank)
-        return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if carries_kv_scales(config) else ())]
+        return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if has_fp8_kv_cache(config) else ())]
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -216,10 +217,9 @@ class GroupMember:
         return megatron_weight_slices(self._hf_config, self.context.layout, rank)
 
     def _make_kv_scales(self, model: Model) -> KvScales | None:
-        from workers.families.kv_scales import carries_kv_scales
         from workers.megatron.kv_scales import KvScales
 
-        if not carries_kv_scales(self.config):
+        if not has_fp8_kv_cache(self.config):
             return None
         layers = model.architecture.layers
         return KvScales(model.chunks, layers, self.context.layout, self.context.coordinates, self._device)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
+from dagrl.config.settings import has_fp8_kv_cache
 from dagrl.errors import ConfigError, RunError
 from dagrl.generation import FinishedRequest, Generated, merge_generated, seconds_of, steps_of_shard
 from dagrl.layout import ParallelLayout
@@ -19,7 +20,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext, in_warmup
 from workers.families.keys import model_keys
-from workers.families.kv_scales import carries_kv_scales, check_family, derived_kv_scales, vllm_kv_scales
+from workers.families.kv_scales import check_family, derived_kv_scales, vllm_kv_scales
 from workers.families.vllm import VllmRank
 from workers.vllm import features
 from workers.vllm.engine import QuantumEngine, Request
@@ -65,7 +66,7 @@ class VllmWorker:
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raise LayoutError or ConfigError, before any actor starts, for a model that vLLM cannot hold in this layout."""
         compute_dtype(config, hf_config)
-        if carries_kv_scales(config):
+        if has_fp8_kv_cache(config):
             check_family(hf_config)
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
 
@@ -83,7 +84,7 @@ class VllmWorker:
             layout.tp, layout.coordinates(rank).tp, expert_parallel=spread, fp8=fp8, placement=placement if spread else None
         )
         weights = vllm_weight_slices(hf_config, place)
-        return [*weights, *(vllm_kv_scales(hf_config) if carries_kv_scales(config) else ())]
+        return [*weights, *(vllm_kv_scales(hf_config) if has_fp8_kv_cache(config) else ())]
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -178,7 +179,7 @@ class VllmWorker:
         if wanted:
             self._require_engine().wake_up(wanted)
             self._asleep -= set(wanted)
-        if "kv_cache" in wanted and not self._asleep and carries_kv_scales(self.config):
+        if "kv_cache" in wanted and not self._asleep and has_fp8_kv_cache(self.config):
             self._run_hooks()  # some releases of vLLM set the scales of a cache that wakes to 1
 
     def unfinished_requests(self) -> list[FinishedRequest]:
@@ -237,7 +238,7 @@ class VllmWorker:
             engine.reset_prefix_cache()
         else:
             # What lies in an FP8 cache was divided by the scales of before.
-            new_scales = carries_kv_scales(self.config)
+            new_scales = has_fp8_kv_cache(self.config)
             recompute = new_scales or self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
             engine.change_version(version, recompute=recompute)
             self.version = version
@@ -298,7 +299,7 @@ class VllmWorker:
 
     def _find_destinations(self, model: torch.nn.Module, llm: LLMEngine) -> Destinations:
         rules = derived_tensors(self._hf_config)
-        rules += derived_kv_scales(self._hf_config) if carries_kv_scales(self.config) else []
+        rules += derived_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else []
         return find_destinations(model, take_loaded_parameters(model), self._slices, llm.vllm_config, rules)
 
     def _enter_device(self) -> None:
