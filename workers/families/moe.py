@@ -30,11 +30,15 @@ def experts_of(model: Model) -> Experts:
         return Experts(model.size("num_local_experts", least=1), model.ffn, "block_sparse_moe.", ("w1", "w3", "w2"))
     count = model.size("num_experts" if model.has("num_experts") else "num_local_experts", least=1)
     shared = model.size("shared_expert_intermediate_size") if model.type == "qwen2_moe" else 0
-    return Experts(count, model.size("moe_intermediate_size"), "mlp.", ("gate_proj", "up_proj", "down_proj"), shared)
+    width = model.size("moe_intermediate_size", least=1)
+    return Experts(count, width, "mlp.", ("gate_proj", "up_proj", "down_proj"), shared)
 
 
 def has_experts(model: Model, layer: int) -> bool:
-    """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer, save `mlp_only_layers`."""
+    """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer, save `mlp_only_layers`.
+
+    Mixtral, whose configurations have neither key, has experts in every layer.
+    """
     without = model.config.get("mlp_only_layers") or []
     assert isinstance(without, list)
     return layer not in without and (layer + 1) % model.size("decoder_sparse_step", 1, least=1) == 0

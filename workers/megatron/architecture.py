@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
+from workers.families import moe
+from workers.families.model import Model
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -106,7 +108,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         rope=_rope(hf_config),
         max_positions=_size(hf_config, "max_position_embeddings", 32768),
     )
-    model = EXPERTS.get(dense.model_type, _without_experts)(dense, hf_config)
+    model = _with_experts(dense, hf_config) if dense.model_type in moe.FAMILY.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
             "num_experts_per_tok is 1 and weights of experts are normalised, so that each is 1 and the router learns "
@@ -210,39 +212,18 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     return found
 
 
-def _qwen3_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
-    """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer has experts, save `mlp_only_layers`."""
-    step = _size(hf_config, "decoder_sparse_step", 1)
-    without = hf_config.get("mlp_only_layers") or []
-    assert isinstance(without, list)
+def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
+    """A dense decoder with the experts that the family's weight layout has too."""
+    model = Model(hf_config)
+    experts = moe.experts_of(model)
     return replace(
         dense,
-        experts=_size(hf_config, "num_local_experts" if "num_local_experts" in hf_config else "num_experts"),
+        experts=experts.count,
         experts_per_token=_size(hf_config, "num_experts_per_tok"),
-        expert_ffn=_size(hf_config, "moe_intermediate_size"),
-        normalize_expert_weights=bool(hf_config.get("norm_topk_prob", False)),
-        moe_layers=tuple(layer not in without and (layer + 1) % step == 0 for layer in range(dense.layers)),
+        expert_ffn=experts.width,
+        normalize_expert_weights=model.type == "mixtral" or model.flag("norm_topk_prob"),
+        moe_layers=tuple(moe.has_experts(model, layer) for layer in range(dense.layers)),
     )
-
-
-def _mixtral_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
-    """Experts in every layer, of the intermediate size (transformers' MixtralDecoderLayer)."""
-    return replace(
-        dense,
-        experts=_size(hf_config, "num_local_experts"),
-        experts_per_token=_size(hf_config, "num_experts_per_tok"),
-        expert_ffn=dense.ffn,
-        normalize_expert_weights=True,
-        moe_layers=(True,) * dense.layers,
-    )
-
-
-def _without_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
-    return dense
-
-
-EXPERTS = {"qwen3_moe": _qwen3_experts, "mixtral": _mixtral_experts}
-"""What each model with experts adds to a dense decoder."""
 
 
 def _number(hf_config: Mapping[str, Json], key: str, default: float | None = None) -> float:
