@@ -3,6 +3,7 @@
 A worker is any class whose constructor takes `(context, config)`. Its methods are what phases name, those that are no
 `async def`: a node is over when its method returns. These have a meaning of their own; all are optional:
 
+- `requires: tuple[str, ...]` (of the class): top-level packages that it imports later; without them no run starts;
 - `check(config, hf_config)` (static): raises a UserError, before any actor starts, for a model that the class cannot hold;
 - `describe(config, hf_config, layout, rank) -> list[WeightSlice]` (static): the weights that a rank will hold, for a refit
   plan without a run;
@@ -13,6 +14,19 @@ A worker is any class whose constructor takes `(context, config)`. Its methods a
   use for a rendezvous;
 - `abort()`: called, from another thread, when this worker failed or a peer did: break collectives so that peers are freed;
 - `shutdown()`: called once, before the process ends.
+
+A refit (`dagrl.refit.connect`) asks of the workers of both groups, besides the methods that its phase names:
+
+- `weight_slices() -> Sequence[WeightSlice]`: what the worker holds of the model, and in which of its tensors;
+- `weight_tensors() -> Mapping[str, Tensor]` (optional): these tensors by name, which tell on which GPU it holds them;
+- `prepare_refit(plan: RankPlan, channel: ChannelSpec)`: open the channel, on all workers at once; may be called again.
+
+The loops of `dagrl.loops` call these outside of phases. Of train workers: `reset_optimizer()`, `snapshot_reference()` where
+there is a KL penalty, `save_checkpoint(directory, state, background=False)`, `checkpoint_written() -> bool` and
+`finish_checkpoint()` where checkpoints are saved beside training, `load_checkpoint(directory)`, `export_hf(directory)`, and
+on shared GPUs `offload(parts)` and `reload(parts)`. Of generation workers: `abort_requests(request_ids)`,
+`unfinished_requests() -> list[FinishedRequest]`, and on shared GPUs `sleep(level)` and `wake_up(tags)`. The workers that we
+ship say what each is to do (`workers.megatron`, `workers.vllm`).
 """
 
 from __future__ import annotations
