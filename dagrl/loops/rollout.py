@@ -74,7 +74,6 @@ class Rollouts:
         self._asked: list[_Asked] = []
         self._quanta: deque[tuple[tuple[int, ...], Replay]] = deque()  # with the engine steps that each shard was asked for
         self._next_request = 0
-        self.generated_tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -233,7 +232,6 @@ class Rollouts:
         group, episode = self._requests[made.request_id]
         self._forget(made.request_id)
         episode.append(made)
-        self.generated_tokens += len(made.tokens)
         episode.turns += 1
         self.history.record(group.key, len(episode.tokens) - episode.turn_start)
         if self._environment is None or made.finish_reason != "stop" or episode.turns >= self._environment.max_turns:

@@ -99,7 +99,7 @@ def test_history_knows_prompts_then_the_mean_then_the_default() -> None:
 @pytest.mark.parametrize(
     ("seconds", "in_flight", "step_s", "overhead_s", "expected"),
     [
-        (1.0, 1, 0.01, 0.0009, 12),  # 0.9 ms is 0.75 % of 120 ms, twelve steps of 10 ms and itself
+        (1.0, 1, 0.01, 0.000905, 12),  # 0.905 ms is 0.75 % of 120 ms, twelve steps of 10 ms and itself
         (1.0, 1, 0.01, 0.00091, 13),
         (1.0, 1, 0.01, 0.0002, 6),  # and 60 ms are the least
         (1.0, 2, 0.01, 0.002, 27),
@@ -168,11 +168,24 @@ def test_no_quantum_is_longer_than_the_bound() -> None:
         size.record([1, 1], [0.25, 0.2], 0.001)
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(0.25, (2, 10)), (0.05, (1, 2))])
+def test_where_the_bound_wins_shards_keep_to_the_time_of_the_slowest_as_far_as_it_lets_them(
+    seconds: float, steps: tuple[int, int]
+) -> None:
+    """Steps of 100 and 20 ms: 200 ms for both, of 250; and one of 100 where even that is too long."""
+    size = QuantumSize(None, seconds=2 * seconds, in_flight=2, shards=2)
+    size.record([1, 1], [0.1, 0.02], 0.01)
+    assert size.next() == steps
+
+
 def test_a_shard_that_ended_early_is_not_taken_to_be_slow() -> None:
     size = QuantumSize(None, seconds=1.0, in_flight=1, shards=2)
     size.record([10, 10], [0.1, 0.1], 0.0002)
     for _ in range(50):
         size.record([10, 0], [0.1, 0.03], 0.0002)
     assert size.next() == (6, 6)
-    size.record([10, 10], [0.0, 0.1], 0.0002)
+    for _ in range(50):
+        size.record([10, 10], [0.0, 0.1], 0.0002)
     assert size.next() == (6, 6), "a time of zero says nothing"
+    size.record([0, 0], [0.1, 0.1], 5.0)
+    assert size.next() == (6, 6), "nor does what it cost to start one without steps"

@@ -1,0 +1,285 @@
+"""Rollouts alone, over simulated engines: what is sent to them and when, and what a sequence is made of at any pause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import Config
+from dagrl.config.policy import VllmConfig
+from dagrl.data.tokenization import Prompt
+from dagrl.environments import FAILED, Reply
+from dagrl.layout import ParallelLayout
+from dagrl.loops.dispatch import LengthHistory
+from dagrl.loops.episodes import Episode, RolloutGroup
+from dagrl.loops.rollout import ABORTED, IN_FLIGHT, Rollouts
+from dagrl.shapes import Batch
+from tests.unit.simulated_run import Run
+from tests.unit.test_async_loop import configuration
+
+PROMPT = Prompt("1+", np.array([4, 5]), "", "row 0")
+LIMIT, ROOM = 10, 40
+
+
+class Asked:
+    """An environment that answers when the test says so."""
+
+    max_turns = 2
+
+    def __init__(self, workers: int = 1) -> None:
+        self.workers = workers
+        self.asked: list[tuple[list[str], Future[list[Reply]]]] = []
+
+    def submit(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> Future[list[Reply]]:
+        self.asked.append((list(texts), Future()))
+        return self.asked[-1][1]
+
+    def encode(self, text: str) -> list[int]:
+        return [4] * len(text)
+
+    def answer(self, *replies: Reply) -> None:
+        self.asked.pop(0)[1].set_result(list(replies))
+
+
+class Bench:
+    """Rollouts and what they sent: `batches` of `generate`, in order."""
+
+    def __init__(self, environment: Asked | None = None, **generation: Any) -> None:
+        self.run = Run(configured(**generation), seed=0)
+        self.engines, self.batches = self.run.engines, list[Batch]()
+        submit = self.run.session.submit
+
+        def kept(name: str, batch: Batch, rows: Any = ()) -> Any:
+            self.batches.append(batch)
+            return submit(name, batch, rows)
+
+        self.run.session.submit = kept
+        self.rollouts = Rollouts(self.run.session, environment)  # type: ignore[arg-type]
+
+    def finish(self) -> list[RolloutGroup]:
+        """All groups under way, to their end."""
+        complete: list[RolloutGroup] = []
+        for _ in range(100):
+            complete += self.rollouts.advance() if self.rollouts.generating else []
+        return complete
+
+
+def configured(**generation: Any) -> Config:
+    config = configuration({}, room=ROOM)
+    assert config.policy.generation is not None
+    changed = config.policy.generation.model_copy(update=generation)
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": changed})})
+
+
+def group(number: int, *episodes: Episode, cohort: int = 0) -> RolloutGroup:
+    return RolloutGroup(number, number, list(episodes), cohort)
+
+
+def fresh(seed: int, limit: int = LIMIT) -> Episode:
+    return Episode(PROMPT, seed, limit)
+
+
+def begun(count: int, **fields: Any) -> Episode:
+    """A sequence that has tokens already, all of its present turn."""
+    columns = [4] * count, [-1.0] * count, [0] * count, [True] * count
+    return Episode(PROMPT, 7, LIMIT, *columns, **fields)
+
+
+def start_many(bench: Bench) -> list[Episode]:
+    """More sequences than the engines take, long enough to be under way after a quantum."""
+    episodes = [fresh(seed) for seed in range(12)]
+    for number in range(6):
+        bench.rollouts.start(group(number, *episodes[2 * number : 2 * number + 2], cohort=3))
+    return episodes
+
+
+def check_whole(episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        columns = episode.tokens, episode.logprobs, episode.versions, episode.sampled
+        assert 0 < len(episode.tokens) <= LIMIT and len({len(column) for column in columns}) == 1
+        assert episode.finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_withdrawn_from_the_engines_goes_on_from_its_tokens(tp: int) -> None:
+    bench = Bench()
+    report_by_rank(bench, tp)
+    episodes = start_many(bench)
+    complete = bench.rollouts.advance()
+    complete += bench.rollouts.withdraw()
+    assert not any(bench.engines.requests), "engines hold nothing while they sleep"
+    before = [list(episode.tokens) for episode in episodes]
+    running = [episode for episode in episodes if episode.tokens and not episode.finish_reason]
+    assert running and not all(before), "some were under way, others still waited"
+    complete += bench.finish()
+    assert sorted(done.number for done in complete) == list(range(6)) and not bench.rollouts.busy
+    check_whole(episodes)
+    assert [one.tokens[: len(tokens)] for one, tokens in zip(episodes, before, strict=True)] == before
+
+
+def report_by_rank(bench: Bench, tp: int) -> None:
+    """What a group's call gives: an answer of every rank, of which the first of each shard says what its engine holds."""
+    layout, call = ParallelLayout(dp=bench.engines.layout.dp, tp=tp), bench.engines.call
+    first = {layout.shard(dp)[0]: dp for dp in range(layout.dp)}
+
+    def of_ranks(*words: Any, **keys: Any) -> list[Any]:
+        found = call(*words, **keys)
+        return [found[first[rank]] if rank in first else [] for rank in range(layout.world_size)]
+
+    bench.engines.layout, bench.engines.call = layout, of_ranks  # type: ignore[method-assign]
+
+
+def test_a_snapshot_has_all_tokens_by_then_and_none_that_follow() -> None:
+    bench = Bench()
+    report_by_rank(bench, 2)
+    episodes = start_many(bench)
+    bench.rollouts.advance()
+    bench.rollouts.settle()
+    made = {request: len(held["made"]) for shard in bench.engines.requests for request, held in shard.items()}
+    copies = bench.rollouts.snapshot()
+    under_way = {copy.number for copy in copies}
+    assert all(copy.cohort == 3 for copy in copies) and under_way == bench.rollouts.numbers
+    by_seed = {copy.seed: copy for found in copies for copy in found.episodes}
+    running = [one for one in by_seed.values() if one.tokens and not one.finish_reason]
+    assert sorted(len(one.tokens) for one in running) == sorted(made.values())
+    before = {seed: (list(one.tokens), list(one.versions), list(one.sampled)) for seed, one in by_seed.items()}
+    bench.engines.version = 1
+    bench.finish()
+    assert before == {seed: (one.tokens, one.versions, one.sampled) for seed, one in by_seed.items()}
+    for episode in episodes:
+        assert episode.seed not in by_seed or episode.tokens[: len(before[episode.seed][0])] == before[episode.seed][0]
+    check_whole(episodes)
+
+
+def test_engines_that_hold_requests_come_to_rest_by_a_quantum_without_steps() -> None:
+    bench = Bench()
+    start_many(bench)
+    bench.rollouts.advance()
+    bench.rollouts.settle()
+    assert any(bench.engines.requests)
+    assert [batch.scalars["engine_steps"] for batch in bench.batches] == [(3, 3)] * IN_FLIGHT + [(0, 0)]
+    bench.finish()
+    sent = len(bench.batches)
+    bench.rollouts.settle()
+    assert len(bench.batches) == sent, "those that hold none are at rest"
+
+
+def test_groups_that_are_given_up_leave_engines_and_queue_and_what_had_ended_keeps_its_reason() -> None:
+    bench = Bench()
+    ended, one, other = begun(3, finish_reason="stop"), fresh(1), fresh(2)
+    bench.rollouts.start(group(0, ended, *map(fresh, range(10, 20))))
+    bench.rollouts.start(group(1, one, other))
+    bench.rollouts.advance()
+    bench.rollouts.settle()
+    bench.rollouts.abort([0])
+    assert bench.rollouts.numbers == {1} and ended.finish_reason == "stop"
+    bench.finish()
+    bench.rollouts.settle()
+    check_whole([one, other])
+    assert not any(bench.engines.requests)
+    bench.rollouts.start(group(2, last := fresh(3)))
+    bench.rollouts.abort([2])
+    assert last.finish_reason == ABORTED and not bench.rollouts.busy and not bench.rollouts.generating
+
+
+def test_a_sequence_that_awaits_an_answer_is_asked_about_and_not_generated() -> None:
+    environment = Asked()
+    bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    assert not bench.rollouts.generating and len(bench.rollouts.pending) == 1
+    assert environment.asked[0][0] == [bench.run.session.inputs.tokenizer.decode(episode.tokens)]
+    environment.answer(Reply("00"))
+    assert bench.rollouts.advance() == [] and len(bench.batches) == IN_FLIGHT, "it is in the first quantum after the answer"
+    assert bench.batches[0]["lengths"].tolist() == [len(PROMPT) + 2 + 2]
+    bench.finish()
+    assert not episode.awaiting and episode.turns == 2 and episode.sampled[:5] == [True, True, False, False, True]
+
+
+def test_answers_that_have_come_are_taken_where_engines_rest() -> None:
+    """So that what a checkpoint saves is not asked again."""
+    environment = Asked()
+    bench, ends, fails, goes_on = Bench(environment), *(begun(2, awaiting=True, turns=1) for _ in range(3))
+    bench.rollouts.start(group(0, ends, fails, goes_on))
+    environment.answer(Reply(None), Reply(None, FAILED, "it raised"), Reply("0"))
+    assert bench.rollouts.settle() == []
+    assert not any(episode.awaiting for episode in (ends, fails, goes_on)) and not bench.rollouts.pending
+    assert (ends.finish_reason, fails.finish_reason, fails.failure) == ("stop", FAILED, "it raised")
+    assert goes_on.tokens == [4] * 3 and goes_on.turn_start == 3 and bench.rollouts.generating
+
+
+def test_an_answer_for_a_group_that_was_given_up_changes_nothing() -> None:
+    environment = Asked()
+    bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    bench.rollouts.abort([0])
+    environment.answer(Reply("00"))
+    bench.rollouts.settle()
+    assert episode.tokens == [4] * 2 and episode.finish_reason == ABORTED and not bench.rollouts.generating
+
+
+def test_questions_are_shared_out_over_the_environments_processes() -> None:
+    environment = Asked(workers=3)
+    bench = Bench(environment)
+    bench.rollouts.start(group(0, *(begun(count, awaiting=True, turns=1) for count in (1, 2, 3, 4))))
+    assert [[len(text) for text in texts] for texts, _ in environment.asked] == [[1, 4], [2], [3]]
+    bench.rollouts.start(group(1, begun(1, awaiting=True, turns=1)))
+    assert len(environment.asked) == 4, "no call about nothing"
+
+
+@pytest.mark.parametrize(("words", "reason"), [(ROOM - 2 - 5, "length"), (ROOM - 2 - 5 - 1, "")])
+def test_an_answer_that_leaves_no_room_for_a_token_ends_its_sequence(words: int, reason: str) -> None:
+    environment = Asked()
+    bench, episode = Bench(environment), begun(5, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    environment.answer(Reply("0" * words))
+    bench.rollouts.settle()
+    assert episode.finish_reason == reason
+    if not reason:
+        bench.finish()
+        assert bench.batches[0]["max_new_tokens"].tolist() == [1] and len(episode) == ROOM
+
+
+def test_a_turn_has_the_tokens_that_it_may_still_have() -> None:
+    bench = Bench()
+    bench.rollouts.start(group(0, begun(6), begun(6, turn_start=4)))
+    bench.rollouts.look_ahead()
+    assert sorted(bench.batches[0]["max_new_tokens"].tolist()) == [LIMIT - 6, LIMIT - 2]
+
+
+@pytest.mark.parametrize(("order", "sent"), [("longest_first", [1, 2, 9, 3]), ("fifo", [9, 2, 1, 3])])
+def test_requests_go_by_cohort_and_then_by_what_is_left_of_them(order: str, sent: list[int]) -> None:
+    """Completions of prompt 2 had 5 tokens; of others nothing is known."""
+    bench = Bench(request_order=order, vllm_cfg=VllmConfig(max_num_seqs=3))
+    bench.rollouts.history = LengthHistory(LIMIT)
+    bench.rollouts.history.record(2, 5)
+    bench.rollouts.history.record("others", 2 * LIMIT - 5)
+    for count, cohort in ((3, 1), (9, 0), (2, 0), (1, 0)):
+        bench.rollouts.start(group(count, begun(count), cohort=cohort))
+    bench.rollouts.look_ahead()
+    assert (bench.batches[0]["lengths"] - len(PROMPT)).tolist() == sent
+
+
+def test_lengths_are_learned_by_turn_and_by_prompt() -> None:
+    """A turn's whole length: with what a sequence had of it before it came here, and without the turns before."""
+    environment = Asked()
+    bench, episodes = Bench(environment), [begun(4) for _ in range(6)]
+    for seed, episode in enumerate(episodes):
+        episode.seed = seed
+    bench.rollouts.start(group(5, *episodes))
+    bench.finish()
+    bench.rollouts.settle()
+    lengths = [len(episode.tokens) for episode in episodes]
+    assert bench.rollouts.history.expected(5) == pytest.approx(np.mean(lengths))
+    answered = [episode for episode in episodes if episode.awaiting]
+    before = [len(episode.tokens) for episode in answered]
+    while environment.asked:
+        environment.answer(*[Reply("000")] * len(environment.asked[0][0]))
+    bench.rollouts.settle()
+    bench.finish()
+    assert answered
+    lengths += [len(episode.tokens) - count - 3 for episode, count in zip(answered, before, strict=True)]
+    assert bench.rollouts.history.expected(5) == pytest.approx(np.mean(lengths))
