@@ -255,7 +255,6 @@ class Scheduler:
             )
         check_groups_apart([group, *(other for other in self.groups.values() if other is not known)])
         self.groups[group.role.name] = group
-        self._tickets[group.role.name] = [0] * group.layout.world_size
 
     def close(self) -> None:
         """Tear every graph down, within the teardown deadline."""

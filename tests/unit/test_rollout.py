@@ -23,6 +23,8 @@ from tests.unit.test_async_loop import configuration
 
 PROMPT = Prompt("1+", np.array([4, 5]), "", "row 0")
 LIMIT, ROOM = 10, 40
+KEY = 100
+"""Of the prompt of group 0."""
 
 
 class Asked:
@@ -76,7 +78,7 @@ def configured(**generation: Any) -> Config:
 
 
 def group(number: int, *episodes: Episode, cohort: int = 0) -> RolloutGroup:
-    return RolloutGroup(number, number, list(episodes), cohort)
+    return RolloutGroup(number, KEY + number, list(episodes), cohort)
 
 
 def fresh(seed: int, limit: int = LIMIT) -> Episode:
@@ -117,6 +119,7 @@ def test_what_is_withdrawn_from_the_engines_goes_on_from_its_tokens(tp: int) -> 
     assert running and not all(before), "some were under way, others still waited"
     complete += bench.finish()
     assert sorted(done.number for done in complete) == list(range(6)) and not bench.rollouts.busy
+    assert not bench.rollouts.generating, "each is one request again"
     check_whole(episodes)
     assert [one.tokens[: len(tokens)] for one, tokens in zip(episodes, before, strict=True)] == before
 
@@ -252,11 +255,11 @@ def test_a_turn_has_the_tokens_that_it_may_still_have() -> None:
 
 @pytest.mark.parametrize(("order", "sent"), [("longest_first", [1, 2, 9, 3]), ("fifo", [9, 2, 1, 3])])
 def test_requests_go_by_cohort_and_then_by_what_is_left_of_them(order: str, sent: list[int]) -> None:
-    """Completions of prompt 2 had 5 tokens; of others nothing is known."""
+    """The prompt of 2 had a completion of 5 tokens; the mean of all is the longest that there may be."""
     bench = Bench(request_order=order, vllm_cfg=VllmConfig(max_num_seqs=3))
     bench.rollouts.history = LengthHistory(LIMIT)
-    bench.rollouts.history.record(2, 5)
-    bench.rollouts.history.record("others", 2 * LIMIT - 5)
+    bench.rollouts.history.record(KEY + 2, 5)
+    bench.rollouts.history.record(KEY, 2 * LIMIT - 5)
     for count, cohort in ((3, 1), (9, 0), (2, 0), (1, 0)):
         bench.rollouts.start(group(count, begun(count), cohort=cohort))
     bench.rollouts.look_ahead()
@@ -273,7 +276,7 @@ def test_lengths_are_learned_by_turn_and_by_prompt() -> None:
     bench.finish()
     bench.rollouts.settle()
     lengths = [len(episode.tokens) for episode in episodes]
-    assert bench.rollouts.history.expected(5) == pytest.approx(np.mean(lengths))
+    assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
     answered = [episode for episode in episodes if episode.awaiting]
     before = [len(episode.tokens) for episode in answered]
     while environment.asked:
@@ -282,4 +285,13 @@ def test_lengths_are_learned_by_turn_and_by_prompt() -> None:
     bench.finish()
     assert answered
     lengths += [len(episode.tokens) - count - 3 for episode, count in zip(answered, before, strict=True)]
-    assert bench.rollouts.history.expected(5) == pytest.approx(np.mean(lengths))
+    assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
+
+
+def test_what_may_begin_a_stop_string_is_made_again_in_the_turn_alone() -> None:
+    """An environment's words stay: they are no tokens of the policy's."""
+    bench, seven = Bench(stop_strings=("78",)), 4 + 7
+    own, answered = begun(2), begun(2, turn_start=2)
+    own.tokens[-1] = answered.tokens[-1] = seven
+    bench.rollouts.start(group(0, own, answered))
+    assert (own.tokens, answered.tokens) == ([4], [4, seven])

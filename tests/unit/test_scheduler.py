@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import RayChannelError
 
 from dagrl.deadline import Deadline
 from dagrl.errors import DataError, DeadlineError, GraphError, LayoutError, PhaseError, RunError
@@ -19,7 +20,8 @@ from dagrl.executors.base import Actors, Limits
 from dagrl.executors.packet import Packet
 from dagrl.graph import PhaseGraph
 from dagrl.layout import ParallelLayout
-from dagrl.phase import Phase, Role, Shard, methods_of, phase
+from dagrl.phase import Phase, Role, Shard, join, methods_of, phase
+from dagrl.replay import Replay
 from dagrl.scheduler import SETTLING_REPLAYS, Scheduler, SchedulerOptions
 from dagrl.shapes import Batch, Bucket, Field
 from dagrl.worker_group import WorkerGroup
@@ -84,12 +86,16 @@ class Group:
         self.actors = [SimpleNamespace(_actor_id=f"{name}{rank}") for rank in range(dp)]
         self.places = [SimpleNamespace(node=f"host{rank}") for rank in range(dp)]  # a graph each
         self.gates: list[list[int]] = []
+        self.passed: list[list[int]] = []
 
     def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
         self.gates.append(list(tickets))
 
     def pass_tickets(self, tickets: Sequence[int]) -> None:
-        pass
+        self.passed.append(list(tickets))
+
+    def rank_of_actor(self, actor_id: str) -> None:
+        return None
 
     def reports(self, timeout_s: float) -> dict[int, Any]:
         return {}
@@ -256,6 +262,12 @@ def test_a_group_in_place_of_another_has_its_role_and_layout(scheduler: Schedule
     made.clear()
     scheduler.recover()
     assert made and not any(graph.limits.may_kill for graph in made), "its workers are somebody else's"
+    assert foreign.gates == [[0, 0]]
+    with Scheduler([Group(), Group(name="generation")]) as two:  # type: ignore[list-item]
+        with pytest.raises(LayoutError, match="groups 'generation' and 'train'; make one group"):
+            twice = Group(name="generation")
+            twice.actors = two.groups["train"].actors
+            two.replace_group(twice)  # type: ignore[arg-type]
 
 
 def test_a_replay_that_is_sent_while_graphs_are_torn_down_says_so(scheduler: Scheduler, made: list[Graph]) -> None:
@@ -467,7 +479,7 @@ def test_a_broken_graph_is_told_at_once_where_there_is_no_room_either(scheduler:
 def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group: Group, made: list[Graph]) -> None:
     """So that the memory that the largest needs is there once, and not behind what smaller ones have left in pieces."""
     scheduler = Scheduler([group], SchedulerOptions(warmup_s=7.0))  # type: ignore[list-item]
-    scheduler.add(step, buckets=[Bucket(1, 4), Bucket(4, 8), Bucket(2, 8)], scalars={"lr": 0.5}, token_ids=9)
+    scheduler.add(step, buckets=[Bucket(1, 4), Bucket(4, 8), Bucket(3, 2), Bucket(2, 8)], scalars={"lr": 0.5}, token_ids=9)
     scheduler.compile()
     for graph in made:
         graph.fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
@@ -475,7 +487,7 @@ def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group:
     for graph in made:
         assert all(packet.header.warmup and packet.header.deadline_s == 7.0 for packet in graph.taken)
         sent = list(dict.fromkeys((packet.value.rows, *packet.value["lengths"].tolist()) for packet in graph.taken))
-        assert sent == [(4, *[8] * 4), (2, *[8] * 2), (1, 4)]
+        assert sent == [(4, *[8] * 4), (2, *[8] * 2), (3, *[2] * 3), (1, 4)]
         assert {packet.value.number("lr") for packet in graph.taken} == {0.5}
     scheduler.close()
 
@@ -497,6 +509,22 @@ def test_an_error_of_any_kind_is_the_replays_own(scheduler: Scheduler, made: lis
     assert second.result() == ("unharmed", "unharmed")
     with pytest.raises(PhaseError, match="recover"):
         scheduler.replay(other, 1)
+    scheduler.recover()
+    scheduler.replay(other, 1)
+
+
+def test_what_broke_first_is_told_whatever_becomes_of_replays_that_were_under_way(
+    scheduler: Scheduler, made: list[Graph]
+) -> None:
+    """One of them fails alone, and one breaks another graph."""
+    broken, failing, last = scheduler.replay(other, 1), scheduler.replay(step, batch(2)), scheduler.replay(step, batch(2))
+    made[2].results, made[3].results = [KeyError("first")], [1]
+    made[0].results, made[1].results = [batch(1), KeyError("later")], [Batch({"lengths": np.ones(1)}), 1]
+    for replay in (broken, failing, last):
+        with pytest.raises(PhaseError):
+            replay.result()
+    with pytest.raises(PhaseError, match="the graph of phase 'other' broke; call"):
+        scheduler.replay(step, batch(2))
 
 
 def test_results_that_make_no_batch_fail_the_replay_but_not_its_graph(scheduler: Scheduler, made: list[Graph]) -> None:
@@ -510,6 +538,43 @@ def test_results_that_make_no_batch_fail_the_replay_but_not_its_graph(scheduler:
     assert again.result() == (1, 2)
 
 
+def test_replays_that_an_interrupt_left_to_be_taken_out_make_room(
+    scheduler: Scheduler, made: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came when their results had been read."""
+    succeed = Replay.succeed
+
+    def interrupted(replay: Replay, packets: Any) -> None:
+        succeed(replay, packets)
+        raise KeyboardInterrupt
+
+    replays = [scheduler.replay(other, 1), scheduler.replay(other, 1)]
+    for graph in made[2:]:
+        graph.results = [1, 2, 3]
+    for replay in replays:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Replay, "succeed", interrupted)
+            scheduler.finish(replay)
+    assert scheduler.replay(other, 1).result() == (3, 3)
+    assert [replay.result() for replay in replays] == [(1, 1), (2, 2)]
+
+
+def test_a_teardown_while_a_result_is_read_ends_that_replay_alone(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(other, 1)
+
+    def closed(submitted: Packet, timeout_s: float) -> list[Packet]:
+        scheduler.recover()
+        raise ValueError("what it was read from is closed")
+
+    made[2].fetch = closed  # type: ignore[method-assign]
+    with pytest.raises(PhaseError, match="under way when its graphs were torn down"):
+        replay.result()
+    again = scheduler.replay(other, 1)
+    for graph in made[-2:]:
+        graph.results = [1]
+    assert again.result() == (1, 1)
+
+
 @pytest.mark.parametrize("end", ["recover", "close"])
 def test_a_replay_under_way_when_its_graphs_end_says_so(scheduler: Scheduler, end: str) -> None:
     replay = scheduler.replay(step, batch(2))
@@ -521,12 +586,15 @@ def test_a_replay_under_way_when_its_graphs_end_says_so(scheduler: Scheduler, en
 def test_turns_begin_where_the_schedulers_replays_do(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
     scheduler.replay(step, batch(2))
     scheduler.compile()  # nothing new, and turns are being waited for
-    assert group.gates == [[0, 0]]
+    assert group.gates == [[0, 0]] and len(made) == 4 and not group.passed
     scheduler.recover()
+    assert group.passed == [[1, 1]], "workers that wait for a turn of the replay under way give up"
+    scheduler.recover()
+    assert group.passed == [[1, 1]], "none was under way"
     second = Scheduler([group])  # type: ignore[list-item]
     second.add(other, warmup_value=0)
     second.compile()
-    assert group.gates == [[0, 0], [1, 1], [0, 0]]
+    assert group.gates == [[0, 0], [1, 1], [1, 1], [0, 0]]
 
 
 def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -> None:
@@ -563,3 +631,182 @@ def test_workers_of_somebody_else_are_not_killed_by_a_teardown(made: list[Graph]
     scheduler.add(other, warmup_value=0)
     scheduler.compile()
     assert not any(graph.limits.may_kill for graph in made)
+
+
+def test_what_was_set_reaches_the_graphs_and_their_replays(made: list[Graph]) -> None:
+    options = SchedulerOptions(
+        max_in_flight=3, result_bytes=5 << 20, compile_s=11.0, replay_s=12.0, grace_s=13.0, teardown_s=14.0
+    )
+    own = Phase("own", other.function, None, other.roles)
+    with Scheduler([Group(1)], options) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        scheduler.add(own, warmup_value=0, input_bytes=7 << 20, result_bytes=6 << 20)
+        scheduler.compile()
+        limits, mine = (graph.limits for graph in made)
+        assert (limits.max_in_flight, limits.compile_s, limits.replay_s, limits.teardown_s) == (3, 11.0, 12.0, 14.0)
+        assert (limits.result_bytes, mine.result_bytes, mine.input_bytes) == (5 << 20, 6 << 20, 7 << 20)
+        replay = scheduler.replay(other, 1)
+        assert made[0].taken[0].header.deadline_s == 12.0 and replay.so_far.grace_s == 13.0
+        torn: list[float] = []
+        made[0].teardown = torn.append  # type: ignore[method-assign]
+    assert torn == [14.0]
+
+
+def test_each_phase_is_told_before_its_first_warm_up(scheduler: Scheduler, made: list[Graph]) -> None:
+    for graph in made:
+        graph.fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+    told: list[tuple[str, int]] = []
+
+    def before(phase: Phase) -> None:
+        told.append((phase.name, sum(len(graph.taken) for graph in made if graph.phase == phase.name)))
+
+    scheduler.warmup(before)
+    assert told == [("step", 0), ("other", 0)]
+
+
+class Executors:
+    """Stands for `executor_of`; `compiled` and `eager` are those that were made, of which the first cannot compile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+        self.made, self.fails = list[str](), fails
+        self.compiled: list[tuple[int, str]] = []
+        monkeypatch.setattr("dagrl.scheduler.executor_of", self.make)
+
+    def make(self, name: str) -> Any:
+        number = len(self.made)
+        self.made.append(name)
+
+        def compile_(graph: PhaseGraph, actors: Actors, limits: Limits) -> Graph:
+            if name == self.fails:
+                raise RuntimeError(f"{name} cannot")
+            self.compiled.append((number, graph.phase))
+            return Graph(graph, limits, [])
+
+        return SimpleNamespace(name=name, compile=compile_)
+
+
+def two_phases(executor: Any = "compiled") -> Scheduler:
+    scheduler = Scheduler([Group(1)], SchedulerOptions(executor=executor))  # type: ignore[list-item]
+    scheduler.add(step, buckets=[Bucket(4, 4)])
+    scheduler.add(other, warmup_value=0)
+    return scheduler
+
+
+def test_a_phase_that_cannot_be_compiled_runs_eagerly_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them by one executor, which orders what it sends; graphs that are made anew by a new one."""
+    executors = Executors(monkeypatch, fails="compiled")
+    with two_phases() as scheduler:
+        scheduler.compile()
+        assert "phase 'other' could not be compiled and runs eagerly: compiled cannot" in caplog.text
+        (step_by, _), (other_by, _) = executors.compiled
+        assert step_by == other_by and executors.made[step_by] == "eager"
+        scheduler.recover()
+        assert len({number for number, _ in executors.compiled}) == 2 and len(executors.compiled) == 4
+
+
+def test_what_eager_cannot_compile_either_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    executors = Executors(monkeypatch, fails="eager")
+    with two_phases("eager") as scheduler, pytest.raises(RunError, match="'step' could not be compiled: eager cannot"):
+        scheduler.compile()
+    assert not executors.compiled
+
+
+def test_a_graph_with_any_worker_of_somebody_else_kills_none(made: list[Graph]) -> None:
+    ours, theirs = Group(1), Group(1, "generation")
+    theirs.owned = False
+
+    @phase
+    def both(train: Shard, generation: Shard, value):
+        return join(train.map("forward", value), generation.map("forward", value))
+
+    with Scheduler([ours, theirs]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(both, warmup_value=0)
+        scheduler.compile()
+        assert [graph.limits.may_kill for graph in made] == [False]
+
+
+def side_by_side() -> Group:
+    """Two shards on one host, in one graph."""
+    group = Group()
+    group.places = [SimpleNamespace(node="host")] * 2
+    return group
+
+
+def test_results_of_shards_in_one_graph_are_told_apart_by_output(made: list[Graph]) -> None:
+    @phase
+    def pair(train: Shard, value):
+        return train.map("forward", value), train.map("forward", value, note="again")
+
+    with Scheduler([side_by_side()]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(pair, warmup_value=0)
+        scheduler.compile()
+        (graph,) = made
+        outputs = ["first of 0", "second of 0", "first of 1", "second of 1"]
+        graph.fetch = lambda submitted, timeout_s: [  # type: ignore[method-assign]
+            Packet(submitted.header, value) for value in outputs
+        ]
+        assert scheduler.replay(pair, 0).result() == (("first of 0", "first of 1"), ("second of 0", "second of 1"))
+
+
+def test_an_input_has_the_room_of_the_largest_bucket_for_each_shard_and_no_more(made: list[Graph]) -> None:
+    def full(rows: int, tokens: int) -> Batch:
+        return Batch({"x": np.zeros((rows, tokens), np.int64), "lengths": np.full(rows, tokens)})
+
+    with Scheduler([side_by_side()]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(step, buckets=[Bucket(1, 64), Bucket(64, 64)])
+        scheduler.add(other, warmup_value=np.zeros(1000))
+        scheduler.compile()
+        scheduler.replay(step, full(128, 64))
+        scheduler.replay(other, np.zeros(1000))
+        with pytest.raises(RunError, match=r"the input of phase 'other' needs .* bytes a shard, .* or input_bytes"):
+            scheduler.replay(other, np.zeros(3000))
+        scheduler.replay(other, 1)
+    assert [graph.limits.input_bytes > 2 * 64 * 64 * 8 for graph in made] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bucket"),
+    [([4, 4, 4], (2, 4)), ([4, 4], (1, 4)), ([4, 5], (2, 8))],
+    ids=["the shard with most rows", "rows that are shorter than the batch is wide", "the longest row"],
+)
+def test_the_bucket_is_the_smallest_for_all_shards(made: list[Graph], lengths: list[int], bucket: tuple[int, int]) -> None:
+    with Scheduler([Group()]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(step, buckets=[Bucket(2, 8), Bucket(2, 4), Bucket(1, 4)])
+        scheduler.compile()
+        scheduler.replay(step, Batch({"x": np.ones((len(lengths), 8), np.int64), "lengths": np.array(lengths)}))
+    assert [graph.taken[0].value["x"].shape for graph in made] == [bucket] * 2  # type: ignore[index]
+
+
+def test_an_input_that_a_dead_worker_cannot_be_sent_fails_the_replay_when_it_is_read(
+    scheduler: Scheduler, made: list[Graph]
+) -> None:
+    def submit(packet: Packet) -> Packet:
+        raise RayChannelError("closed")
+
+    made[2].submit, made[3].results = submit, [1]  # type: ignore[method-assign]
+    replay = scheduler.replay(other, 1)
+    with pytest.raises(PhaseError, match=r"RayChannelError.*closed") as caught:
+        replay.result()
+    assert caught.value.breaks
+
+
+def test_only_workers_that_a_phase_runs_on_take_a_turn(made: list[Graph]) -> None:
+    """Of two pipeline stages the first; the workers' next turns are then told one by one."""
+
+    @phase
+    def first_stage(train: Shard, value):
+        return train.stages()[0].map("forward", value)
+
+    group = Group()
+    group.layout = ParallelLayout(pp=2)
+    group.role = Role("train", group.layout, methods_of(Both), frozenset({"shm"}))
+    with Scheduler([group]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(first_stage, warmup_value=0)
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile()
+        for one in (first_stage, first_stage, other):
+            scheduler.replay(one, 0)
+    by_phase = {graph.phase: tickets_of(graph) for graph in made}
+    assert by_phase == {"first_stage": [0, (1, 0)], "other": [(2, 0)]}
