@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,27 @@ def test_a_sequence_that_awaits_an_answer_is_asked_about_and_not_generated() -> 
     assert not episode.awaiting and episode.turns == 2 and episode.sampled[:5] == [True, True, False, False, True]
 
 
+def test_a_sequence_that_awaited_an_answer_ends_where_there_is_no_environment_any_more() -> None:
+    bench, episode = Bench(), begun(2, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    assert [found.number for found in bench.rollouts.settle()] == [0] and not bench.batches
+    assert (episode.finish_reason, episode.awaiting, episode.tokens) == ("stop", False, [4, 4])
+
+
+def test_what_quanta_cost_is_learned() -> None:
+    bench = Bench(quantum_engine_steps=None)
+    collect = bench.run.session.collect
+
+    def costly(name: str, replay: Any) -> Any:
+        results, counted = collect(name, replay)
+        return results, replace(counted, overhead_s=0.25)
+
+    bench.run.session.collect = costly
+    bench.rollouts.start(group(0, fresh(0), fresh(1)))
+    bench.rollouts.advance()
+    assert bench.rollouts._size.overhead_s == 0.25
+
+
 def test_answers_that_have_come_are_taken_where_engines_rest() -> None:
     """So that what a checkpoint saves is not asked again."""
     environment = Asked()
@@ -278,12 +300,14 @@ def test_lengths_are_learned_by_turn_and_by_prompt() -> None:
     lengths = [len(episode.tokens) for episode in episodes]
     assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
     answered = [episode for episode in episodes if episode.awaiting]
+    cut = [episode.finish_reason for episode in episodes if not episode.awaiting]
+    assert answered and cut and set(cut) == {"length"}, "the environment has nothing to say to half a turn"
     before = [len(episode.tokens) for episode in answered]
     while environment.asked:
         environment.answer(*[Reply("000")] * len(environment.asked[0][0]))
     bench.rollouts.settle()
     bench.finish()
-    assert answered
+    assert not environment.asked and not bench.rollouts.busy, "two turns are the most"
     lengths += [len(episode.tokens) - count - 3 for episode, count in zip(answered, before, strict=True)]
     assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
 
