@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
-from dagrl.files import sync_directory, sync_tree, write_whole
+from dagrl.files import naming, sync_directory, sync_tree, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,8 @@ class CheckpointStore:
     def discarding(self, directory: Path) -> Iterator[None]:
         """Remove `directory` if the block raises."""
         try:
-            yield
+            with naming(directory):
+                yield
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise

@@ -20,11 +20,25 @@ logger = logging.getLogger(__name__)
 def write_whole(path: Path, content: str) -> None:
     """Write `content` to `path` so that a crash leaves the old file or the new one, never a part."""
     part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), part.open("w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     part.replace(path)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError of the block name `path` if it names no file: those of writes, on a full disk, do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def sync_directory(directory: Path) -> None:

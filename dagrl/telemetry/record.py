@@ -35,7 +35,7 @@ from typing import Protocol
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
 from dagrl.errors import ConfigError
-from dagrl.files import locked, move_aside, write_whole
+from dagrl.files import locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
 
 logger = logging.getLogger(__name__)
@@ -183,16 +183,18 @@ class RunRecord:
         """
         clean = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "stage": stage, "time": round(time.time(), 3), **clean}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-        for tracker in self._trackers:
-            tracker.log(step, stage, metrics)
+        with naming(self.paths.directory):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+            for tracker in self._trackers:
+                tracker.log(step, stage, metrics)
 
     def close(self) -> None:
         """Close all files; call once, at the end."""
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        with naming(self.paths.directory):
+            for tracker in self._trackers:
+                tracker.close()
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float | str | None]]:

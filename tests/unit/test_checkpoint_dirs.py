@@ -13,6 +13,7 @@ import pytest
 from dagrl.checkpoint import CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
+from tests.unit.full_disk import full_disk
 
 
 def save(store: CheckpointStore, step: int, metric: float | None = None) -> Path:
@@ -81,6 +82,17 @@ def test_a_save_that_fails_leaves_nothing(store: CheckpointStore) -> None:
         (directory / "half").write_text("...")
         raise KeyboardInterrupt
     assert [path.name for path in store.root.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_full_disk_is_told_with_the_checkpoint_and_leaves_those_before(store: CheckpointStore, size: int) -> None:
+    """Whether it is full when a part is written, or when the state is."""
+    save(store, 1)
+    state = TrainState(2, counters={"words": "x" * 200})
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(size), store.saving(state) as directory:
+        (directory / "part").write_bytes(b"x" * 50)
+    assert raised.value.filename == str(directory if size == 0 else directory / "state.json")
+    assert steps(store) == [1] and [path.name for path in store.root.iterdir()] == ["step_00000001"]
 
 
 def test_while_saving_the_checkpoint_is_not_seen(store: CheckpointStore) -> None:

@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dagrl.config import CheckpointConfig, Config
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.telemetry.record import RunPaths, RunRecord, kept_from_others, prepare_run_directory, read_metrics
+from tests.unit.full_disk import full_disk
 
 
 def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: bool) -> Config:
@@ -71,6 +72,25 @@ def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
     log_steps(config(tmp_path, resume=True), 4, 6, resumed_step=3)
     assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3, 4, 5, 6]
     assert [path.name for path in paths.directory.parent.iterdir()] == ["tiny"]
+
+
+def test_a_full_disk_is_told_with_the_directory(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path), 1, 1)
+    run = config(tmp_path, resume=True)
+    room = paths.metrics.stat().st_size + 10  # for a part of a line
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(room), RunRecord(run, resumed_step=1) as record:
+        record.log(2, "grpo", {"loss": 1.0})
+    assert raised.value.filename == str(paths.directory)
+    log_steps(run, 2, 3, resumed_step=1)
+    assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3]
+
+
+def test_a_configuration_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(100):
+        prepare_run_directory(run)
+    assert raised.value.filename == str(RunPaths.of(run).config)
+    assert prepare_run_directory(run).config.exists()
 
 
 def test_a_new_run_of_the_name_keeps_the_earlier_one(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
+from tests.unit.full_disk import full_disk
 
 
 def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
@@ -89,14 +89,10 @@ def test_recording_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("room", [0, 150])
 def test_a_full_disk_ends_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int) -> None:
     """Files may not grow for a while: of the events that come then a part fits, or nothing."""
-    limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     with TraceWriter(tmp_path / "trace.json", buffered_events=1) as trace:
         trace.write([TraceEvent("kept", "test", 0, 1)])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (trace.path.stat().st_size + room, most))
-        try:
+        with full_disk(trace.path.stat().st_size + room):
             trace.write([TraceEvent("lost", "test", number, 1) for number in range(100)])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
         trace.write([TraceEvent("later", "test", 0, 1)])
     assert [event["name"] for event in events(trace.path)] == ["kept"]
     (message,) = (record.message for record in caplog.records if record.name == "dagrl.telemetry.trace")
