@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 _FIELDS = 8  # those of an `Entry`, and its first tile
 _TILE = 4096  # units
 _WARPS = 8
-PROGRAMS = 64
+PROGRAMS, PROGRAMS_ALONE = 64, 264  # beside messages, whose kernels want multiprocessors too, and without
 
 
 class ChecksumTable:
-    """The sums of `moves`, the pieces of each on one device; their memory must stay.
+    """The sums of `moves`, the pieces of each on one device; their memory must stay. `alone`: nothing else runs there.
 
     What lies in no rows (transposed views) is first gathered into memory of the table, by one more launch for all.
     """
 
-    def __init__(self, moves: Sequence[Sequence[Piece]], columns: int, weight: int, upper: int) -> None:
+    def __init__(self, moves: Sequence[Sequence[Piece]], columns: int, weight: int, upper: int, alone: bool = False) -> None:
         import torch
 
         self._scattered = [view for pieces in moves for _, view in pieces if not in_rows(view)]
@@ -45,6 +45,7 @@ class ChecksumTable:
         self._table = torch.from_numpy(rows).to(device)
         self._sums = torch.zeros(len(moves), 2, dtype=torch.int64, device=device)
         self._columns, self._weight, self._upper = columns, weight, upper
+        self._programs = PROGRAMS_ALONE if alone else PROGRAMS
 
     def launch(self) -> torch.Tensor:
         """`[moves, 2]` int64, on the current stream; the same tensor each time."""
@@ -55,7 +56,7 @@ class ChecksumTable:
                 torch._foreach_copy_(self._gathered, self._scattered)
         self._sums.zero_()
         tiles = len(self._entries)
-        _add_sums[(min(PROGRAMS, tiles),)](
+        _add_sums[(min(self._programs, tiles),)](
             self._table,
             self._entries,
             self._sums,

@@ -50,8 +50,9 @@ beginning takes as long as 10 MB over NVLink. Only there is a bucket a group of 
 under 256 MB half of its channels, in groups too (4B from TP2 to TP2 took 16.2 ms so in place of 12.4, four H200)."""
 NEVER_DIRECT = sys.maxsize
 MAILBOXES_BYTES = 1 << 30
-"""What the mailboxes of a sender may take. Where processes share a GPU, a bucket costs two changes between them, 0.3 ms, in
-which 500 MB could be copied: there buckets are as large as that allows."""
+"""What the mailboxes of a sender may take. Where processes share a GPU, each bucket costs two changes between them, 0.3 ms,
+in which 600 MB could be copied, and each GiB of mailboxes, which come and go with every refit, 7 ms: there buckets are as
+large as this and `BUCKET_BYTES` allow (4B on one H200: with its pause 175 ms in buckets of 16 MB, 27 of 256, 28 of 512)."""
 BLOCKS = 4
 """Into how many blocks what an end may stage of a bucket is cut at least where buckets may be larger, to fill them."""
 BUCKETS = 8
@@ -180,7 +181,7 @@ def plan_refit(
 def _largest_bucket(most: int, pair: bool, receivers_with_mailboxes: int) -> int:
     """Of a destination that gets `most` bytes, where nothing else is asked for."""
     if receivers_with_mailboxes:
-        return min(PAIR_BUCKET_BYTES, MAILBOXES_BYTES // (MAILBOX_SLOTS * receivers_with_mailboxes))
+        return min(BUCKET_BYTES[1], MAILBOXES_BYTES // (MAILBOX_SLOTS * receivers_with_mailboxes))
     return min(max(BUCKET_BYTES[0], most // BUCKETS), PAIR_BUCKET_BYTES if pair else BUCKET_BYTES[1])
 
 

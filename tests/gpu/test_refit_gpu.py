@@ -80,7 +80,8 @@ def test_a_cast_in_a_bucket_is_left_to_torch() -> None:
     assert torch.equal(cast, source.bfloat16()) and torch.equal(same, source)
 
 
-def test_checksums_on_the_gpu_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_checksums_on_the_gpu_are_those_of_the_cpu(alone: bool) -> None:
     """Of whole vectors, of parts of tensors where they lie, of several pieces with gaps between, of a transposed view."""
     from dagrl.refit.checksum_kernel import ChecksumTable
     from dagrl.refit.checksum_rows import Piece
@@ -93,7 +94,7 @@ def test_checksums_on_the_gpu_are_those_of_the_cpu() -> None:
     moves.append([(0, random((128, 128), torch.uint8)), (128 * 128, random((3,), torch.float32))])
     moves.append([(0, random((5,), torch.uint8)), (16, random((300_001,), torch.uint8)[1:])])
     moves.append([(0, random((640, 96), torch.bfloat16).t())])
-    table = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER)
+    table = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER, alone)
     for _ in range(2):
         expected = [checksum(in_one_piece([(at, view.cpu()) for at, view in pieces])) for pieces in moves]
         assert torch.equal(table.launch().cpu(), torch.stack(expected))

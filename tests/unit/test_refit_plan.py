@@ -257,11 +257,11 @@ def test_buckets_are_bounded_and_summary_adds_up() -> None:
     assert len(str(summary).splitlines()) == 4 + len(summary.pairs)
 
 
-@pytest.mark.parametrize(("ranks", "largest", "rows"), [(1, 512 << 20, 2048), (2, 256 << 20, 256), (8, 64 << 20, 256)])
-def test_mailboxes_take_a_gibibyte_of_a_sender(ranks: int, largest: int, rows: int) -> None:
+@pytest.mark.parametrize(("ranks", "largest"), [(1, 256 << 20), (2, 256 << 20), (8, 64 << 20)])
+def test_mailboxes_take_a_gibibyte_of_a_sender(ranks: int, largest: int) -> None:
     """2 GiB for each receiver, in buckets as large as that allows, of which a mailbox holds two."""
-    box = ((0, rows), (0, 8192))
-    whole = [WeightSlice(f"p{number}", box, f"p{number}", box) for number in range((2 << 30) // (rows * 16384))]
+    box = ((0, 256), (0, 8192))
+    whole = [WeightSlice(f"p{number}", box, f"p{number}", box) for number in range(512)]
     plan = plan_refit([whole] * ranks, [whole] * ranks, dtype="bfloat16", mailboxes=True)
     boxes: dict[tuple[int, int], int] = defaultdict(int)
     for bucket in plan.buckets:
