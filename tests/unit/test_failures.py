@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError, UnserializableException
+from ray.exceptions import RayActorError, RayChannelError, RayTaskError, UnserializableException
 
 from dagrl import failures, worker_group
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure
@@ -37,6 +37,8 @@ class Shard:
             raise TimeoutError
         if isinstance(self.outcome, Exception):
             raise self.outcome
+        if isinstance(self.outcome, WorkerFailure):
+            return [Packet(HEADER, None, failures=(self.outcome,))]
         return [Packet(HEADER, self.outcome)]
 
     def failures(self, submitted: object) -> list[WorkerFailure]:
@@ -188,6 +190,24 @@ def test_a_death_is_heard_while_another_shard_hangs_and_frees_it() -> None:
     assert time.monotonic() - started < 60.0  # not the deadline of the replay
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died")]
     assert group.aborted == [0, 2]
+
+
+def test_an_exception_that_comes_in_place_of_a_result_fails_the_replay_and_breaks_nothing() -> None:
+    """The others end what they are at."""
+    group = Group()
+    error = failure_of(replay(Shard(raised_in(group)), Shard("done", after_s=0.2)), group)
+    assert error.failures == (raised_in(group),) and not error.breaks
+    assert (group.aborted, group.killed) == ([], [])
+
+
+def test_a_graph_that_is_closed_while_its_failures_are_looked_at_is_told_by_its_result() -> None:
+    class Closed(Shard):
+        def failures(self, submitted: object) -> list[WorkerFailure]:
+            self.outcome = KeyError("what closed it")
+            raise RayChannelError("closed")
+
+    error = failure_of(replay(Closed()), Group())
+    assert error.breaks and "what closed it" in str(error)
 
 
 def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs() -> None:
