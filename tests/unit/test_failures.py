@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayChannelError, RayTaskError, Unseria
 
 from dagrl import failures, worker_group
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure
-from dagrl.executors.node import DIED, IDLE, Report
+from dagrl.executors.node import DIED, IDLE, NO_ANSWER, Report
 from dagrl.executors.packet import Header, Packet
 from dagrl.executors.pickling import UnreadableError
 from dagrl.failures import SoFar, collect_outcome
@@ -153,7 +153,9 @@ def test_peers_of_a_worker_that_raised_are_freed_but_not_killed() -> None:
 def test_a_result_that_cannot_be_read_is_its_workers_failure_and_breaks_nothing() -> None:
     unreadable = UnreadableError(ValueError("cannot be made again"), None)
     unreadable.writer = ("of rank 1", "train[1].step")
-    error = failure_of(replay(Shard(unreadable)), Group())
+    other = Group()
+    other.role, other.rank_of_actor = SimpleNamespace(name="generation"), lambda actor_id: None  # type: ignore[assignment]
+    error = failure_of(replay(Shard(unreadable)), other, Group())
     (failure,) = error.failures
     assert (failure.role, failure.rank, failure.kind, failure.node) == ("train", 1, "raised", "train[1].step")
     assert "cannot be read by the driver: ValueError: cannot be made again" in failure.message
@@ -195,8 +197,9 @@ def test_a_death_is_heard_while_another_shard_hangs_and_frees_it() -> None:
 def test_an_exception_that_comes_in_place_of_a_result_fails_the_replay_and_breaks_nothing() -> None:
     """The others end what they are at."""
     group = Group()
-    error = failure_of(replay(Shard(raised_in(group)), Shard("done", after_s=0.2)), group)
-    assert error.failures == (raised_in(group),) and not error.breaks
+    raised = raised_in(group)
+    error = failure_of(replay(Shard(raised), Shard("done", after_s=0.2)), group)
+    assert error.failures == (raised,) and not error.breaks
     assert (group.aborted, group.killed) == ([], [])
 
 
@@ -208,6 +211,46 @@ def test_a_graph_that_is_closed_while_its_failures_are_looked_at_is_told_by_its_
 
     error = failure_of(replay(Closed()), Group())
     assert error.breaks and "what closed it" in str(error)
+
+
+def test_a_death_that_closed_an_edge_is_found_and_its_peers_are_freed() -> None:
+    """The error of an edge does not say whose it was."""
+    group = Group(reports=(BUSY, DIED, IDLE))
+    group.rank_of_actor = lambda actor_id: None  # type: ignore[method-assign, assignment, return-value]
+    error = failure_of(replay(Shard(RayChannelError("closed"))), group)
+    assert [(failure.rank, failure.kind, failure.message) for failure in error.failures] == [
+        (1, "died", "its process ended")
+    ]
+    assert group.aborted == [0, 2] and error.breaks
+
+
+def test_workers_of_another_role_are_told_apart() -> None:
+    train, generation = Group(reports=(BUSY, IDLE, IDLE), stay=[0]), Group(reports=(IDLE, IDLE, BUSY))
+    generation.role = SimpleNamespace(name="generation")
+    error = failure_of(replay(Shard(), deadline_s=0.05), train, generation)
+    assert [(failure.role, failure.rank) for failure in error.failures] == [("train", 0)]
+    assert (train.aborted, train.killed, generation.aborted, generation.killed) == ([0], [0], [2], [])
+
+
+def test_a_worker_that_does_not_answer_counts_as_in_the_replay_and_one_that_died_as_dead() -> None:
+    group = Group(reports=(NO_ANSWER, DIED, BUSY._replace(replay=7)), stay=[0, 1])
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert {(failure.rank, failure.kind) for failure in error.failures} == {(0, "hung"), (1, "died")}
+    assert sorted(group.killed) == [0, 1], "not who is at another replay of the phase"
+
+
+def test_a_worker_of_somebody_else_that_hangs_is_said_to_be_left() -> None:
+    group = Group(reports=(BUSY, IDLE, IDLE), stay=[0])
+    group.owned = False
+    (failure,) = failure_of(replay(Shard(), deadline_s=0.05), group).failures
+    assert "made by somebody else, and is left as it is" in failure.message
+    assert (failure.phase, failure.replay) == ("train_step", 0)
+
+
+def test_what_raised_first_comes_first_whichever_shard_is_read_first() -> None:
+    first, later = (dataclasses.replace(raised_in(Group()), time_ns=time_ns, rank=time_ns) for time_ns in (1, 2))
+    error = failure_of(replay(Shard(later), Shard(first)), Group())
+    assert error.failures == (first, later)
 
 
 def test_a_failure_is_heard_while_another_worker_of_its_graph_hangs() -> None:
