@@ -106,6 +106,37 @@ def test_a_reference_policy_is_kept_for_a_penalty_alone(penalty: float, kept: bo
     assert called == [*(["snapshot_reference"] if kept else []), "reset_optimizer"]
 
 
+@pytest.mark.parametrize("resumed", ["", "sft", "grpo"])
+def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an SFT phase of 3 steps, whether or not a resume was in it; a resume of GRPO itself goes on where it stood."""
+    done: list[Any] = []
+    step = 5 if resumed == "grpo" else 3
+    counters = {"grpo_sampler": {}} if resumed == "grpo" else {"sft_sampler": {}}
+    config = configuration()
+    config = config.model_copy(
+        update={
+            "sft": config.sft.model_copy(update={"max_num_steps": 3}),
+            "grpo": config.grpo.model_copy(update={"val_at_start": True}),
+        }
+    )
+    state = TrainState(step, counters)
+    checkpoint = Checkpoint(Path("step_00000005"), state) if resumed else None
+    session: Any = MagicMock(config=config, state=state, step=step, resumed=checkpoint)
+    session.hold = lambda role, *, keep_generation_weights: done.append((role, keep_generation_weights))
+    session.train.call = lambda method, *, deadline: done.append(method)
+    session.validated_at_start = lambda stage, metrics: done.append((stage, metrics))
+    session.lap = lambda tokens: done.append("lap")
+    experience: Any = SimpleNamespace(
+        state=dict, validate=lambda *, may_stop: may_stop, restore=lambda counters, place: done.append((counters, place))
+    )
+    monkeypatch.setattr(grpo_step, "calibrate_on_prompts", lambda session: done.append("calibrate"))
+    monkeypatch.setattr(grpo_step, "refit", lambda session, experience, version: done.append(("refit", version)))
+    start_policy(session, experience)
+    begins = [("train", True), "snapshot_reference", "reset_optimizer", "calibrate", ("refit", 3), ("grpo", True), "lap"]
+    goes_on = ["calibrate", ("refit", 5), (counters, Path("step_00000005")), "lap"]
+    assert done == (goes_on if resumed == "grpo" else begins)
+
+
 def test_a_batch_without_a_token_in_the_loss_has_no_entropy() -> None:
     rows = {"tokens": np.ones((2, 3), np.int64), "lengths": np.array([3, 2])}
     values = np.ones((2, 3), np.float32)
