@@ -20,7 +20,7 @@ from dagrl.data.tokenization import encode_demonstrations
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.loops import grpo_step
 from dagrl.loops.dispatch import QuantumSize
-from dagrl.loops.grpo_step import _mean_pause, start_policy, with_logprobs
+from dagrl.loops.grpo_step import _mean_pause, finish_step, refit, start_policy, with_logprobs
 from dagrl.loops.replay_times import Counted, ReplayTimes
 from dagrl.loops.session import Session
 from dagrl.loops.start import REFERENCE, check_reference, naming_for_workers, run_session, stopping_where_responses_end
@@ -135,6 +135,38 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begins = [("train", True), "snapshot_reference", "reset_optimizer", "calibrate", ("refit", 3), ("grpo", True), "lap"]
     goes_on = ["calibrate", ("refit", 5), (counters, Path("step_00000005")), "lap"]
     assert done == (goes_on if resumed == "grpo" else begins)
+
+
+@pytest.mark.parametrize(("period", "validated"), [(2, [2, 4, 5]), (0, [5]), (3, [3, 5])])
+def test_steps_of_grpo_are_validated_by_their_own_count_and_at_the_end(period: int, validated: list[int]) -> None:
+    """Five of them after an SFT phase of 3 steps."""
+    config = configuration("validation/reward")
+    counted = {"max_num_steps": 5, "val_period": period}
+    config = config.model_copy(
+        update={
+            "sft": config.sft.model_copy(update={"max_num_steps": 3}),
+            "grpo": config.grpo.model_copy(update=counted),
+        }
+    )
+    found = []
+    for step in range(3, 8):
+        session: Any = MagicMock(config=config, step=step, lap=lambda tokens: {"tokens": tokens})
+        session.metric = lambda stage, metrics: metrics.get("validation/reward")
+        experience: Any = SimpleNamespace(state=dict, validate=lambda: {"validation/reward": 0.25})
+        finish_step(session, experience, {"trained_tokens": 7.0})
+        stage, position, total, metrics, state = session.finish_step.call_args.args
+        assert (stage, position, total, state.step, metrics["tokens"]) == ("grpo", step - 2, 5, step + 1, 7)
+        found += [position] if state.metric is not None else []
+    assert found == validated
+
+
+def test_a_refit_pauses_generation_for_as_long_as_its_slowest_worker() -> None:
+    """Where one does not say how long it stood still, its receiving counts; senders do not."""
+    sender = RefitReport(1, 16, 0, 9.0)
+    reports = [RefitReport(1, 0, 8, 0.5), [RefitReport(1, 0, 8, 0.1, 2.0), sender], RefitReport(1, 0, 8, 0.2, 1.0)]
+    session: Any = MagicMock(collect=lambda *words, **keys: (reports, None))
+    assert refit(session, MagicMock(), 1) == {"timing_s/update_pause": 2.0}
+    assert _mean_pause(reports) == pytest.approx(3.5 / 3) and _mean_pause([sender]) is None
 
 
 def test_a_batch_without_a_token_in_the_loss_has_no_entropy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -69,3 +70,30 @@ def test_who_is_busy_elsewhere_or_not_ours_is_left_alone(
     clock = Clock(ends=60.0)
     assert torn_down(monkeypatch, clock, running, may_kill) == []
     assert sum(clock.waited) <= TIMEOUT_S
+
+
+def test_only_workers_whose_loops_go_on_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(loops: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        ended = [loop for loop in loops if loop.startswith("ended")][:num_returns]
+        return ended, [loop for loop in loops if loop not in ended]
+
+    graph = CompiledGraph.__new__(CompiledGraph)
+    loops = {"a": "ended 1", "b": "goes on", "c": "ended 2"}
+    vars(graph)["_dag"] = SimpleNamespace(worker_task_refs=loops)
+    monkeypatch.setattr(compiled, "ray", SimpleNamespace(wait=wait))
+    assert graph._running() == ["b"]
+
+
+def test_a_graph_that_is_compiled_after_its_deadline_is_given_back() -> None:
+    go_on, given_back = threading.Event(), threading.Event()
+
+    def compile_(**limits: int) -> Any:
+        assert go_on.wait(60.0)
+        return SimpleNamespace(teardown=given_back.set)
+
+    graph = CompiledGraph.__new__(CompiledGraph)
+    vars(graph).update(_phase="train_step", _limits=SimpleNamespace(max_in_flight=2, compile_s=0.05))
+    with pytest.raises(TimeoutError, match=r"not compiled it within timeouts\.compile_s = 0\.05 s"):
+        graph._compile(SimpleNamespace(experimental_compile=compile_))
+    go_on.set()
+    assert given_back.wait(60.0), "its workers' threads are free for another one"
