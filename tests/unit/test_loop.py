@@ -13,13 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayChannelError, RayTaskError
+from ray.exceptions import ActorDiedError, RayChannelError, RayChannelTimeoutError, RayTaskError
 
+from dagrl.errors import RunError
 from dagrl.executors import compiled, edge, loop
 from dagrl.executors.compiled import CompiledGraph
 from dagrl.executors.edge import Edge, EdgeParts
 from dagrl.executors.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.executors.node import NodeCall, install
+from dagrl.executors.outputs import Submitted
 from dagrl.executors.packet import Header, Packet
 from tests.unit.unreadable import unreadable
 
@@ -203,3 +205,34 @@ def test_a_death_is_told_rather_than_links_that_were_lost_by_it(monkeypatch: pyt
 
 def test_a_graph_whose_loops_ended_without_errors_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told(monkeypatch, {"a": None, "b": None})
+
+
+def test_a_driver_waits_for_room_and_results_no_longer_than_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that is late can still come; an edge that is closed is told by what ended its worker."""
+    waited: list[float] = []
+
+    def late(asked: object, timeout_s: float) -> None:
+        waited.append(timeout_s)
+        raise RayChannelTimeoutError("full, or empty")
+
+    def closed(asked: object, timeout_s: float) -> None:
+        raise RayChannelError("closed")
+
+    graph = CompiledGraph.__new__(CompiledGraph)
+    vars(graph).update(
+        _phase="train_step",
+        _limits=SimpleNamespace(replay_s=7.0),
+        _input=SimpleNamespace(write=late),
+        _outputs=SimpleNamespace(read=late),
+        _submitted=0,
+    )
+    with pytest.raises(RunError, match="no room for the input of phase 'train_step' in 7 s"):
+        graph.submit(Packet(HEADER, 0))
+    with pytest.raises(TimeoutError, match="full, or empty"):
+        graph.fetch(Submitted(1, HEADER), 3.0)
+    assert waited == [7.0, 3.0]
+    vars(graph).update(_input=SimpleNamespace(write=lambda *words: None), _outputs=SimpleNamespace(read=closed))
+    assert [graph.submit(Packet(HEADER, 0)).number for _ in range(2)] == [1, 2]
+    monkeypatch.setattr(graph, "_raise_death", lambda: (_ for _ in ()).throw(ActorDiedError()))
+    with pytest.raises(ActorDiedError):
+        graph.fetch(Submitted(1, HEADER), 3.0)
