@@ -77,9 +77,7 @@ class BucketMemory:
         self.alone = False  # nothing travels while it is packed or unpacked
 
     def bind(self, staging: torch.Tensor) -> None:
-        """Use `staging` (uint8, at least `staged_bytes`) from now on for what is not sent or received directly."""
-        self.messages, self.checksums = [], None
-        self._pairs, self._owners = ([], []), []
+        """Once: use `staging` (uint8, at least `staged_bytes`) for what is not sent or received directly."""
         quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its place, its scales' place
         end = first = 0
         for message, live in zip(self.bucket.messages, self._direct, strict=True):
@@ -132,7 +130,7 @@ class BucketMemory:
         """
         places = self.bytes_of_moves(self.messages)
         return [
-            _live_pieces(move, parts, scales) if _travels_as_held(move, parts, scales) else _pieces_of_message(move, place)
+            _live_pieces(move, parts, scales) if _travels_as_held(move, parts) else _pieces_of_message(move, place)
             for move, parts, scales, place in zip(self.bucket.moves, self.live, self._scales, places, strict=True)
         ]
 
@@ -177,8 +175,8 @@ class BucketMemory:
             self._copy.run(self.alone)
 
 
-def _travels_as_held(move: Move, parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> bool:
-    return all(part.dtype == wire_dtype(move) for part in parts) and (move.scales is None or bool(scales))
+def _travels_as_held(move: Move, parts: Sequence[torch.Tensor]) -> bool:
+    return all(part.dtype == wire_dtype(move) for part in parts)
 
 
 def _live_pieces(move: Move, parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[Piece]:
@@ -304,8 +302,9 @@ def _check_dtype(move: Move, part: torch.Tensor, side: Side, relay: bool) -> Non
     if side == "source" and move.scales is not None and _castable(part.dtype, part.dtype):
         return
     if side == "source" and not relay:
+        planned = move.dtype if move.scales is None else "float64, float32, bfloat16 or float16"
         raise RefitPlanError(
-            f"tensor {move.source!r} ({move.name}) is {part.dtype}, but the plan was made for {move.dtype} sources; "
+            f"tensor {move.source!r} ({move.name}) is {part.dtype}, but the plan was made for {planned} sources; "
             "plan with the dtype that the sources have"
         )
     if not _castable(part.dtype, wire):

@@ -16,7 +16,7 @@ from torch import Tensor
 from dagrl.config import Config
 from dagrl.errors import CheckpointError, ConfigError, RefitPlanError, RunError
 from dagrl.layout import ParallelLayout
-from dagrl.refit import RefitReceiver, plan_refit
+from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.connect import check_configs
 from dagrl.refit.slices import Box, Scales, WeightSlice
 from tests.families import FAMILIES
@@ -140,11 +140,20 @@ def test_scales_of_another_dtype_are_refused_when_bound() -> None:
         RefitReceiver(plan.for_rank(1), tensors, MemoryChannel(1, 2, queues))
 
 
+def test_a_source_in_fp8_is_refused_when_bound_to_a_plan_that_quantizes() -> None:
+    plan = plan_refit([[held(BOX)]], [[target("float8_e4m3fn", True)]], dtype="bfloat16")
+    tensors = {"t": torch.zeros(128, 128, dtype=torch.float8_e4m3fn)}
+    with pytest.raises(RefitPlanError, match=r"float8_e4m3fn, but the plan was made for float64, float32, bfloat16 or"):
+        RefitSender(plan.for_rank(0), tensors, MemoryChannel(0, 2, {}))
+
+
 def test_a_world_that_does_not_match_the_plan() -> None:
     plan = plan_refit([[held(BOX)]], [[held(BOX)]], dtype="float32")
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     with pytest.raises(RefitPlanError, match=r"the plan is for rank 1 of 2, the channel is rank 1 of 3; plan for the world"):
         RefitReceiver(plan.for_rank(1), {"t": torch.zeros(128, 128)}, MemoryChannel(1, 3, queues))
+    with pytest.raises(RefitPlanError, match="the plan is for rank 1 of 2, the channel is rank 0 of 2"):
+        RefitReceiver(plan.for_rank(1), {"t": torch.zeros(128, 128)}, MemoryChannel(0, 2, queues))
     with pytest.raises(RefitPlanError, match="rank 2 is outside a refit of 2 ranks"):
         plan.for_rank(2)
 

@@ -19,7 +19,7 @@ from dagrl.refit.commit import one_part_of_a_refit
 from dagrl.refit.copies import BatchedCopy
 from dagrl.refit.pack import BucketMemory, bind_staging
 from dagrl.refit.rounds import Rounds
-from dagrl.refit.slices import Box
+from dagrl.refit.slices import Box, Scales
 from dagrl.refit.verify import Verify
 from tests.unit.memory_channel import Done, MemoryChannel, Queues, run_refit
 
@@ -99,6 +99,7 @@ def whole(name: str, tensor: Tensor) -> WeightSlice:
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16], ids=["same dtype", "cast"])
 def test_numbers_alone_go_beside_matrices(verify: Verify, direct_bytes: int, held: torch.dtype) -> None:
     sent = {"scale": torch.tensor(2.5), "w": source(), "count": torch.tensor(7), "byte": torch.tensor(3, dtype=torch.uint8)}
+    sent |= {"odd": torch.arange(3).bfloat16(), "wide": torch.arange(3).double()}  # messages that end within a word
     got = {name: torch.zeros_like(one, dtype=held if one.is_floating_point() else None) for name, one in sent.items()}
     sides = [[[whole(*item) for item in tensors.items()]] for tensors in (sent, got)]
     plan = plan_refit(*sides, dtype="float32", direct_bytes=direct_bytes)
@@ -139,6 +140,29 @@ def test_staging_is_two_buckets() -> None:
     assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
 
 
+def test_a_bucket_is_packed_while_the_one_before_it_travels() -> None:
+    events: list[str] = []
+
+    class Channel(MemoryChannel):
+        def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
+            number = sum(event.startswith("post") for event in events)
+            events.append(f"post {number}")
+            return [Travelling(number)]
+
+    class Travelling(Done):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            events.append(f"wait {self.number}")
+
+    plan = plan_of(*columns(), bucket_bytes=64)
+    bound = Rounds(plan.for_rank(0), {"s": source()}, Channel(0, 2, {}))
+    bound.run(lambda memory: events.append("packed"), lambda memory: None)
+    begun = ["packed", "post 0", "packed", "post 1"]  # and no more: staging is two buckets
+    assert events == [*begun, "wait 0", "packed", "post 2", "wait 1", "packed", "post 3", "wait 2", "wait 3"]
+
+
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
@@ -174,6 +198,24 @@ def test_a_tensor_with_new_memory_is_followed_there() -> None:
         sender.send(version)
         receiver.receive(version)
         assert torch.equal(held, torch.stack([sent[:, 5:], sent[:, :5]]))
+
+
+def test_scales_with_new_memory_are_followed_there() -> None:
+    """Of a weight in FP8 that stays where it is."""
+    box: Box = ((0, 128), (0, 256))
+    wanted = WeightSlice("p", box, "t", box, "float8_e4m3fn", Scales("s", ((0, 1), (0, 2))))
+    plan = plan_refit([[WeightSlice("p", box, "t", box)]], [[wanted]], dtype="float32")
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    weights, scales = torch.full((128, 256), 448.0), torch.nn.Parameter(torch.zeros(1, 2))
+    sender = RefitSender(plan.for_rank(0), {"t": weights}, MemoryChannel(0, 2, queues))
+    held = {"t": torch.zeros(128, 256, dtype=torch.float8_e4m3fn), "s": scales}
+    receiver = RefitReceiver(plan.for_rank(1), held, MemoryChannel(1, 2, queues))
+    for version in (1, 2):
+        scales.data = torch.zeros(1, 2)
+        weights.mul_(version)
+        sender.send(version)
+        receiver.receive(version)
+        assert scales.tolist() == [[version, version]]
 
 
 def test_staging_of_before_is_gone_when_moved_tensors_are_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +318,15 @@ def test_what_is_found_after_the_last_message_refuses_and_keeps_the_channel() ->
     channel = ToldChannel(0, 2, {})
     with pytest.raises(RunError), one_part_of_a_refit(channel, wait=True):
         raise RunError("p is not what rank 0 sent")
-    assert channel.told == [("agree", "RunError: p is not what rank 0 sent")]
+    assert channel.told == [("agree and wait", "RunError: p is not what rank 0 sent")]
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_part_that_is_done_gives_memory_back_and_is_voted_for(wait: bool) -> None:
+    channel = ToldChannel(0, 2, {})
+    with one_part_of_a_refit(channel, wait=wait):
+        assert not channel.told
+    assert channel.told == [("release", ""), ("agree and wait" if wait else "agree", "")]
 
 
 class ToldChannel(MemoryChannel):
@@ -291,11 +341,12 @@ class ToldChannel(MemoryChannel):
         self.told.append(("abort", reason))
 
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
-        self.told.append(("agree", refusal))
+        self.told.append(("agree and wait" if wait else "agree", refusal))
 
     def release(self) -> None:
         if self.at_release is not None:
             raise self.at_release
+        self.told.append(("release", ""))
 
 
 class GuardedChannel(MemoryChannel):
