@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from queue import Queue
 
@@ -15,7 +16,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.moves import DIRECT_BYTES
 from dagrl.refit.slices import Scales, WeightSlice
-from dagrl.refit.verify import Verify, checksum, in_one_piece
+from dagrl.refit.verify import Verify, checksum, compare_checksums, in_one_piece
 from tests.unit.memory_channel import Done, MemoryChannel, run_refit
 from tests.unit.test_refit_plan import check_megatron_to_vllm, held
 from tests.unit.weight_reference import model_config
@@ -55,6 +56,31 @@ def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int, direct_byte
     assert FlippingChannel.flipped
     run_refit(plan, tensors, 8, verify, FlippingChannel)  # and the next, whole one, is good
     assert torch.equal(tensors[1]["u"], tensors[0]["u"])
+
+
+class SpoilingChannel(MemoryChannel):
+    """Changes one bit of each of the first two buckets that rank 1 sends."""
+
+    spoiled = 0
+
+    def send(self, tensor: Tensor, peer: int) -> Done:
+        if self.spec.rank == 1 and tensor.dtype == torch.uint8 and self.spoiled < 2:
+            self.spoiled += 1
+            tensor = tensor.clone()
+            tensor[3] ^= 4
+        return super().send(tensor, peer)
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_all_that_differs_is_counted_and_the_first_of_it_and_its_sender_are_named(verify: Verify) -> None:
+    box = ((0, 6), (0, 10))
+    held = [WeightSlice(name, box, name, box) for name in "abcqr"]
+    plan = plan_refit([held[:3], held[3:]], [held], dtype="float32", bucket_bytes=240)
+    weights = {one.name: torch.randn(6, 10) for one in held}
+    tensors = [weights, weights, {name: torch.zeros(6, 10) for name in weights}]
+    assert plan.buckets[0].source == 0 and len(plan.buckets) == 5
+    with pytest.raises(RunError, match=r"parameter 'q' .* in tensor 'q' is not what rank 1 sent and 1 more parts;"):
+        run_refit(plan, tensors, 1, verify, SpoilingChannel)
 
 
 def test_a_single_element_of_a_strided_tensor_has_a_checksum() -> None:
@@ -179,14 +205,40 @@ def test_fp8_and_its_scales_are_verified(verify: Verify) -> None:
         FlippingChannel.at = kept
 
 
-def test_both_sides_must_verify_alike() -> None:
+@pytest.mark.parametrize(("sends", "receives"), [("off", "checksum"), ("checksum", "bitwise"), ("bitwise", "off")])
+def test_both_sides_must_verify_alike(sends: Verify, receives: Verify) -> None:
     plan, tensors = two_parameters(1 << 20)
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
-    RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "off").send(1)
+    RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), sends).send(1)
     with pytest.raises(ChannelError, match=r"another refit plan, or refit\.verify differs"):
-        RefitReceiver(plan.for_rank(1), tensors[1], MemoryChannel(1, 2, queues), "checksum").receive(1)
+        RefitReceiver(plan.for_rank(1), tensors[1], MemoryChannel(1, 2, queues), receives).receive(1)
+
+
+def test_a_way_of_verifying_that_there_is_not() -> None:
+    plan, tensors = two_parameters(1 << 20)
     with pytest.raises(RefitPlanError, match=r"refit\.verify is 'md5'; choose one of off, checksum, bitwise"):
-        RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, queues), "md5")  # type: ignore[arg-type]
+        RefitSender(plan.for_rank(0), tensors[0], MemoryChannel(0, 2, {}), "md5")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 1024), (0, 1024), (0, 512 << 10), (1024, 513 << 10)])
+def test_checksums_see_an_exchange_of_any_two_words(first: int, second: int) -> None:
+    """Also of those that are as far from the first column as from the first row, and of rows that are summed apart."""
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (600 << 10,))
+    exchanged = words.clone()
+    exchanged[[first, second]] = words[[second, first]]
+    assert not torch.equal(checksum(as_bytes(exchanged)), checksum(as_bytes(words)))
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["plain", "weighted"])
+def test_one_of_two_sums_that_differs_is_enough(place: int) -> None:
+    plan, _ = two_parameters(64)
+    moves = [move for bucket in plan.for_rank(1).receives for move in bucket.moves]
+    sent = torch.arange(2 * len(moves)).view(-1, 2)
+    held = sent.clone()
+    compare_checksums(moves, sent, held, 0, 1)
+    held[2, place] += 1
+    with pytest.raises(RunError, match=re.escape(f"parameter {moves[2].name!r} {moves[2].box} in") + ".* sent; the"):
+        compare_checksums(moves, sent, held, 0, 1)
 
 
 @pytest.mark.parametrize("bit", [63, 62, 61, 31])
