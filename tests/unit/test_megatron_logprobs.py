@@ -1,11 +1,15 @@
-"""Log-probabilities in chunks against torch's own; how they add up over workers is tested with the worker."""
+"""Log-probabilities in chunks and over workers, which are threads here, against torch's own."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,12 +40,61 @@ def test_values_and_gradients_are_those_of_log_softmax(chunk: int | None, temper
     assert not entropy.requires_grad
 
 
+PARTS = [(0, 48), (48, 48), (96, 4), (100, 0)]  # (first, size) of each worker's part of `SIZE`; its other rows are padding
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])
+def test_workers_that_share_a_vocabulary_find_what_one_has(chunk: int | None, scale: float) -> None:
+    """Also those whose rows are few, or padding alone: in double precision no two ways differ by more than its rounding."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(21, HIDDEN).mul(scale), torch.randn(SIZE, HIDDEN)
+    labels, weights, store = torch.arange(21) * 37 % SIZE, torch.randn(21), HashStore()
+    labels[:4] = torch.tensor([47, 48, 95, 96])
+
+    def run(rank: int) -> list[Tensor]:
+        first, size = PARTS[rank]
+        group = ProcessGroupGloo(store, rank, len(PARTS), timedelta(seconds=30))
+        rows = torch.cat([weight[first : first + size], torch.full((48 - size, HIDDEN), 1e3)])
+        leaves = hidden.clone().requires_grad_(), rows.requires_grad_()
+        layer = OutputLayer(leaves[1], VocabularyPart(first, size, group), 0.6, chunk)
+        logprobs, entropy = token_logprobs(leaves[0], labels, layer)
+        (logprobs * weights).sum().backward()
+        assert leaves[0].grad is not None and leaves[1].grad is not None and not leaves[1].grad[size:].any()
+        return [logprobs.detach(), entropy, leaves[0].grad, leaves[1].grad[:size]]
+
+    with ThreadPoolExecutor(len(PARTS)) as workers:
+        results = list(workers.map(run, range(len(PARTS))))
+    one = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    distribution = (one[0] @ one[1].T / 0.6).log_softmax(-1)
+    expected = distribution.gather(-1, labels[:, None])[:, 0]
+    (expected * weights).sum().backward()
+    for logprobs, entropy, _, _ in results:
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5 * scale)
+        torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-3, atol=1e-5)
+    _, _, of_hidden, of_weight = zip(*results, strict=True)
+    torch.testing.assert_close(sum(of_hidden).double(), one[0].grad, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(torch.cat(of_weight).double(), one[1].grad, rtol=1e-3, atol=1e-5 * scale)
+
+
 def test_extreme_logits_stay_finite() -> None:
     weight = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
     found, entropy = token_logprobs(torch.ones(1, 1), torch.tensor([1]), OutputLayer(weight, VocabularyPart(0, 3)))
     found.sum().backward()
     assert found.item() == -2e4 and entropy.item() == 0
     assert weight.grad is not None and torch.isfinite(weight.grad).all()
+
+
+def test_gradients_of_half_precision_add_up_in_float32() -> None:
+    """Those of 2000 tokens, two at a time: in bfloat16 a sum stands still when it is 256 times what is added."""
+    torch.manual_seed(0)
+    hidden, weight = torch.rand(2000, HIDDEN).bfloat16(), torch.zeros(SIZE, HIDDEN, dtype=torch.bfloat16)
+    labels = torch.zeros(2000, dtype=torch.int64)
+    logprobs, _ = token_logprobs(hidden, labels, OutputLayer(weight.requires_grad_(), VocabularyPart(0, SIZE), 1.0, 2))
+    logprobs.sum().backward()
+    expected = hidden.double().sum(0) * (torch.nn.functional.one_hot(labels[:1], SIZE).T - 1 / SIZE)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-2, atol=0.0)
 
 
 class _Largest(TorchDispatchMode):
