@@ -22,6 +22,7 @@ def sums_of(table: Sequence[Entry], moves: int) -> Tensor:
     """`[moves, 2]`: what `_add_sums` does, unit after unit."""
     found = [[0, 0] for _ in range(moves)]
     for address, units, total, stride, width, offset, owner in table:
+        assert not address % width and not stride % width, "a GPU reads words at multiples of their size alone"
         for unit in range(total):
             row, column = divmod(unit, units)
             raw = ctypes.string_at(address + row * stride + column * width, width)
@@ -74,6 +75,17 @@ def test_rows_of_words_are_read_in_words_and_only_an_end_in_bytes() -> None:
     assert [entry[1:6] for entry in entries([[(0, weight[:, 32:64])]])] == [(8, 8 * 64, 192, WORD, 0)]
     assert [entry[4:] for entry in entries([[(0, weight.flatten()[:35])]])] == [(WORD, 0, 0), (1, 64, 0)]
     assert_same_sums([[(0, weight[:, 32:64])], [(0, weight[3:5, 1:36])]])
+
+
+def test_rows_that_the_kernel_could_not_count_are_several_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 words each and one of 3 bytes: three of them to an entry."""
+    monkeypatch.setattr("dagrl.refit.checksum_rows.MOST_UNITS", 40)
+    weight = random(16, 24)
+    pieces = [(0, random(7, 24, dtype=torch.float64)[:, 3:15]), (800, weight[3:, 1:4])]
+    assert [entry[2] for entry in entries([pieces])] == [36, 36, 12, 39]
+    assert_same_sums([pieces])
+    with pytest.raises(ValueError, match="a row of 41 bytes is too long for one checksum"):
+        entries([[(0, random(2, 64)[:, 1:42])]])
 
 
 def test_a_transposed_view_has_no_rows() -> None:
