@@ -174,8 +174,7 @@ class QuantumEngine:
         made = dict(self._tokens_made())
         self._version = version
         for name, tokens in made.items():
-            if tokens:
-                self._running[name].starts.append((version, tokens))
+            self._running[name].starts.append((version, tokens))
         self._begin_anew([name for name, tokens in made.items() if not tokens])
         if recompute:
             self._engine.reset_prefix_cache(reset_running_requests=True)
