@@ -90,7 +90,8 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0; expected a number of at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0; expected a number of at least 1"),
-        ({"num_attention_heads": 128}, "head_dim = 0; expected a number of at least 1"),
+        ({"model_type": "llama", "num_attention_heads": 128}, "head_dim = 0; expected a number of at least 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4, which is no multiple of num_key_value_heads = 3"),
         ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step = 0; expected a number of at least 1"),
     ],
 )
@@ -115,6 +116,18 @@ def test_a_rope_that_is_not_written_down_is_that_of_transformers(kind: str) -> N
     model = {**MOE, "model_type": kind}
     rope = transformers.AutoConfig.for_model(**model).rope_parameters
     assert read_architecture(model).rope["rope_theta"] == rope["rope_theta"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+def test_heads_that_are_not_written_down_are_those_of_transformers(kind: str, key: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = {**MOE, "model_type": kind, "num_attention_heads": 64, "hidden_size": 512}
+    model.pop(key, None)
+    theirs = transformers.AutoConfig.for_model(**model)
+    mine = read_architecture(model)
+    assert mine.kv_heads == theirs.num_key_value_heads
+    assert mine.head_dim == (getattr(theirs, "head_dim", None) or 512 // 64)
 
 
 def test_layers_with_experts_are_those_of_transformers() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
-from dagrl.refit.slices import expand
+from dagrl.refit.slices import expand, volume
+from tests.families import FAMILIES, random_model
 from tests.unit.megatron_te_shapes import CASES as TE_CASES
 from tests.unit.weight_reference import (
     Config,
@@ -24,7 +27,12 @@ from tests.unit.weight_reference import (
     model_configs,
 )
 from workers.families.megatron import MegatronModules
+from workers.families.vllm import VllmRank
 from workers.megatron.weights import megatron_weight_slices
+from workers.vllm.weights import vllm_weight_slices
+
+OPTIONAL = "num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"
+"""Keys whose defaults differ from family to family."""
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,6 +90,22 @@ def test_a_layout_that_does_not_fit_is_a_layout_error(changes: dict[str, object]
 def test_an_unknown_family_is_named() -> None:
     with pytest.raises(ConfigError, match="mamba"):
         megatron_weight_slices(model_config("mamba"), ParallelLayout(), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(kind, key) for kind, config in FAMILIES.items() for key in OPTIONAL if key in config]
+)
+def test_keys_that_are_not_written_down_are_as_in_transformers(kind: str, key: str, tmp_path: Path) -> None:
+    """The parameters of a checkpoint that transformers writes, and their elements."""
+    model = {**FAMILIES[kind], "num_attention_heads": 32, "num_key_value_heads": 2}
+    config = {name: value for name, value in model.items() if name != key}
+    _, written = random_model(config, tmp_path)
+    sizes = {name: tensor.numel() for name, tensor in written.items()}
+    for slices in (megatron_weight_slices(config, ParallelLayout(), 0), vllm_weight_slices(config, VllmRank())):
+        held: Counter[str] = Counter()
+        for piece in expand(slices):
+            held[piece.name] += volume(piece.box)
+        assert held == sizes
 
 
 COMPUTED = 5  # of megatron_forward.py and megatron_mixer.py

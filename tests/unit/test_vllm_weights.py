@@ -128,7 +128,7 @@ def test_experts_lie_in_the_fused_tensors() -> None:
     ("change", "tp", "message"),
     [
         ({"num_attention_heads": 6, "num_key_value_heads": 6}, 4, r"attention heads \(6\)"),
-        ({"num_attention_heads": 8, "num_key_value_heads": 6}, 4, r"key/value heads \(6\)"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, r"key/value heads \(6\)"),
         ({"num_attention_heads": 12, "vocab_size": 192}, 3, "2 key/value heads"),
         ({"intermediate_size": 26}, 4, r"intermediate size \(26\)"),
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, 3, "padded vocabulary"),

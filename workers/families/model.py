@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 from dagrl.config import Json
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
+from workers.families.keys import check_query_groups, with_defaults
 
 if TYPE_CHECKING:
     from workers.families.megatron import MegatronRank
     from workers.families.vllm import VllmRank
 
 
-@dataclass(frozen=True)
 class Model:
     """Typed access to a `config.json`. What it lacks, and has no default, is a ConfigError that names the key."""
 
-    config: Mapping[str, Json]
+    def __init__(self, hf_config: Mapping[str, Json]) -> None:
+        self.config = with_defaults(hf_config)
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
         """A whole number, `least` or more."""
@@ -65,7 +66,9 @@ class Model:
 
     @property
     def kv_heads(self) -> int:
-        return self.size("num_key_value_heads", self.heads, least=1)
+        count = self.size("num_key_value_heads", self.heads, least=1)
+        check_query_groups(self.heads, count)
+        return count
 
     @property
     def head_dim(self) -> int:

@@ -12,6 +12,7 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.layout import ParallelLayout
 from workers.families import moe
+from workers.families.keys import check_query_groups, with_defaults
 from workers.families.model import Model
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -93,6 +94,7 @@ class Architecture:
 def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     """The architecture of a `config.json`; ConfigError names what is missing or not supported."""
     _check_supported(hf_config)
+    hf_config = with_defaults(hf_config)
     heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
     dense = Architecture(
         model_type=str(hf_config["model_type"]),
@@ -108,6 +110,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         rope=_rope(hf_config),
         max_positions=_size(hf_config, "max_position_embeddings", 32768),
     )
+    check_query_groups(dense.heads, dense.kv_heads)
     model = _with_experts(dense, hf_config) if dense.model_type in moe.FAMILY.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
