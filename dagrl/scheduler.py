@@ -17,6 +17,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,10 @@ SETTLING_S, SETTLING_REPLAYS = 0.1, 20
 
 SLOW_S = 1.0
 """A first replay that takes longer is not repeated: it is not only slow for its imports and for edges that are opened."""
+
+
+_schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+"""Those of this process: a worker takes turns as one of them says, so no two have graphs on it at once."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class Scheduler:
         self._executors: dict[str, Executor] = {}  # that made what is compiled now
         self._broken: PhaseError | None = None
         self._lock = threading.RLock()
+        _schedulers.add(self)
 
     def __enter__(self) -> Scheduler:
         return self
@@ -167,9 +173,11 @@ class Scheduler:
     def compile(self) -> None:
         """Compile every phase that is not compiled yet, in one graph for all shards on the same hosts.
 
-        The first time, the workers' turns begin where this scheduler's replays do: another one may have used them.
+        The first time, the workers' turns begin where this scheduler's replays do: another one may have used them. Raises
+        RunError while it has graphs there.
         """
-        if not any(entry.compiled for entry in self._entries.values()):
+        if not self._compiled:
+            self._check_free()
             for role, group in self.groups.items():
                 group.reset_tickets(self._tickets[role], Deadline(self.options.compile_s, "timeouts.compile_s"))
             self._executors.clear()
@@ -177,6 +185,24 @@ class Scheduler:
             if not entry.compiled:
                 entry.groups = {role: self.groups[role] for role in entry.phase.roles}
                 entry.compiled = self._compile(entry)
+
+    @property
+    def _compiled(self) -> list[str]:
+        """The phases that have graphs now."""
+        return [name for name, entry in self._entries.items() if entry.compiled]
+
+    def _check_free(self) -> None:
+        """Raise RunError where another scheduler's graphs would run between this one's, in no order."""
+        mine = {actor._actor_id: role for role, group in self.groups.items() for actor in group.actors}
+        for other in list(_schedulers):
+            phases = other._compiled if other is not self else []
+            theirs = [actor._actor_id for group in other.groups.values() for actor in group.actors]
+            shared = sorted({mine[actor] for actor in theirs if actor in mine})
+            if phases and shared:
+                raise RunError(
+                    f"actors of {', '.join(shared)} run the phases {', '.join(phases)} of another Scheduler, and take turns "
+                    "as one alone says; close that one first (close(), or the end of its `with`), or add all phases to one"
+                )
 
     def warmup(self, before: Callable[[Phase], None] | None = None) -> None:
         """Replay each phase at each of its buckets, largest first. Workers leave their state as it was.

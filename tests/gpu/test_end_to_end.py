@@ -12,7 +12,6 @@ import torch
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.deadline import Deadline
 from dagrl.loops.async_grpo import train_async
 from dagrl.loops.episodes import new_group, request_seeds
 from dagrl.loops.grpo import train_grpo
@@ -156,7 +155,7 @@ class eager:
 
     def __enter__(self) -> None:
         session, config = self._session, self._session.config
-        self._tickets = {role: list(tickets) for role, tickets in self._compiled._tickets.items()}
+        self._compiled._teardown()
         scheduler = Scheduler(session.groups, SchedulerOptions(executor="eager", fallback="error"))
         for plan in grpo_plans(config):
             add_phase(scheduler, config, plan)
@@ -166,8 +165,7 @@ class eager:
     def __exit__(self, *exception: object) -> None:
         self._session.scheduler.close()
         self._session.scheduler = self._compiled
-        for group in self._session.groups:
-            group.reset_tickets(self._tickets[group.role.name], Deadline(60.0, "test"))
+        self._compiled.recover()
 
 
 def add_phase(scheduler: Scheduler, config: Config, plan: Any) -> None:

@@ -83,7 +83,7 @@ class Group:
     def __init__(self, dp: int = 2, name: str = "train") -> None:
         self.layout = ParallelLayout(dp=dp)
         self.role = Role(name, self.layout, methods_of(Both), frozenset({"shm"}))
-        self.actors = [SimpleNamespace(_actor_id=f"{name}{rank}") for rank in range(dp)]
+        self.actors = [SimpleNamespace(_actor_id=object()) for _ in range(dp)]
         self.places = [SimpleNamespace(node=f"host{rank}") for rank in range(dp)]  # a graph each
         self.gates: list[list[int]] = []
         self.passed: list[list[int]] = []
@@ -591,10 +591,33 @@ def test_turns_begin_where_the_schedulers_replays_do(scheduler: Scheduler, group
     assert group.passed == [[1, 1]], "workers that wait for a turn of the replay under way give up"
     scheduler.recover()
     assert group.passed == [[1, 1]], "none was under way"
+    scheduler.close()
     second = Scheduler([group])  # type: ignore[list-item]
     second.add(other, warmup_value=0)
     second.compile()
     assert group.gates == [[0, 0], [1, 1], [1, 1], [0, 0]]
+
+
+def test_a_second_scheduler_waits_for_the_end_of_the_first(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
+    """By actors, as two groups may be made around them; refused before anything on them has changed."""
+    compiled, same_actors = len(made), Group()
+    same_actors.actors = [*group.actors[1:], *same_actors.actors[1:]]
+    for again in (group, same_actors):
+        second = Scheduler([Group(name="generation"), again])  # type: ignore[list-item]
+        second.add(other, warmup_value=0)
+        with pytest.raises(RunError, match=r"actors of train run the phases step, other of another Scheduler.*close"):
+            second.compile()
+    assert (len(made), group.gates, same_actors.gates) == (compiled, [[0, 0]], [])
+    scheduler.replay(step, batch(2))
+    scheduler.close()
+    second.compile()
+    with pytest.raises(RunError, match="'other' is not compiled"):
+        scheduler.replay(other, 1)
+    scheduler.add(other, warmup_value=0)
+    with pytest.raises(RunError, match="the phases other of another Scheduler"):
+        scheduler.compile()
+    second.close()
+    scheduler.compile()
 
 
 def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -> None:
