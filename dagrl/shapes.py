@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.errors import ConfigError, DataError, RunError
+from dagrl.errors import ConfigError, DataError, GraphError, RunError
 
 Array = npt.NDArray[Any]
 Scalar = int | float | str | bool | tuple[int, ...]
@@ -133,9 +133,19 @@ FieldTypes = Mapping[str, tuple[np.dtype[Any], int]]
 
 
 def field_types(spec: InputSpec) -> FieldTypes:
-    """What the fields of a batch must be; `lengths` is always one of them."""
+    """What the fields of a batch must be; `lengths` is always one of them. Raises GraphError for what is no dtype."""
     spec = {"lengths": Field("int64", "row"), **spec}
-    return {name: (np.dtype(item.dtype), 1 if item.extent == "row" else 2) for name, item in spec.items()}
+    return {name: (_dtype(name, item), 1 if item.extent == "row" else 2) for name, item in spec.items()}
+
+
+def _dtype(name: str, item: Field) -> np.dtype[Any]:
+    try:
+        return np.dtype(item.dtype)
+    except TypeError as error:
+        raise GraphError(
+            f"the field {name!r} of a phase's inputs is of {item.dtype!r}, which is no dtype of numpy's; write one that is, "
+            "such as int64, float32, or uint8 for numbers that numpy lacks"
+        ) from error
 
 
 def check_batch(phase: str, value: object, expected: FieldTypes) -> Batch:

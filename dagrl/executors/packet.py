@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from ray import ObjectRef
 
-from dagrl.errors import RunError, WorkerFailure
+from dagrl.errors import RunError, WorkerFailure, error_text
 from dagrl.executors.pickling import dump
 from dagrl.executors.tensors import is_tensor, make_torch_picklable, tensor_bytes
 from dagrl.shapes import Batch
@@ -126,7 +127,10 @@ PLAIN_KINDS = frozenset("biufcSU")
 
 
 def payload_bytes(value: object) -> int:
-    """Bytes that a value needs in a channel: an upper bound, without a copy of its arrays."""
+    """Bytes that a value needs in a channel: an upper bound, without a copy of its arrays.
+
+    Raises RunError for what cannot be sent.
+    """
     match value:
         case None | bool() | float():
             return 32
@@ -148,6 +152,11 @@ def payload_bytes(value: object) -> int:
     make_torch_picklable()
     if is_tensor(value):
         return tensor_bytes(value)
+    if isinstance(value, ObjectRef):
+        raise RunError(
+            "an ObjectRef cannot go through a phase: who gets it has no part in its object, and would wait for it in vain; "
+            "send the value itself, ray.get(ref)"
+        )
     return _pickled_bytes(value)
 
 
@@ -171,4 +180,9 @@ def fit_failures(failures: tuple[WorkerFailure, ...], limit: int) -> tuple[Worke
 
 def _pickled_bytes(value: object) -> int:
     """What Ray's serializer writes: the pickle, and the buffers beside it."""
-    return sum(256 + len(part) for part in dump(value))
+    try:
+        return sum(256 + len(part) for part in dump(value))
+    except Exception as error:  # of the value's own classes
+        raise RunError(
+            f"a {type(value).__name__} cannot be pickled ({error_text(error)}); send plain data, arrays or tensors"
+        ) from error

@@ -6,16 +6,19 @@ Torch is looked up, never imported: a process that has not imported it has no te
 from __future__ import annotations
 
 import copyreg
+import functools
 import operator
+import pickle
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from dagrl.errors import RunError
+from dagrl.errors import RunError, error_text
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 PLAIN = (type(None), bool, int, float, str, bytes, np.ndarray)
@@ -49,8 +52,26 @@ def _reduce_storage(storage: Any) -> tuple[Any, ...]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a pickled tensor, an upper bound: torch writes its whole storage, whatever part of it the tensor views."""
+    """Bytes of a pickled tensor, an upper bound: torch writes its whole storage, whatever part of it the tensor views.
+
+    Raises RunError for a dtype that torch does not pickle.
+    """
+    _check_pickled(tensor.dtype)
     return int(tensor.untyped_storage().nbytes()) + 1024 + 32 * tensor.dim()
+
+
+@functools.cache
+def _check_pickled(dtype: torch.dtype) -> None:
+    """Torch has no storage for some dtypes, such as those of less than a byte."""
+    import torch
+
+    try:
+        pickle.dumps(torch.empty(0, dtype=dtype))
+    except Exception as error:
+        raise RunError(
+            f"tensors of {dtype} cannot be pickled ({error_text(error)}); send tensor.view(torch.uint8), and view what "
+            f"comes as {dtype}"
+        ) from error
 
 
 def accelerator_tensors(value: object) -> list[Tensor]:

@@ -428,6 +428,15 @@ def test_functions_that_are_no_phase() -> None:
         def hungry(train: Shard) -> Value: ...
 
 
+@pytest.mark.parametrize("dtype", ["int4", "bfloat16", "torch.float32"])
+def test_a_field_of_no_dtype_is_named(dtype: str) -> None:
+    def forward(train: Shard, batch: Input) -> Value:
+        return train.map("forward", batch)
+
+    with pytest.raises(GraphError, match=f"field 'x' of a phase's inputs is of '{dtype}', which is no dtype of numpy's"):
+        phase(inputs={"x": Field(dtype)})(forward)
+
+
 def test_a_group_that_is_not_there_is_named() -> None:
     with pytest.raises(GraphError, match="phase 'unused' needs worker groups train; there are actor, critic"):
         trace(unused, role("actor"), role("critic"))

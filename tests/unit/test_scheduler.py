@@ -6,12 +6,14 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from ray import ObjectRef
 from ray.exceptions import RayChannelError
 
 from dagrl.deadline import Deadline
@@ -202,6 +204,31 @@ def test_an_input_that_is_no_batch_of_the_phases_fields_is_refused_before_anythi
         scheduler.replay(step, value)
     scheduler.replay(step, batch(2))
     assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
+
+
+def with_scalar(scalar: Any) -> Batch:
+    return Batch({"x": X, "lengths": LENGTHS}, {"x": scalar})
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: {"x": (1, [value])}, with_scalar])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (ObjectRef(b"1" * ObjectRef.size()), r"an ObjectRef cannot go through a phase: .* send the value itself, ray.get"),
+        (torch.empty(4, dtype=torch.int4), r"tensors of torch.int4 cannot be pickled .* send tensor.view\(torch.uint8\)"),
+        (threading.Lock(), r"a lock cannot be pickled \(TypeError: cannot pickle '_thread.lock' object\); send plain data"),
+    ],
+    ids=["an ObjectRef", "int4", "a lock"],
+)
+def test_an_input_that_cannot_be_sent_is_refused_before_anything_is(
+    scheduler: Scheduler, made: list[Graph], wrap: Callable[[Any], Any], value: object, words: str
+) -> None:
+    wrapped = wrap(value)
+    item, good = (step, batch(2)) if isinstance(wrapped, Batch) else (other, 1)
+    with pytest.raises(RunError, match=words):
+        scheduler.replay(item, wrapped)
+    scheduler.replay(item, good)
+    assert [tickets_of(graph) for graph in made if graph.taken] == [[0], [0]]
 
 
 def test_a_batch_without_rows_or_of_another_order_of_fields_is_one(scheduler: Scheduler) -> None:
