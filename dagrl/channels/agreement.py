@@ -71,12 +71,12 @@ class Agreement:
                 time.sleep(pause)
             outcome = self._store.get(key).decode()
         if outcome != _ALL:
-            raise ChannelError(f"{_name(self._spec)}: {outcome}; nobody goes on, replay the refit")
+            raise ChannelError(f"{self._spec}: {outcome}; nobody goes on, replay the refit")
 
     def _late(self, number: int) -> ChannelError:
         voted = int(self._store.add(f"agree/{number}/votes", 0))
         return ChannelError(
-            f"{_name(self._spec)}: only {voted} of {self._spec.size} ranks did their part within {self._spec.timeout_s} s; "
+            f"{self._spec}: only {voted} of {self._spec.size} ranks did their part within {self._spec.timeout_s} s; "
             "look for the first error of the others, and open a new channel"
         )
 
@@ -88,7 +88,7 @@ class Agreement:
         try:
             self._refuse(store, self._number, reason)
         except RuntimeError as error:  # torch's DistError is one
-            logger.debug("%s, aborting: %s", _name(self._spec), error)
+            logger.debug("%s, aborting: %s", self._spec, error)
 
     def close(self) -> None:
         """Leave the store; rank 0, which serves it, gives the others a moment to read the last outcome."""
@@ -103,7 +103,7 @@ class Agreement:
                 time.sleep(1e-3)
                 left = store.add("agree/left", 0)
         except RuntimeError as error:  # torch's DistError is one: rank 0 left first
-            logger.debug("%s, closing: %s", _name(self._spec), error)
+            logger.debug("%s, closing: %s", self._spec, error)
 
     def _refuse(self, store: Store, number: int, reason: str) -> None:
         store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} could not do its part: {reason}")
@@ -126,9 +126,5 @@ class _named_errors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):  # torch's DistError is one
             raise ChannelError(
-                f"{_name(self._spec)}: rank 0, which serves the channel's store, is gone: {error}; open a new channel"
+                f"{self._spec}: rank 0, which serves the channel's store, is gone: {error}; open a new channel"
             ) from error
-
-
-def _name(spec: ChannelSpec) -> str:
-    return f"{spec.kind} channel rank {spec.rank} of {spec.size} ({spec.address})"

@@ -43,6 +43,10 @@ class ChannelSpec:
         if not 0 <= self.rank < self.size:
             raise ChannelError(f"channel rank {self.rank} is outside a channel of {self.size}")
 
+    def __str__(self) -> str:
+        """This rank's end, as errors name it."""
+        return f"{self.kind} channel rank {self.rank} of {self.size} ({self.address})"
+
     @property
     def host(self) -> str:
         """Host part of the address."""

@@ -106,10 +106,7 @@ class GlooChannel:
         """The error of a failed message; the whole channel is given up, so that no peer waits for this rank."""
         reason = self._reason or str(error).partition("] ")[2] or str(error)
         self.abort(f"{what} failed: {reason}")
-        return ChannelError(
-            f"gloo channel rank {self.spec.rank} of {self.spec.size} ({self.spec.address}): {what} failed: {reason} "
-            f"(deadline {self.spec.timeout_s} s); open a new channel"
-        )
+        return ChannelError(f"{self.spec}: {what} failed: {reason} (deadline {self.spec.timeout_s} s); open a new channel")
 
     def abort(self, reason: str) -> None:
         """Break the channel from any thread."""

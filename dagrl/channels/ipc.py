@@ -12,7 +12,6 @@ that an abort sets, and at whether its peer's process still lives.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import time
@@ -33,8 +32,6 @@ from dagrl.executors.futex import fence
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
-
-logger = logging.getLogger(__name__)
 
 _WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 4
 """Columns of the table, one row for each ordered pair: messages, the sender's newest mailbox, and the one that is mapped."""
@@ -316,18 +313,15 @@ class IpcChannel:
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise ChannelError(f"{self._name()} is closed; open a new channel")
+            raise ChannelError(f"{self.spec} is closed; open a new channel")
         if self._reason is not None:
-            raise ChannelError(f"{self._name()} is broken: {self._reason}; open a new channel")
+            raise ChannelError(f"{self.spec} is broken: {self._reason}; open a new channel")
         if self._table[self._flag, 0]:
-            raise ChannelError(f"{self._name()}: rank {self._table[self._flag, 0] - 1} broke it; open a new channel")
+            raise ChannelError(f"{self.spec}: rank {self._table[self._flag, 0] - 1} broke it; open a new channel")
 
     def _broken(self, found: str) -> ChannelError:
         self.abort(found)
-        return ChannelError(f"{self._name()}: {found}; open a new channel")
-
-    def _name(self) -> str:
-        return f"ipc channel rank {self.spec.rank} of {self.spec.size} ({self.spec.address})"
+        return ChannelError(f"{self.spec}: {found}; open a new channel")
 
 
 @dataclass(frozen=True, eq=False)

@@ -249,7 +249,7 @@ class NcclChannel:
     def _check_usable(self) -> None:
         with self._lock:  # an abort frees the communicator
             if self._communicator is None or self._reason is not None:
-                raise ChannelError(f"{self._name()} is closed or broken: {self._reason}; open a new channel")
+                raise ChannelError(f"{self.spec} is closed or broken: {self._reason}; open a new channel")
             try:
                 self._communicator.check_async_error()
                 return
@@ -260,10 +260,7 @@ class NcclChannel:
     def _broken(self, found: str) -> ChannelError:
         self.abort(found)
         reason = found if self._reason == found else f"{found} ({self._reason})"
-        return ChannelError(f"{self._name()}: {reason}; open a new channel")
-
-    def _name(self) -> str:
-        return f"nccl channel rank {self.spec.rank} of {self.spec.size} ({self.spec.address})"
+        return ChannelError(f"{self.spec}: {reason}; open a new channel")
 
     def abort(self, reason: str) -> None:
         """Break the channel from any thread; kernels that wait for a peer end.
@@ -290,7 +287,7 @@ class NcclChannel:
     def _free_graphs(self) -> None:
         """Graphs refer to the communicator, whose end waits for theirs (NCCL's `commDestroySync`)."""
         if not self._graphs_lock.acquire(timeout=_ABORT_S):
-            logger.warning("%s: a launch of recorded messages did not return within %s s", self._name(), _ABORT_S)
+            logger.warning("%s: a launch of recorded messages did not return within %s s", self.spec, _ABORT_S)
             return
         try:
             for graph in list(self._graphs):
@@ -316,7 +313,7 @@ class NcclChannel:
             if self._aborting is not None:
                 self._aborting.join(_ABORT_S)
                 if self._aborting.is_alive():
-                    logger.warning("%s: NCCL did not end the communicator within %s s", self._name(), _ABORT_S)
+                    logger.warning("%s: NCCL did not end the communicator within %s s", self.spec, _ABORT_S)
             elif self._communicator is not None:
                 self._communicator.destroy()
             self._communicator = None
