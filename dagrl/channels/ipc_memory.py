@@ -1,8 +1,8 @@
 """Memory that another process on the same host can map: on the host without a name, on a GPU by CUDA's IPC handles.
 
-Neither leaves anything behind when its process is killed: host memory is a `memfd`, which the peer opens through `/proc`,
-and CUDA frees a dead process's memory. The side that makes a segment calls its constructor, the other one `attach` with
-the segment's `handle`.
+Neither leaves anything behind when its process is killed: host memory is an anonymous file, as that of edges is
+(`dagrl.executors.memory`), and CUDA frees a dead process's memory. The side that makes a segment calls its constructor, the
+other one `attach` with the segment's `handle`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import base64
 import mmap
 import os
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.errors import ChannelError, MissingDependencyError
+from dagrl.executors.memory import EdgeClosedError, MemoryAddress, anonymous_memory, open_memory
 
 if TYPE_CHECKING:
     import torch
@@ -43,43 +45,40 @@ class HostSegment:
     """Anonymous shared memory of this host."""
 
     def __init__(self, nbytes: int) -> None:
-        descriptor = os.memfd_create("dagrl", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes)
-        self._map(descriptor, nbytes)
-        self.handle = f"host:/proc/{os.getpid()}/fd/{descriptor}:{nbytes}"
+        address = anonymous_memory()
+        try:
+            os.ftruncate(address.descriptor, nbytes)
+            self._use(mmap.mmap(address.descriptor, nbytes))
+        except BaseException:
+            os.close(address.descriptor)
+            raise
+        self._descriptor: int | None = address.descriptor  # kept open, for peers to find
+        self.handle = "host:" + ":".join(map(str, astuple(address)))
 
     @classmethod
     def attach(cls, rest: str) -> HostSegment:
         """`rest` is the handle after its kind."""
-        path, _, size = rest.rpartition(":")
         segment = cls.__new__(cls)
-        segment.handle = f"host:{rest}"
+        segment._descriptor, segment.handle = None, f"host:{rest}"
         try:
-            segment._map(os.open(path, os.O_RDWR | os.O_CLOEXEC), int(size))
-        except OSError as error:
+            segment._use(open_memory(MemoryAddress(*map(int, rest.split(":")))))
+        except (OSError, EdgeClosedError) as error:
             raise ChannelError(
                 f"the shared memory of a peer cannot be opened: {error}; an ipc channel joins processes of one user on one "
                 "host that see each other in /proc"
             ) from error
         return segment
 
-    def _map(self, descriptor: int, nbytes: int) -> None:
+    def _use(self, memory: mmap.mmap) -> None:
         import torch
 
-        try:
-            self._memory: mmap.mmap | None = mmap.mmap(descriptor, nbytes)  # freed with the last view of it
-        except OSError:
-            os.close(descriptor)
-            raise
-        self._descriptor: int | None = descriptor
-        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # the mapping is freed with the last view of it
 
     def close(self) -> None:
         """Close the descriptor and let go of the mapping, which goes now, or with the last tensor of others that uses it."""
-        if self._descriptor is None:
-            return
-        os.close(self._descriptor)
-        self._descriptor = self._memory = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor = None
         self.bytes = self.bytes.new_empty(0)
 
 

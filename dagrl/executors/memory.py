@@ -1,7 +1,8 @@
 """Memory that processes of one host share: anonymous files, how many bytes were copied into them, and what can go wrong.
 
-The memory of an edge is an anonymous file (memfd_create(2)) that other processes of the same user open through its maker's
-`/proc/<pid>/fd`: it ends with the last process that has it mapped and leaves nothing in `/dev/shm`.
+The memory of an edge, and of an ipc channel on the host, is an anonymous file (memfd_create(2)) that other processes of the
+same user open through its maker's `/proc/<pid>/fd`: it ends with the last process that has it mapped and leaves nothing in
+`/dev/shm`.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def open_memory(address: MemoryAddress) -> mmap.mmap:
     try:
         opened = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR)
     except OSError as error:
-        raise EdgeClosedError(f"the process {address.pid} that made this edge cannot be reached: {error}") from error
+        raise EdgeClosedError(f"the process {address.pid} that made this memory cannot be reached: {error}") from error
     try:
         found = os.fstat(opened)
         if (found.st_dev, found.st_ino) != (address.device, address.inode):
-            raise EdgeClosedError(f"the process {address.pid} that made this edge is gone, or has closed it")
+            raise EdgeClosedError(f"the process {address.pid} that made this memory is gone, or has closed it")
         return mmap.mmap(opened, 0)
     finally:
         os.close(opened)
