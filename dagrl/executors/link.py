@@ -8,9 +8,9 @@ A write does not wait for the reader: two workers that each write to the other b
 do, would wait for each other. What the socket takes at once is sent at once. The rest is copied, and sent by a thread that
 ends with it: the writer may compute for a long time, or wait in shared memory, where nobody would send it otherwise.
 
-Neither side unpickles anything, nor sends any message, before the other
-has shown the secret that was made for this edge and came through Ray, whose connections are authenticated; the listening
-socket is closed once its reader has come. As Ray's own transfers, messages are not encrypted.
+Neither side unpickles anything, nor sends any message, before the other has shown the secret that was made for this edge
+and came through Ray, whose connections are authenticated; the listening socket is closed once its reader has come. As Ray's
+own transfers, messages are not encrypted.
 
 A link that ends though nobody here closed it is *lost*, which is an error that names both ends (`EdgeLostError`).
 """
