@@ -6,6 +6,7 @@ such as transposed ones) is left to `torch._foreach_copy_`, which also does ever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -39,9 +40,7 @@ class BatchedCopy:
         pairs = list(zip(targets, sources, strict=True))
         rows = [as_rows(*pair) if pair[0].is_cuda else None for pair in pairs]
         self._others = [pair for pair, some in zip(pairs, rows, strict=True) if some is None]
-        self._kept = [
-            pair for pair, some in zip(pairs, rows, strict=True) if some is not None
-        ]  # the table has addresses only
+        self._kept = [pair for pair, some in zip(pairs, rows, strict=True) if some is not None]  # the table has addresses
         self._table = _table([one for some in rows if some for one in some], targets)
 
     def run(self, alone: bool = False) -> None:
@@ -73,11 +72,10 @@ def as_rows(target: Tensor, source: Tensor) -> list[Rows] | None:
         return None
     item = target.element_size()
     *outer, (rows, row_target, row_source), (width, _, _) = [(1, 0, 0), *(dims or [(1, 1, 1)])]
-    pieces = 1
-    for size, _, _ in outer:
-        pieces *= size
-    if pieces > MOST_RUNS or not target.numel():
-        return [] if not target.numel() else None
+    if not target.numel():
+        return []
+    if math.prod(size for size, _, _ in outer) > MOST_RUNS:
+        return None
     at, of = target.data_ptr(), source.data_ptr()
     return [
         Rows(at + to * item, of + start * item, rows, width * item, row_target * item, row_source * item)

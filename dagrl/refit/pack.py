@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -274,9 +275,7 @@ def _places(
     staging: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], stacked: bool
 ) -> list[torch.Tensor]:
     """Where in its message a box of `shape` lies; of a stack of tensors, where each of them does."""
-    nbytes = dtype.itemsize
-    for size in shape:
-        nbytes *= size
+    nbytes = math.prod(shape) * dtype.itemsize
     whole = staging[offset : offset + nbytes].view(dtype).view(tuple(shape))
     return list(whole) if stacked else [whole]
 

@@ -164,12 +164,9 @@ def plan_refit(
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
     pair = len(sources) + len(destinations) == 2 and (hosts is None or len(set(hosts)) == 1)
-    limit = bucket_bytes or _largest_bucket(most, pair, len(destinations) if mailboxes else 0)
-    staged = bucket_bytes or min(limit, BUCKET_BYTES[1])
+    mailboxed = len(destinations) if mailboxes else 0
+    limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes)
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
-    if direct_bytes is None:
-        direct_bytes = DIRECT_BYTES if pair or mailboxes else NEVER_DIRECT
-    limits = Limits(limit, staged, direct_bytes)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
     with no_collections():
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
@@ -178,11 +175,18 @@ def plan_refit(
     return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), mailboxes, planner.moves)
 
 
-def _largest_bucket(most: int, pair: bool, receivers_with_mailboxes: int) -> int:
-    """Of a destination that gets `most` bytes, where nothing else is asked for."""
-    if receivers_with_mailboxes:
-        return min(BUCKET_BYTES[1], MAILBOXES_BYTES // (MAILBOX_SLOTS * receivers_with_mailboxes))
-    return min(max(BUCKET_BYTES[0], most // BUCKETS), PAIR_BUCKET_BYTES if pair else BUCKET_BYTES[1])
+def _limits(most: int, pair: bool, mailboxed: int, bucket_bytes: int | None, direct_bytes: int | None) -> Limits:
+    """As asked for, or by the `most` bytes that a destination wants. `pair`: one rank sends to another in its host;
+    `mailboxed`: for how many destinations a sender may have mailboxes."""
+    if mailboxed:
+        largest = min(BUCKET_BYTES[1], MAILBOXES_BYTES // (MAILBOX_SLOTS * mailboxed))
+    else:
+        largest = min(max(BUCKET_BYTES[0], most // BUCKETS), PAIR_BUCKET_BYTES if pair else BUCKET_BYTES[1])
+    bucket = bucket_bytes or largest
+    staged = bucket_bytes or min(bucket, BUCKET_BYTES[1])
+    if direct_bytes is None:
+        direct_bytes = DIRECT_BYTES if pair or mailboxed else NEVER_DIRECT
+    return Limits(bucket, staged, direct_bytes)
 
 
 @contextmanager

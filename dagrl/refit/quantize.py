@@ -52,13 +52,6 @@ def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scale.view(scales)
 
 
-def dequantize_blocks(quantized: Tensor, scales: Tensor) -> Tensor:
-    """The float32 weight that a quantized one stands for."""
-    rows, columns = quantized.shape[-2:]
-    spread = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :rows, :columns]
-    return quantized.float() * spread
-
-
 class BlockQuantizer:
     """Quantizes the same tensors again and again: `parts` are (weight, where its FP8 goes, where its scales go).
 
