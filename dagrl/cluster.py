@@ -53,21 +53,10 @@ def ray_cluster(
     import ray
 
     before = semaphores()
-    local = config.address is None
     if not logger.isEnabledFor(logging.DEBUG):
         logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
     try:
-        ray.init(
-            address=config.address or "local",
-            num_cpus=config.num_cpus if local else None,
-            num_gpus=config.num_gpus if local else None,
-            object_store_memory=config.object_store_memory if local else None,
-            include_dashboard=False if local else None,
-            _temp_dir=config.temp_dir if local else None,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            runtime_env={"env_vars": {**QUIET, **(environment or {})}},
-        )
+        ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **(environment or {})}})
     except SystemExit as ended:  # while it starts, Ray's own handler turns SIGTERM into this
         if ended.code == signal.SIGTERM:
             raise KeyboardInterrupt from ended
@@ -82,8 +71,24 @@ def ray_cluster(
         yield
     finally:
         _shutdown(processes, teardown_s)
-        if local:
+        if not config.address:
             remove_orphaned_semaphores(semaphores() - before)
+
+
+def _arguments(config: ClusterConfig) -> dict[str, Any]:
+    """Of `ray.init`: a cluster that runs already has sizes of its own."""
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if config.address:
+        return {"address": config.address, **quiet}
+    return {
+        "address": "local",
+        "num_cpus": config.num_cpus,
+        "num_gpus": config.num_gpus,
+        "object_store_memory": config.object_store_memory,
+        "include_dashboard": False,
+        "_temp_dir": config.temp_dir,
+        **quiet,
+    }
 
 
 def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
