@@ -22,7 +22,7 @@ from dagrl.loops.session import Session, process_label
 from dagrl.loops.stop import StopRequestedError, StopSignal, failing_for_good, stop_on_signals
 from dagrl.machine import gpus_per_worker
 from dagrl.model_init import prepare_model
-from dagrl.preflight import limit_steps, load_phase, preflight, worker_classes
+from dagrl.preflight import Inputs, limit_steps, load_phase, preflight, worker_classes
 from dagrl.refit.connect import connect_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.scheduler import Scheduler, SchedulerOptions
@@ -88,20 +88,8 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         ended = stack.enter_context(ExitStack())
         progress.stage("Preparing the run")
         paths = prepare_run_directory(config)
-        config = limit_steps(config, inputs)
-        model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
-        config = naming_for_workers(config, model)
-        config = stopping_where_responses_end(config, inputs.tokenizer)
-        store = CheckpointStore(
-            paths.checkpoints,
-            keep_top_k=config.checkpointing.keep_top_k,
-            keep_last_k=config.checkpointing.keep_last_k,
-            higher_is_better=config.checkpointing.higher_is_better,
-        )
-        store.recover(resume=config.checkpointing.resume)
-        resumed = store.latest() if config.checkpointing.resume else None
-        if resumed is not None:
-            check_reference(config, resumed)
+        config = _resolved(config, inputs, paths)
+        store, resumed = _open_checkpoints(config, paths)
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
@@ -109,27 +97,45 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
             stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
             stop.listen()
         progress.stage(f"Starting {_workers_text(config)}")
-        train, generation = _start_groups(config, stack, stop)
-        if config.logger.nvtx_enabled:
-            for group in (train, *([generation] if generation else [])):
-                group.call_function(enable_ranges)
-        scheduler = stack.enter_context(Scheduler([g for g in (train, generation) if g], _options(config)))
+        groups = _start_groups(config, stack, stop)
+        scheduler = stack.enter_context(Scheduler(groups, _options(config)))
+        train, generation = groups[0], groups[1] if len(groups) > 1 else None
         clock = PhaseClock(trace)
         session = Session(
             config, paths, inputs, train, generation, scheduler, record, trace, progress, clock, store, stop, resumed, ended
         )
-        if is_colocated(config):
-            assert generation is not None and config.policy.generation is not None
-            level = config.policy.generation.colocated.sleep_level
-            session.shared = SharedDevices(train, generation, level, clock.measure, config.timeouts.replay)
+        session.shared = _shared_devices(session)
         if trace is not None:
-            trace.declare([DRIVER, *(process_label(g, rank) for g in session.groups for rank in range(g.layout.world_size))])
+            trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
         with stop.at_once():
             _compile(session, plans)
             _resume(session)
         clock.restart()
         stack.callback(session.write_trace)
         yield session
+
+
+def _resolved(config: Config, inputs: Inputs, paths: RunPaths) -> Config:
+    """The configuration as workers get it, with what is known once the data is read and the model is there."""
+    config = limit_steps(config, inputs)
+    model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
+    return stopping_where_responses_end(naming_for_workers(config, model), inputs.tokenizer)
+
+
+def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore, Checkpoint | None]:
+    """The run's checkpoints, cleaned up after a crash, and the one to go on from, if there is one and the run resumes."""
+    section = config.checkpointing
+    store = CheckpointStore(
+        paths.checkpoints,
+        keep_top_k=section.keep_top_k,
+        keep_last_k=section.keep_last_k,
+        higher_is_better=section.higher_is_better,
+    )
+    store.recover(resume=section.resume)
+    resumed = store.latest() if section.resume else None
+    if resumed is not None:
+        check_reference(config, resumed)
+    return store, resumed
 
 
 def naming_for_workers(config: Config, model: Path) -> Config:
@@ -164,14 +170,14 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
         )
 
 
-def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[WorkerGroup, WorkerGroup | None]:
+def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
     """The train group and, where the run has one, the generation group.
 
     Side by side, as both spend long on imports; on shared GPUs in turn, the train state gone before generation starts.
     """
     places = shared_places(config, stack) if is_colocated(config) else {}
-    kept: list[WorkerGroup] = []
-    stack.callback(shutdown_groups, kept, config.timeouts.teardown_s / 2)
+    groups: list[WorkerGroup] = []
+    stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
 
     def start(role: str) -> WorkerGroup:
         return WorkerGroup.create(
@@ -187,15 +193,19 @@ def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> tuple[W
         )
 
     if is_colocated(config):
-        kept.append(start("train"))
-        kept[0].call("offload", TRAIN_PARTS)
-        kept.append(start("generation"))
-        return kept[0], kept[1]
-    with ThreadPoolExecutor() as pool:
-        starting = [pool.submit(start, role) for role in layouts(config)]
-    kept += [future.result() for future in starting if future.exception() is None]
-    train, *generation = [future.result() for future in starting]  # raises what a group could not start for
-    return train, generation[0] if generation else None
+        groups.append(start("train"))
+        groups[0].call("offload", TRAIN_PARTS)
+        groups.append(start("generation"))
+    else:
+        with ThreadPoolExecutor() as pool:
+            starting = [pool.submit(start, role) for role in layouts(config)]
+        groups += [future.result() for future in starting if future.exception() is None]
+        for future in starting:
+            future.result()  # raises what a group could not start for
+    if config.logger.nvtx_enabled:
+        for group in groups:
+            group.call_function(enable_ranges)
+    return groups
 
 
 def shared_places(config: Config, stack: ExitStack) -> dict[str, Resources]:
@@ -207,6 +217,16 @@ def shared_places(config: Config, stack: ExitStack) -> dict[str, Resources]:
     stack.callback(bundles.release)
     share = generation_config(config).colocated.train_share
     return {role: Resources(num_gpus=share if role == "train" else 1 - share, bundles=bundles) for role in sizes}
+
+
+def _shared_devices(session: Session) -> SharedDevices | None:
+    """Who has the GPUs when, where train and generation workers share them."""
+    config = session.config
+    if not is_colocated(config):
+        return None
+    assert session.generation is not None
+    level = generation_config(config).colocated.sleep_level
+    return SharedDevices(session.train, session.generation, level, session.clock.measure, config.timeouts.replay)
 
 
 def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
