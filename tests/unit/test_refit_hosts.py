@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from dagrl.config import RefitConfig
 from dagrl.errors import RefitPlanError
 from dagrl.layout import ParallelLayout
 from dagrl.refit import LinkSpeeds, RefitPlan, plan_refit
 from dagrl.refit.rounds import Rounds
+from dagrl.refit.schedule import _cut
 from dagrl.refit.slices import volume
 from tests.unit.memory_channel import MemoryChannel
 from tests.unit.test_refit_plan import check_megatron_to_vllm, megatron_slices
@@ -111,3 +114,13 @@ def test_relays_keep_the_dtype_of_a_destination_that_casts() -> None:
     targets = [torch.zeros(8, 4, dtype=torch.bfloat16) for _ in range(2)]
     run_refit(plan, [{"t": weights}, *({"t": target} for target in targets)], verify="checksum")
     assert all(torch.equal(target, weights.bfloat16()) for target in targets)
+
+
+def test_link_speeds_are_those_of_the_configuration() -> None:
+    speeds = LinkSpeeds.of_config(RefitConfig(in_host_gb_per_s=400.0, between_hosts_gb_per_s=25.0))
+    assert (speeds.seconds(800 * 10**9, crosses=False), speeds.seconds(50 * 10**9, crosses=True)) == (2.0, 2.0)
+
+
+def test_blocks_are_filled_one_after_the_other() -> None:
+    parts: Any = "abcdefgh"
+    assert list(map("".join, _cut(parts, dict.fromkeys(parts, 2) | {"f": 5}, 9))) == ["abcd", "f", "egh"]

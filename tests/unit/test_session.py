@@ -20,7 +20,7 @@ from dagrl.data.tokenization import encode_demonstrations
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.loops import grpo_step
 from dagrl.loops.dispatch import QuantumSize
-from dagrl.loops.grpo_step import _mean_pause, finish_step, refit, start_policy, with_logprobs
+from dagrl.loops.grpo_step import _mean_pause, begin_step, exposed, finish_step, refit, start_policy, with_logprobs
 from dagrl.loops.replay_times import Counted, ReplayTimes
 from dagrl.loops.session import Session
 from dagrl.loops.start import REFERENCE, check_reference, naming_for_workers, run_session, stopping_where_responses_end
@@ -158,6 +158,16 @@ def test_steps_of_grpo_are_validated_by_their_own_count_and_at_the_end(period: i
         assert (stage, position, total, state.step, metrics["tokens"]) == ("grpo", step - 2, 5, step + 1, 7)
         found += [position] if state.metric is not None else []
     assert found == validated
+
+
+def test_all_waits_of_a_step_for_generation_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 3.0, 10.0, 14.0])
+    monkeypatch.setattr(grpo_step, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    metrics = begin_step()
+    for _ in range(2):
+        with exposed(metrics):
+            pass
+    assert metrics == {"timing_s/exposed_generation": 6.0}
 
 
 def test_a_refit_pauses_generation_for_as_long_as_its_slowest_worker() -> None:
