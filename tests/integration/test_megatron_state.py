@@ -159,12 +159,18 @@ def test_bfloat16_steps_move_by_less_than_bfloat16_can_tell(
         for _ in range(3):
             train(group, batch)
         moved = group.call("state")[0]
+        group.call("reset_optimizer")
+        began_anew = group.call("state")[0]
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
         expected, _ = reference.hf_logprobs(model, batch)
     np.testing.assert_allclose(exact["logprobs"], expected.numpy(), atol=0.1)
     steps = np.concatenate([np.abs(moved[name] - value).ravel() for name, value in masters.items()])
     assert 1e-6 < np.median(steps[steps > 0]) < 4e-5
+    for name in masters:  # as if training began with the weights that are now
+        rounded = torch.from_numpy(moved[name]).bfloat16().float().numpy()
+        assert (rounded != moved[name]).any()
+        np.testing.assert_array_equal(began_anew[name], rounded, err_msg=name)
 
 
 def test_evaluate_is_the_loss_without_a_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:

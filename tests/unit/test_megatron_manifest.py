@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dagrl.errors import CheckpointError
-from workers.megatron.manifest import FORMAT, identity_of, read_manifest
+from workers.megatron.manifest import FORMAT, fingerprint, identity_of, read_manifest
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -121,3 +122,10 @@ def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(b"\xff{")
     with pytest.raises(CheckpointError, match=r"cannot read .*manifest\.json.*written by save_checkpoint"):
         read_manifest(tmp_path, identity_of("float32", QWEN3))
+
+
+def test_a_fingerprint_is_of_all_parts_that_a_file_is_read_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.megatron.manifest._READ_BYTES", 16)
+    content = bytes(range(100))
+    (tmp_path / "file").write_bytes(content)
+    assert fingerprint(tmp_path / "file") == {"bytes": 100, "crc32": zlib.crc32(content)}
