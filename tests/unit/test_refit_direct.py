@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch import Tensor
 from bench.refit_mappings import QWEN3_4B
 from dagrl.layout import ParallelLayout
 from dagrl.refit import RefitPlan, WeightSlice, plan_refit
-from dagrl.refit.moves import DIRECT_BYTES, Move, Side, aligned, cut_messages, place_of_run
+from dagrl.refit.moves import DIRECT_BYTES, Move, Side, adjoin, aligned, cut_messages, place_of_run
 from dagrl.refit.pack import BucketMemory
 from dagrl.refit.plan import BUCKET_BYTES
 from dagrl.refit.rounds import Rounds
@@ -141,6 +143,33 @@ def test_one_piece_is_what_torch_calls_contiguous(data: st.DataObject) -> None:
 
 def cut(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(*edges) for edges in box)]
+
+
+def rows(first: int, stop: int, width: tuple[int, int] = (0, 4), **changes: str) -> Move:
+    box = ((first, stop), width)
+    return replace(Move("p", box, "float32", "s", box, "t", box), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "together"),
+    [
+        (rows(0, 2), rows(2, 3), True),
+        (rows(0, 2), rows(3, 4), False),
+        (rows(2, 3), rows(0, 2), False),
+        (rows(0, 2), rows(2, 3, dtype="int32"), False),
+        (rows(0, 2), rows(2, 3, source="other"), False),
+        (rows(0, 2), rows(2, 3, target="other"), False),
+        (rows(0, 2, (0, 3)), rows(2, 4, (0, 3)), False),  # 24 bytes: in a message the next begins 8 bytes behind them
+        (rows(0, 2), rows(2, 3, (0, 8)), False),
+        (rows(0, 2), rows(2, 3, (4, 8)), False),
+        (rows(0, 2, (0, 4)), rows(0, 2, (4, 8)), False),
+        (rows(1, 2, (0, 4)), rows(1, 2, (4, 8)), True),
+    ],
+)
+def test_moves_that_lie_one_behind_the_other_in_both_tensors_and_in_a_message(
+    first: Move, second: Move, together: bool
+) -> None:
+    assert adjoin(first, second) == together
 
 
 @settings(max_examples=300)
