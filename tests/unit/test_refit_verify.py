@@ -137,6 +137,24 @@ def test_a_byte_that_changes_where_it_is_held_is_found(verify: Verify, monkeypat
         run_refit(plan, tensors, 1, verify)
 
 
+def test_a_byte_that_a_later_bucket_spoils_is_found_by_sending_all_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are taken bucket by bucket: they may be of staging, which later buckets use too."""
+    from dagrl.refit.pack import BucketMemory
+
+    plan, tensors = two_parameters(64)
+    unpack, landed = BucketMemory.unpack, list[Tensor]()
+
+    def spoil(memory: BucketMemory) -> None:
+        unpack(memory)
+        if len(landed) == 1:
+            landed[0].view(torch.uint8)[..., 0] ^= 1
+        landed.append(memory.live[0][0])
+
+    monkeypatch.setattr(BucketMemory, "unpack", spoil)
+    with pytest.raises(RunError, match="is not what rank 0 sent"):
+        run_refit(plan, tensors, 1, "bitwise")
+
+
 @pytest.mark.parametrize("direct_bytes", [1, DIRECT_BYTES], ids=["all direct", "one message"])
 def test_a_byte_that_changes_in_packing_is_found(direct_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums are of the tensors that are sent, not of what was packed: also where it goes wrong in one way each time."""
