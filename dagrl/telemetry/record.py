@@ -183,17 +183,17 @@ class RunRecord:
         """
         clean = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "stage": stage, "time": round(time.time(), 3), **clean}
-        with naming(self.paths.directory):
+        with naming(self.paths.metrics):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
-            for tracker in self._trackers:
-                tracker.log(step, stage, metrics)
+        for tracker in self._trackers:
+            tracker.log(step, stage, metrics)
 
     def close(self) -> None:
         """Close all files; call once, at the end."""
-        with naming(self.paths.directory):
-            for tracker in self._trackers:
-                tracker.close()
+        for tracker in self._trackers:
+            tracker.close()
+        with naming(self.paths.metrics):
             self._file.close()
 
 
@@ -217,16 +217,19 @@ class TensorBoardTracker:
     def __init__(self, directory: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides what the interrupted run logged after the step that this one resumes from
-        self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
+        self._directory = directory
+        with naming(directory):  # purge_step hides what the interrupted run logged after the step that this one resumes from
+            self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"{stage}/{name}", value, step)
-        self._writer.flush()
+        with naming(self._directory):
+            for name, value in metrics.items():
+                self._writer.add_scalar(f"{stage}/{name}", value, step)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with naming(self._directory):
+            self._writer.close()
 
 
 class WandbTracker:

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dagrl.config import Json
-from dagrl.files import move_aside
+from dagrl.files import move_aside, naming
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class TraceWriter:
         move_aside(path)
         self.path = path
         self._file = path.open("wb", buffering=0)  # a flush is then one write to the file
-        self._file.write(START + END[1:])
+        with naming(path):
+            self._file.write(START + END[1:])
         self._end = len(START)  # where the closing bracket stands, and the next event goes
         self._origin_ns = time.time_ns() // _ORIGIN_PERIOD_NS * _ORIGIN_PERIOD_NS
         self._rows: dict[tuple[str, str | None], int] = {}

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from dagrl.config import CheckpointConfig, Config
 from dagrl.errors import ConfigError, MissingDependencyError
@@ -74,15 +75,31 @@ def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
     assert [path.name for path in paths.directory.parent.iterdir()] == ["tiny"]
 
 
-def test_a_full_disk_is_told_with_the_directory(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     paths = log_steps(config(tmp_path), 1, 1)
     run = config(tmp_path, resume=True)
     room = paths.metrics.stat().st_size + 10  # for a part of a line
     with pytest.raises(OSError, match="File too large") as raised, full_disk(room), RunRecord(run, resumed_step=1) as record:
         record.log(2, "grpo", {"loss": 1.0})
-    assert raised.value.filename == str(paths.directory)
+    assert raised.value.filename == str(paths.metrics)
     log_steps(run, 2, 3, resumed_step=1)
     assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_for_tensorboard_is_told_with_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flush(writer: SummaryWriter) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # from its own thread, which writes
+
+    run = config(tmp_path, tensorboard_enabled=True)
+    paths = prepare_run_directory(run)
+    with RunRecord(run) as record:
+        monkeypatch.setattr(SummaryWriter, "flush", flush)
+        with pytest.raises(OSError, match="No space left") as raised:
+            record.log(1, "grpo", {"loss": 1.0})
+        monkeypatch.undo()
+    assert raised.value.filename == str(paths.tensorboard)
 
 
 def test_a_configuration_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
