@@ -65,7 +65,7 @@ def _eager(shape: str, workers: int, value: Any, result: Any) -> int:
 
 
 def _total(actors: Actors) -> int:
-    return copied_bytes() + sum(ray.get([actor.copied.remote() for actor in actors.compiled]))
+    return copied_bytes() + int(sum(ray.get([actor.copied.remote() for actor in actors.compiled])))
 
 
 def _serialized(value: Any) -> int:

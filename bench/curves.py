@@ -13,6 +13,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,9 @@ def measure(config: Config, ways: Sequence[Way], seeds: int, first_weights: Path
             train_sft(session)
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(first_weights), {})
-        for seed in range(seeds):
-            for way in deadline.each(ways, lambda way, seed=seed: f"{way.name} (seed {seed})"):
-                yield run_way(config, session, reward, way, seed, first_weights)
+        turns = product(range(seeds), ways)
+        for seed, way in deadline.each(turns, lambda turn: f"{turn[1].name} (seed {turn[0]})"):
+            yield run_way(config, session, reward, way, seed, first_weights)
 
 
 def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, seed: int, first_weights: Path) -> Curve:
@@ -119,7 +120,9 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, se
     before, started = len(read_metrics(session.paths.metrics)), time.time()
     (train_async if way.enabled else train_grpo)(session, reward)
     session.savers.clear()
-    lines = [line for line in read_metrics(session.paths.metrics)[before:] if "reward/mean" in line]
+    lines: list[dict[str, Any]] = [
+        dict(line) for line in read_metrics(session.paths.metrics)[before:] if "reward/mean" in line
+    ]
     return Curve(
         way=way.name,
         seed=seed,

@@ -100,8 +100,11 @@ def replays(group: WorkerGroup, count: int) -> Replays:
     first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
     taken = np.diff(cpu)[1:] / WINDOW  # of each window but the first
     first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
-    times = (round(float(one) * 1e6, 1) for one in (first, last, first_cpu, last_cpu))
-    return Replays(count, *times, worn, tuple(resident))
+    return Replays(count, _us(first), _us(last), _us(first_cpu), _us(last_cpu), worn, tuple(resident))
+
+
+def _us(seconds: float) -> float:
+    return round(float(seconds) * 1e6, 1)
 
 
 def _against_fresh(worn: Scheduler) -> float:
@@ -168,7 +171,7 @@ def _calmest(seconds: npt.NDArray[np.float64]) -> float:
 
 def _cpu_s(group: WorkerGroup) -> float:
     """Processor time that the driver and the workers have used."""
-    return time.process_time() + sum(group.call("cpu_s"))
+    return time.process_time() + float(sum(group.call("cpu_s")))
 
 
 def _resident_mb(group: WorkerGroup) -> float:
@@ -180,7 +183,7 @@ def _resident_mb(group: WorkerGroup) -> float:
 
 
 def _forget(worker: BenchWorker) -> None:
-    drain_runs(worker)  # type: ignore[arg-type]
+    drain_runs(worker)
     gc.collect()
 
 

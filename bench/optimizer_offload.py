@@ -78,11 +78,12 @@ def run(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     """All ways in every round, on one worker."""
     from bench.train_inputs import single_worker, train_batch
+    from workers.megatron import MegatronWorker
 
     config = worker_config(write_model(SHAPES[options.model], directory, "cuda"), options)
     batch = train_batch(options.rows, options.length, vocabulary=150_000)
     samples: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
-    with single_worker(config) as worker:
+    with single_worker(config, MegatronWorker) as worker:
         for _ in range(options.turns):
             for way in options.ways:
                 steps = options.rounds if way != "blocking" else 2

@@ -103,6 +103,7 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     import torch
 
     from bench.train_inputs import single_worker
+    from workers.megatron import MegatronWorker
 
     shape = MODELS[options.model]
     shape = shape.with_layers(options.layers) if options.layers else shape
@@ -111,7 +112,7 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     batch = long_tailed_batch(options)
     configs = {way: worker_config(model, options, policy) for way, policy in WAYS.items()}
     samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    with single_worker(configs["padded"]) as worker:
+    with single_worker(configs["padded"], MegatronWorker) as worker:
         losses = {way: evaluate(worker, config, batch) for way, config in configs.items()}
         assert np.ptp(list(losses.values())) < (1e-2 if options.precision == "bfloat16" else 1e-5), losses
         for number in range(options.rounds + 1):

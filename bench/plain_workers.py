@@ -163,6 +163,7 @@ class PlainVllmWorker(_Timed, VllmWorker):
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         if self._device.type == "cuda":
+            assert self._llm is not None
             self._llm.collective_rpc(_load_weights, args=(list(tensors.items()),))
             return
         for piece in expand(self._slices):  # vLLM's CPU backend has no parameters left to load into
@@ -178,10 +179,11 @@ def _load_weights(worker: Any, tensors: list[tuple[str, Tensor]]) -> None:
 def _open_group(address: str, rank: int, size: int, timeout_s: float, device: torch.device) -> Any:
     """A process group beside the default one."""
     import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = address.rsplit(":", 1)
     timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, int(port), size, rank == 0, timeout)
+    store = TCPStore(host, int(port), size, rank == 0, timeout)
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -248,5 +250,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _unpack(packed: Tensor, run: Described) -> dict[str, Tensor]:
-    parts = packed.split([_bytes(item) for item in run])
+    import torch
+
+    parts = torch.split(packed, [_bytes(item) for item in run])
     return {name: part.view(_dtype(dtype)).view(shape) for (name, shape, dtype), part in zip(run, parts, strict=True)}

@@ -64,11 +64,12 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     """Both ways on one worker, one after the other."""
     from bench.train_inputs import single_worker, train_batch
     from dagrl.shapes import Batch
+    from workers.megatron import MegatronWorker
 
     model = write_model(SHAPES[options.model], directory, "cuda")
     batch = train_batch(options.rows, options.length, vocabulary=150_000)
     rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
-    with single_worker(worker_config(model, options, "host")) as worker:
+    with single_worker(worker_config(model, options, "host"), MegatronWorker) as worker:
         found = []
         for where in ("host", "device"):
             worker.config = worker_config(model, options, "host" if where == "host" else "device")

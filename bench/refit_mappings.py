@@ -145,7 +145,7 @@ TABLE = [
 def parameters(model: Hf) -> int:
     """Parameters of the model, counted from its published sizes: the truth for the bytes of a plan. Qwen3 and DeepSeek."""
     hidden, vocabulary, count = model["hidden_size"], model["vocab_size"], model["num_hidden_layers"]
-    total = vocabulary * hidden * (1 if model.get("tie_word_embeddings") else 2) + hidden
+    total: int = vocabulary * hidden * (1 if model.get("tie_word_embeddings") else 2) + hidden
     for layer in range(count):
         total += 2 * hidden + (_latent(model) if "kv_lora_rank" in model else _grouped(model))
         routed = model.get("n_routed_experts", 0) if layer >= model.get("first_k_dense_replace", 0) else 0
@@ -161,7 +161,7 @@ def parameters(model: Hf) -> int:
 
 def _grouped(model: Hf) -> int:
     heads, kv_heads, dim = model["num_attention_heads"], model["num_key_value_heads"], model["head_dim"]
-    return model["hidden_size"] * dim * (2 * heads + 2 * kv_heads) + 2 * dim
+    return int(model["hidden_size"] * dim * (2 * heads + 2 * kv_heads) + 2 * dim)
 
 
 def _latent(model: Hf) -> int:

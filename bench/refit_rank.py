@@ -298,27 +298,34 @@ class Rank:
         """Seconds of packing, messages and unpacking, each alone; the slowest rank's."""
         if self.device.type != "cuda":
             return {}
-        pack = self._event_seconds(lambda: [memory.pack() for memory in end.rounds.sends])
-        unpack = self._event_seconds(lambda: [memory.unpack() for memory in end.rounds.receives])
+
+        def pack() -> None:
+            for memory in end.rounds.sends:
+                memory.pack()
+
+        def unpack() -> None:
+            for memory in end.rounds.receives:
+                memory.unpack()
 
         def wire() -> None:
             end.rounds.run_wire()
             channel.synchronize()
 
+        seconds = self._event_seconds(pack), self._event_seconds(unpack)
         wire()
         taken = self.control.seconds(wire, rounds=3, warmup=1)
-        alone = self.control.gather((pack, unpack))
+        alone = self.control.gather(seconds)
         return {"pack_s": max(p for p, _ in alone), "wire_s": taken[1], "unpack_s": max(u for _, u in alone)}
 
     def _event_seconds(self, act: Callable[[], object]) -> float:
         """By CUDA events, once warm."""
         act()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        first.record()  # type: ignore[no-untyped-call]
+        first.record()
         act()
-        last.record()  # type: ignore[no-untyped-call]
+        last.record()
         torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / 1e3  # type: ignore[no-untyped-call]
+        return float(first.elapsed_time(last)) / 1e3
 
     def _broadcast(self, case: Case, side: Side, method: str, size: int, load: bool, facts: Mapping[str, Any]) -> None:
         kind = SharedBuffers if case.colocated else Broadcast

@@ -37,39 +37,6 @@ Row = Mapping[str, str | int | float]
 """One measurement: at least `variant`, `workers`, `hosts`, `payload_bytes`, `result_bytes`, `p50_us`, `p99_us`, `n`."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """Rows, and what is needed to measure them again; by name, why something was left out, and what failed."""
-
-    rows: Sequence[Row]
-    command: str
-    hardware: str = field(default_factory=lambda: hardware())
-    versions: Mapping[str, str] = field(default_factory=lambda: versions())
-    commit: str = field(default_factory=lambda: commit())
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
-
-    def write(self, path: Path, rows: str = "rows") -> None:
-        """Write the JSON file; `rows` is what the rows are called there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = {name: value for name, value in vars(self).items() if name != "rows"}
-        lines = ",\n".join("  " + json.dumps(dict(row)) for row in self.rows)
-        path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "{rows}": [\n' + lines + "\n ]\n}\n")
-
-    @staticmethod
-    def read(path: Path) -> Report:
-        """The report that `write` wrote; those of before there were commits in them have none."""
-        content = json.loads(path.read_text())
-        rows = content.pop("rows") if "rows" in content else content.pop("cases")
-        return Report(**{"commit": "", "rows": rows} | content)
-
-
-def write_rows(path: Path | None, rows: Sequence[DataclassInstance], left_out: Mapping[str, str]) -> None:
-    """A report of dataclasses, where one was asked for: after each row, as a stop then loses nothing, and at the end."""
-    if path is not None:
-        Report([asdict(row) for row in rows], command_line(), left_out=left_out).write(path)
-
-
 def hardware() -> str:
     """Cores, processor and GPUs of this machine."""
     model = ""
@@ -104,11 +71,44 @@ def _git(*words: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+@dataclass(frozen=True)
+class Report:
+    """Rows, and what is needed to measure them again; by name, why something was left out, and what failed."""
+
+    rows: Sequence[Row]
+    command: str
+    hardware: str = field(default_factory=hardware)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    commit: str = field(default_factory=commit)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path, rows: str = "rows") -> None:
+        """Write the JSON file; `rows` is what the rows are called there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = {name: value for name, value in vars(self).items() if name != "rows"}
+        lines = ",\n".join("  " + json.dumps(dict(row)) for row in self.rows)
+        path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "{rows}": [\n' + lines + "\n ]\n}\n")
+
+    @staticmethod
+    def read(path: Path) -> Report:
+        """The report that `write` wrote; those of before there were commits in them have none."""
+        content = json.loads(path.read_text())
+        rows = content.pop("rows") if "rows" in content else content.pop("cases")
+        return Report(**{"commit": "", "rows": rows} | content)
+
+
+def write_rows(path: Path | None, rows: Sequence[DataclassInstance], left_out: Mapping[str, str]) -> None:
+    """A report of dataclasses, where one was asked for: after each row, as a stop then loses nothing, and at the end."""
+    if path is not None:
+        Report([asdict(row) for row in rows], command_line(), left_out=left_out).write(path)
+
+
 def command_line() -> str:
     """The command as a shell takes it: `dagrl ...`, or `python -m module ...` of a module that was run by itself."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    own = spec is not None and spec.name.partition(".")[0] == "bench"
-    return shlex.join([*(["python", "-m", spec.name] if own else ["dagrl"]), *sys.argv[1:]])
+    name: str = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
+    own = name.partition(".")[0] == "bench"
+    return shlex.join([*(["python", "-m", name] if own else ["dagrl"]), *sys.argv[1:]])
 
 
 def print_table(report: Report, shape: str = "scatter-gather") -> None:

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -174,12 +175,12 @@ def measure(
         session.train.call("snapshot_reference")
         if first_weights is not None:
             session.train.call("save_checkpoint", str(first_weights), {}, deadline=config.timeouts.checkpoint)
-        for number in range(1, rounds + 1):
-            for way in deadline.each(ways, lambda way, number=number: f"{way.name} (round {number})"):
-                started = time.monotonic()
-                measured.setdefault(way, []).append(run_way(config, session, reward, way, first_weights))
-                sys.stderr.write(f"{way.name} (round {number}): {time.monotonic() - started:.1f} s\n")
-                yield measured
+        turns = product(range(1, rounds + 1), ways)
+        for number, way in deadline.each(turns, lambda turn: f"{turn[1].name} (round {turn[0]})"):
+            started = time.monotonic()
+            measured.setdefault(way, []).append(run_way(config, session, reward, way, first_weights))
+            sys.stderr.write(f"{way.name} (round {number}): {time.monotonic() - started:.1f} s\n")
+            yield measured
 
 
 def as_results(config: Config, measured: Measured) -> list[Result]:

@@ -101,7 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure, print the table, write what was asked for."""
     cases = [parse_case(text, options.tiny) for text in options.cases]
-    deadline, rows, problems = Deadline(options.deadline), [], {}
+    deadline, problems = Deadline(options.deadline), dict[str, str]()
+    rows: list[Row] = []
     workers = max(case.layout.world_size for case in cases)
     with ExitStack() as stack:
         models = writing(cases, options, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
@@ -113,8 +114,8 @@ def run(options: argparse.Namespace) -> None:
         def keep(rows: Sequence[Row]) -> None:
             if options.json:
                 found = [asdict(row) for row in rows]
-                told = {"left_out": deadline.left_out, "failed": problems}
-                Report(found, command_line(), ours.hardware, **told).write(options.json)
+                report = Report(found, command_line(), ours.hardware, left_out=deadline.left_out, failed=problems)
+                report.write(options.json)
 
         for case in deadline.each(cases, lambda case: case.name):
             try:

@@ -17,7 +17,7 @@ from bench.report import Report, command_line, hardware
 from dagrl.errors import ConfigError
 from dagrl.layout import ParallelLayout
 from dagrl.ports import reserve_port
-from dagrl.shapes import Batch
+from dagrl.shapes import Array, Batch
 from dagrl.worker import WorkerContext
 from workers.megatron import MegatronWorker
 
@@ -59,13 +59,13 @@ def train_batch(rows: int, length: int, vocabulary: int, seed: int = 0) -> Batch
     tokens = np.random.default_rng(seed).integers(0, vocabulary, (rows, length))
     mask = np.ones((rows, length), np.float32)
     mask[:, 0] = 0
-    fields = {"tokens": tokens, "lengths": np.full(rows, length, np.int64), "loss_mask": mask}
+    fields: dict[str, Array] = {"tokens": tokens, "lengths": np.full(rows, length, np.int64), "loss_mask": mask}
     scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float(rows)}
     return Batch(fields, scalars)
 
 
 @contextmanager
-def single_worker(config: Config, kind: type[Worker] = MegatronWorker) -> Iterator[Worker]:
+def single_worker(config: Config, kind: type[Worker]) -> Iterator[Worker]:
     """A worker of a group of one, in this process."""
     for name, value in kind.environment(config).items():
         os.environ.setdefault(name, value)

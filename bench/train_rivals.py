@@ -129,7 +129,7 @@ class DagrlSteps:
         return Turn(seconds)
 
     def peak_bytes(self) -> int:
-        return max(self.group.call("peak_memory"))
+        return int(max(self.group.call("peak_memory")))
 
     def end(self) -> None:
         self._case.close()

@@ -47,8 +47,8 @@ def scatter_gather(train: Shard, value: Input) -> Value:
 @phase
 def chain(train: Shard, value: Input) -> Value:
     """Through all workers, one after the other."""
-    passed: Any = value
-    for worker in train.workers:
+    passed = train[0].map("echo", value)
+    for worker in train.workers[1:]:
         passed = train[worker].map("echo", passed)
     return passed
 

@@ -54,7 +54,8 @@ def environment() -> Environment:
     import torch
 
     cards, seen = gpus(), torch.cuda.device_count()
-    cuda = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))} if seen else {}
+    nccl: tuple[int, ...] = torch.cuda.nccl.version() if seen else ()  # type: ignore[no-untyped-call]
+    cuda = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl))} if seen else {}
     return Environment(
         gpus=tuple(gpu.name for gpu in cards),
         memory_mib=tuple(gpu.memory_mib for gpu in cards),

@@ -16,6 +16,7 @@ from dagrl.refit.quantize import in_blocks, quantize_blocks
 from dagrl.refit.slices import WeightSlice, expand
 from tests.integration.vllm_models import state_of
 from tests.unit.memory_channel import Done, MemoryChannel
+from workers.vllm import VllmWorker
 
 
 class DeviceChannel(MemoryChannel):
@@ -39,7 +40,7 @@ class DeviceChannel(MemoryChannel):
 
 
 def refit_from(
-    worker: Any, slices: Sequence[Sequence[WeightSlice]], checkpoint: Path, version: int, flip: int | None = None
+    worker: VllmWorker, slices: Sequence[Sequence[WeightSlice]], checkpoint: Path, version: int, flip: int | None = None
 ) -> None:
     """A refit of a bfloat16 checkpoint, held whole on this GPU, into this rank of the engine; every part verified.
 
@@ -73,8 +74,9 @@ def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:
     return list(slices.values())
 
 
-def held(worker: Any) -> dict[str, Tensor]:
+def held(worker: VllmWorker) -> dict[str, Tensor]:
     """The live parameters of vLLM's model on the host, FP8 as bytes."""
+    assert worker._llm is not None
     model = worker._llm.collective_rpc(_model)[0]
     return {name: _raw(tensor.data).cpu() for name, tensor in model.named_parameters(remove_duplicate=False)}
 
@@ -87,7 +89,7 @@ def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def differing(worker: Any, state: dict[str, Tensor]) -> list[str]:
+def differing(worker: VllmWorker, state: dict[str, Tensor]) -> list[str]:
     """Slices of the engine's memory that are not the checkpoint's, or in FP8 what torch on the CPU makes of it."""
     live, wrong = worker.weight_tensors(), []
     for piece in expand(worker.weight_slices()):

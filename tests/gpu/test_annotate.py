@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,9 +58,19 @@ def test_kernels_lie_inside_the_nodes_range(tmp_path: Path) -> None:
 def test_nvtx_gets_a_range_of_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through torch's own functions, which are called as ever."""
     calls: list[str] = []
-    push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(name) or push(name))
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop") or pop())
+    push: Callable[[str], int] = torch.cuda.nvtx.range_push
+    pop: Callable[[], int] = torch.cuda.nvtx.range_pop
+
+    def noted_push(name: str) -> int:
+        calls.append(name)
+        return push(name)
+
+    def noted_pop() -> int:
+        calls.append("pop")
+        return pop()
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", noted_push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", noted_pop)
     worker = Worker()
     install(worker, "train", 0, "dp 0")
     for replay in range(2):

@@ -19,7 +19,7 @@ from dagrl.loops.grpo_step import grpo_plans
 from dagrl.loops.rollout import Rollouts
 from dagrl.loops.session import Session
 from dagrl.loops.sft import train_sft
-from dagrl.loops.start import open_session
+from dagrl.loops.start import PhasePlan, open_session
 from dagrl.rewards import RewardRunner
 from dagrl.scheduler import Scheduler, SchedulerOptions
 from dagrl.telemetry.record import read_metrics
@@ -168,7 +168,7 @@ class eager:
         self._compiled.recover()
 
 
-def add_phase(scheduler: Scheduler, config: Config, plan: Any) -> None:
+def add_phase(scheduler: Scheduler, config: Config, plan: PhasePlan) -> None:
     from dagrl.preflight import load_phase
 
     scheduler.add(

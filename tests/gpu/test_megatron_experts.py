@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-SMALL, WIDE = {"hidden": 128, "ffn": 40}, {"hidden": 2048, "ffn": 768}  # WIDE: Qwen3-30B-A3B's
+SMALL, WIDE = (128, 40), (2048, 768)  # widths of the model and of an expert; WIDE: Qwen3-30B-A3B's
 CASES = {
     "odd": (SMALL, [3, 1, 129, 64, 7, 33]),
     "empty": (SMALL, [0, 5, 0, 0, 130, 1, 0]),  # the first, the last, and some between
@@ -34,11 +34,12 @@ def poison() -> None:
     torch.full((1 << 28,), torch.nan, device="cuda")
 
 
-def run_on_gpu(way: Any, dtype: torch.dtype, case: str) -> dict[str, Tensor]:
-    sizes, counts = CASES[case]
-    layer = make_experts(way, len(counts), **sizes, dtype=torch.bfloat16).to("cuda", dtype)  # the same weights in both
+def run_on_gpu(way: Literal["grouped", "sequential"], dtype: torch.dtype, case: str) -> dict[str, Tensor]:
+    (hidden, ffn), counts = CASES[case]
+    layer = make_experts(way, len(counts), hidden=hidden, ffn=ffn, dtype=torch.bfloat16)  # the same weights in both
+    layer.to("cuda", dtype)
     poison()
-    return run(layer, counts, inputs_of(counts, sizes["hidden"]))
+    return run(layer, counts, inputs_of(counts, hidden))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,9 +66,9 @@ def test_float32_is_that_of_experts_one_by_one(case: str) -> None:
 def test_nothing_waits_for_the_device() -> None:
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch has a grouped kernel for Hopper and Blackwell; elsewhere it goes from expert to expert")
-    sizes, counts = CASES["empty"]
-    layer = make_experts("grouped", len(counts), **sizes, dtype=torch.bfloat16).cuda()
-    states, probs, weights = (tensor.cuda() for tensor in inputs_of(counts, sizes["hidden"]))
+    (width, ffn), counts = CASES["empty"]
+    layer = make_experts("grouped", len(counts), hidden=width, ffn=ffn, dtype=torch.bfloat16).cuda()
+    states, probs, weights = (tensor.cuda() for tensor in inputs_of(counts, width))
     hidden, weights, tokens = states.bfloat16().requires_grad_(), weights.bfloat16(), torch.tensor(counts)
     layer(hidden, tokens, probs)[0].backward(weights)  # what the first call alone does
     torch.cuda.set_sync_debug_mode("error")

@@ -160,20 +160,20 @@ def test_reference_weights_and_offloaded_ones_are_read_where_they_are(where: str
     config = reference.make_config(models["qwen3"], precision="bfloat16", reference_weights=where, megatron_cfg=dict(GRAPHS))
     batch = reference.make_batch()
     with single_worker(config, TestedWorker) as made:
-        first = made.logprobs(batch)["logprobs"]
+        first = made.own_logprobs(batch)
         made.snapshot_reference()
         for _ in range(3):
             made.train_step(batch, "sft")
-        learned = made.logprobs(batch)["logprobs"]
+        learned = made.own_logprobs(batch)
         for _ in range(3):
-            np.testing.assert_allclose(made.logprobs(batch, "reference")["logprobs"], first, atol=1e-3)
-            np.testing.assert_allclose(made.logprobs(batch)["logprobs"], learned, atol=1e-3)
+            np.testing.assert_allclose(made.own_logprobs(batch, "reference"), first, atol=1e-3)
+            np.testing.assert_allclose(made.own_logprobs(batch), learned, atol=1e-3)
         made.offload(("weights", "gradients", "optimizer"))
         blocker = torch.empty(1 << 26, device="cuda")  # so that they come back elsewhere
         made.reload(("weights", "gradients", "optimizer"))
         assert made.recordings() == 0
         for _ in range(3):
-            np.testing.assert_allclose(made.logprobs(batch)["logprobs"], learned, atol=1e-3)
+            np.testing.assert_allclose(made.own_logprobs(batch), learned, atol=1e-3)
             metrics = made.train_step(batch.with_scalars(lr=0.0), "sft")
         del blocker
     assert np.abs(learned - first).max() > 1e-2

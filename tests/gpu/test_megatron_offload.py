@@ -16,6 +16,7 @@ from bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
 from dagrl.shapes import Batch
 from workers.megatron import MegatronWorker
+from workers.megatron.offload import Part
 from workers.megatron.staging import Staging
 
 pytest.importorskip("megatron.core")
@@ -23,7 +24,7 @@ from workers.megatron import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-PARTS = ("weights", "gradients", "optimizer")
+PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 SLACK = 256 << 20  # bytes that workspaces and rounding may take
 
 
@@ -40,7 +41,8 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "megatron_cfg": {"optimizer": {"use_distributed_optimizer": request.param}},
     }
     torch._C._cuda_clearCublasWorkspaces()  # those of workers that other tests had in this process
-    with single_worker(Config.model_validate({"name": "t", "algorithm": "sft", "data": {}, "policy": policy})) as worker:
+    config = Config.model_validate({"name": "t", "algorithm": "sft", "data": {}, "policy": policy})
+    with single_worker(config, MegatronWorker) as worker:
         worker.train_step(BATCH, "sft")
         yield worker
 

@@ -49,6 +49,7 @@ class Engine:
     checkpoints: list[Path]
 
     def quantum(self, batch: Batch) -> Generated:
+        result: Generated
         (result,) = self.scheduler.replay(generate, batch).result()
         return result
 
@@ -69,7 +70,7 @@ class Engine:
 CASES = {"tiny, eager": ("tiny", True), "tiny, graphs": ("tiny", False), "0.6B, graphs": ("0.6B", False)}
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def engine(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     shape, eager = request.param
     root = tmp_path_factory.mktemp("models")

@@ -8,7 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dagrl.refit.slices import Box
 from dagrl.shapes import Batch
@@ -23,6 +23,12 @@ class TestedWorker(MegatronWorker):
     def gradients(self) -> list[tuple[str, Box, Any]]:
         """HF name, box and values of every gradient that this rank holds, as the last step left them."""
         return self._boxes({name: parameter.main_grad for name, parameter in self._ready().model.parameters().items()})
+
+    def own_logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Any:
+        """The log-probabilities `[rows, tokens]` of a worker that gives them."""
+        rows = self.logprobs(batch, model)
+        assert rows is not None
+        return rows["logprobs"]
 
     def configure(self, policy: dict[str, Any]) -> None:
         """Go on with these keys of `policy` replaced; those that a worker reads in each phase."""

@@ -49,6 +49,9 @@ class MemoryChannel:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return work
 
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        raise AssertionError("ends that run one after the other cannot wait for each other")
+
     def release(self) -> None:
         pass
 
