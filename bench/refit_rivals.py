@@ -206,7 +206,7 @@ class SharedBuffers(Broadcast):
     _least_slots = 2
 
     def _connect(self, device: torch.device) -> None:
-        shared = None if self._is_receiver else [reduce_tensor(buffer) for buffer in self._buffers]
+        shared = None if self._is_receiver else list(map(reduce_tensor, self._buffers))
         handles = self._control.gather(shared)[0]
         if self._is_receiver:
             assert handles is not None
@@ -228,7 +228,7 @@ class SharedBuffers(Broadcast):
         """Let go of the buffers, the receiver first."""
         if self._is_receiver:
             self._bound, self._buffers = [], []
-            torch.cuda.ipc_collect()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         self._control.barrier()
 
 
