@@ -158,7 +158,8 @@ def test_restarted_groups_keep_their_number_and_their_age() -> None:
 
 def test_of_finished_groups_those_of_the_oldest_version_go_first_whatever_their_number() -> None:
     """As where a resumed run has begun one of them anew; 11 is due now, and to take 10 in its place would block."""
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=7, first_number=12)
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=7)
+    buffer.next_number = 12
     for number, version in ((10, 7), (11, 6)):
         buffer.restart(number, version)
         buffer.finish(number, "")
@@ -166,7 +167,8 @@ def test_of_finished_groups_those_of_the_oldest_version_go_first_whatever_their_
 
 
 def test_finished_groups_of_one_version_go_by_number_and_so_does_a_batch() -> None:
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=2, max_age_steps=1, version=7, first_number=13)
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=2, max_age_steps=1, version=7)
+    buffer.next_number = 13
     for number, version in ((12, 7), (10, 7), (11, 6)):
         buffer.restart(number, version)
         buffer.finish(number, "")
@@ -174,7 +176,8 @@ def test_finished_groups_of_one_version_go_by_number_and_so_does_a_batch() -> No
 
 
 def test_the_next_batch_is_certain_of_the_oldest_that_are_finished_or_due() -> None:
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=2, max_age_steps=1, version=7, first_number=13)
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=2, max_age_steps=1, version=7)
+    buffer.next_number = 13
     for number, version in ((12, 7), (11, 7), (10, 6)):
         buffer.restart(number, version)
     assert buffer.next_batch() == {10}, "due now, whenever it is finished; any other may come before 11"
@@ -195,7 +198,8 @@ def test_finished_and_untrained_groups_are_told_by_number() -> None:
 
 def test_what_is_beyond_reach_is_the_latest_due_though_it_is_finished() -> None:
     """One group a step, ages up to 1, at version 1: of one due now and two due next, training reaches two."""
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=1, first_number=4)
+    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=1, version=1)
+    buffer.next_number = 4
     for number, version in ((0, 1), (1, 1), (2, 0)):
         buffer.restart(number, version)
     for number in (0, 1):
