@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_OF_FORKS = ("_acquireLock", "_releaseLock")
+_AGAIN_S = 0.05
 
 
 class StopRequestedError(Exception):
@@ -52,12 +54,22 @@ class StopSignal:
             self._at_once = False
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested or self._at_once:
+        interrupts = self.requested or self._at_once
+        if interrupts and _cannot_raise(frame):
+            threading.Timer(_AGAIN_S, signal.raise_signal, [number]).start()
+            return
+        if interrupts:
             self.requested = True
             raise KeyboardInterrupt
         self.requested = True
         saved = "the last finished step is saved" if self._saves else "nothing is saved (checkpointing.enabled is false)"
         logger.warning("stopping after this replay; %s (once more to stop at once)", saved)
+
+
+def _cannot_raise(frame: FrameType | None) -> bool:
+    """Whether an exception from here would be lost: around a fork Python calls the functions that take and give back the
+    lock of `logging`, and ignores what they raise. The lock would stay taken, and whoever logs next wait for ever."""
+    return frame is not None and frame.f_globals.get("__name__") == "logging" and frame.f_code.co_name in _OF_FORKS
 
 
 @contextmanager

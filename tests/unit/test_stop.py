@@ -1,0 +1,51 @@
+"""Signals that stop a run, and where they come while Python could not let their exception out."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dagrl.loops.stop import StopRequestedError, stop_on_signals
+
+
+@pytest.fixture
+def release_lock() -> Callable[[], None]:
+    """As `logging` gives its lock back after a fork, with a signal that comes meanwhile."""
+    code = "def _releaseLock():\n    signal.raise_signal(signal.SIGINT)\n    return True"
+    names: dict[str, Any] = {"__name__": "logging", "signal": signal}
+    exec(compile(code, "logging", "exec"), names)  # noqa: S102
+    return names["_releaseLock"]  # type: ignore[no-any-return]
+
+
+def wait(seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_the_first_signal_asks_and_the_second_interrupts() -> None:
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRequestedError, match="resume=true"):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_while_a_lock_is_given_back_interrupts_after_that(release_lock: Callable[[], None]) -> None:
+    with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt), stop.at_once():
+        release_lock()
+        wait()
+    assert stop.requested
+
+
+def test_it_only_asks_where_what_could_be_interrupted_is_over(release_lock: Callable[[], None]) -> None:
+    with stop_on_signals() as stop:
+        with stop.at_once():
+            release_lock()
+        wait(0.5)
+        assert stop.requested
