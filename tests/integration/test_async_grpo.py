@@ -196,7 +196,7 @@ def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]
     return chunks
 
 
-@pytest.mark.parametrize("in_flight", [True, False], ids=["in flight", "finish first"])
+@pytest.mark.parametrize("in_flight", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in flight", "finish first"])
 def test_ages_versions_and_numbers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, in_flight: bool
 ) -> None:

@@ -52,6 +52,7 @@ def test_grpo_learns_where_sft_left_off(learned: Run) -> None:
     assert found[STEPS] > found[SFT_STEPS] + 0.25
 
 
+@pytest.mark.slow
 def test_shuffled_rewards_teach_nothing(learned: Run) -> None:
     output = learned.directory.parent
     copy_run(learned.directory, output / "shuffled", SFT_STEPS)
