@@ -121,6 +121,7 @@ def failing(output: Path, share: float) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_samples_that_a_function_failed_for_teach_nothing(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

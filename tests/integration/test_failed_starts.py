@@ -16,6 +16,7 @@ from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 TP2 = ParallelLayout(tp=2)
 
 
+@pytest.mark.slow
 def test_train_workers_that_find_no_weights_can_be_set_up_again(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
