@@ -44,7 +44,7 @@ class RefitConfig(Section):
     """How weights go from train to generation workers."""
 
     verify: Literal["off", "checksum", "bitwise"] = "off"  # proof, after each refit, that what arrived is what was sent
-    bucket_bytes: PositiveInt | None = None  # None: 64 to 512 MB, by the size of the model, or colocated of the groups
+    bucket_bytes: PositiveInt | None = None  # None: 64 to 512 MB by the model's size; colocated 256 at most, by the ranks
     kv_scale_margin: float = Field(default=1.0, ge=1)  # scales of an FP8 KV cache, relative to what calibration asks for
     replicate_in_host: bool = True  # a byte goes to a host once, and from there to the others that want it
     cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: replay it as one captured CUDA graph; auto: try, keep the faster

@@ -30,7 +30,7 @@ class ChecksumTable:
     What lies in no rows (transposed views) is first gathered into memory of the table, by one more launch for all.
     """
 
-    def __init__(self, moves: Sequence[Sequence[Piece]], columns: int, weight: int, upper: int, alone: bool = False) -> None:
+    def __init__(self, moves: Sequence[Sequence[Piece]], columns: int, weight: int, upper: int, alone: bool) -> None:
         import torch
 
         self._scattered = [view for pieces in moves for _, view in pieces if not in_rows(view)]
