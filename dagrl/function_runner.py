@@ -27,6 +27,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -298,7 +299,11 @@ class _FunctionProcess:
         return (limit or self._deadline).missed
 
     def close(self, *, for_good: bool = False) -> None:
-        """End the process; nothing happens when there is none."""
+        """End the process, from any thread; nothing happens when there is none.
+
+        The connection closes when nobody holds it. Closed here, in the middle of another thread's `send`, its descriptor
+        could be another file's by the time of the next write.
+        """
         with self._changing:
             self._closed |= for_good
             process, connection = self._process, self._connection
@@ -308,7 +313,8 @@ class _FunctionProcess:
                 os.killpg(process.pid, signal.SIGKILL)  # what the function has started too: it began a session
             process.wait()
         if connection is not None:
-            connection.close()
+            with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                end.shutdown(socket.SHUT_RDWR)  # fails who reads or writes, though a stray child may hold the other end
 
     def _running(self) -> Connection:
         """The connection to a process that has imported the function."""

@@ -55,6 +55,14 @@ def picky(prompts, completions, references):
 def pid(prompts, completions, references):
     return [float(os.getpid())] * len(prompts)
 
+def pid_of_a_parent(prompts, completions, references):
+    # its child is in a session of its own, and holds the connection
+    if not os.fork():
+        os.setsid()
+        time.sleep(10.0)
+        os._exit(0)
+    return pid(prompts, completions, references)
+
 def short(prompts, completions, references):
     return [1.0]
 
@@ -451,13 +459,14 @@ def test_what_a_function_started_ends_with_its_process(functions: str, tmp_path:
     assert not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
 
 
-def test_a_process_that_does_not_read_ends_the_call(functions: str) -> None:
-    config = RewardConfig(function=f"{functions}:pid", timeout_s=0.5, max_failed_share=1.0)
+@pytest.mark.parametrize("function", ["pid", "pid_of_a_parent"])
+def test_a_process_that_does_not_read_ends_the_call(functions: str, function: str) -> None:
+    config = RewardConfig(function=f"{functions}:{function}", timeout_s=0.5, max_failed_share=1.0)
     with RewardRunner(config) as runner:
         process = int(runner(["p"], ["c"], ["r"]).values[0])
         os.kill(process, signal.SIGSTOP)
         large = "x" * (4 << 20)  # more than a pipe holds
-        assert runner.submit(["p"], [large], ["r"]).result(30.0) == [Failed("the process that runs it ended")]
+        assert runner.submit(["p"], [large], ["r"]).result(8.0) == [Failed("the process that runs it ended")]
         assert runner(["p"], ["c"], ["r"]).failed == 0
 
 
