@@ -6,6 +6,7 @@ Token authentication is Ray's default for local clusters and stays on.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import re
@@ -70,7 +71,8 @@ def ray_cluster(
     try:
         yield
     finally:
-        _shutdown(processes, teardown_s)
+        with _nothing_collected():
+            _shutdown(processes, teardown_s)
         if not config.address:
             remove_orphaned_semaphores(semaphores() - before)
 
@@ -106,6 +108,18 @@ def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
     ending.join(teardown_s)  # it returns as soon as the raylet is gone
     if ending.is_alive():
         atexit.unregister(ray.shutdown)  # Ray's own, which would wait for the thread
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Without garbage collection, by any thread: an `ObjectRef` that is freed while Ray shuts down ends the process."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def remove_orphaned_semaphores(names: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The end of a cluster whose raylet does not answer."""
+"""The end of a cluster whose raylet does not answer, with garbage about that refers to objects of Ray."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ import sys
 import time
 
 STOPPED = """
-import logging, os, signal
+import logging, os, ray, signal, threading, time
 from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
 from dagrl.executors.local_cluster import children_of, cluster_processes
 
 logging.basicConfig(level="WARNING")
+def litter():
+    while references:
+        garbage = [references.pop()]
+        garbage.append([garbage, *([] for _ in range(2000))])
+        time.sleep(0.001)
+
 with ray_cluster(ClusterConfig(num_cpus=1), teardown_s=3.0):
     processes = cluster_processes()
     raylet = next(process.pid for process in processes if "raylet" in process.args[0])
     print(*(process.pid for process in processes), *children_of(raylet), flush=True)
+    references = [ray.put(number) for number in range(10000)]
+    threading.Thread(target=litter, daemon=True).start()
     os.kill(raylet, signal.SIGSTOP)
 """
 
