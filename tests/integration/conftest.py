@@ -39,10 +39,11 @@ def vllm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two processes that hold vLLM engines, one engine after the other."""
     pytest.importorskip("vllm")
     from tests.integration.vllm_models import make_config
-    from tests.integration.vllm_ranks import Ranks
+    from tests.integration.vllm_ranks import SOCKETS, Ranks
     from workers.vllm import VllmWorker
 
-    ranks = Ranks(VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm"))))
+    environment = VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm")))
+    ranks = Ranks({**environment, SOCKETS: str(tmp_path_factory.mktemp("sockets"))})
     yield ranks
     ranks.close()
 

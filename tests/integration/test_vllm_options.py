@@ -25,10 +25,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_no_shared_memory_that_a_killed_process_could_leave(vllm_ranks: Ranks, checkpoint: Path) -> None:
+def test_no_shared_memory_or_socket_that_a_killed_process_could_leave(vllm_ranks: Ranks, checkpoint: Path) -> None:
     with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
         engine.run(requests([1], PROMPTS[:1]))
         assert engine.on_all(vllm_calls.shared_memory) == [[], []]
+        assert engine.on_all(vllm_calls.socket_files) == [[], []]
     assert engine.on_all(vllm_calls.shared_memory) == [[], []]
 
 
@@ -39,6 +40,7 @@ def test_a_rank_whose_start_failed_can_be_set_up_again(fails: str, vllm_ranks: R
         expected = [row.tokens for row in engine.run(requests([1], PROMPTS[:1]))]
         found = engine.on_all(vllm_calls.start_again, fails, f"127.0.0.1:{reserve_port()}", f"127.0.0.1:{reserve_port()}")
         assert [row.tokens for row in engine.run(requests([1], PROMPTS[:1]))] == expected
+        assert engine.on_all(vllm_calls.socket_files) == [[], []]
     for error, grouped, before, after in found:
         assert error == "RuntimeError: not today" and not grouped and after <= before
 

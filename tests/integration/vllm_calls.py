@@ -15,6 +15,7 @@ import torch
 from dagrl.errors import RunError
 from dagrl.refit.slices import WeightSlice, expand
 from tests.integration.vllm_models import state_of
+from tests.integration.vllm_ranks import SOCKETS
 
 
 def tensors(worker: Any) -> dict[str, torch.Tensor]:
@@ -74,6 +75,11 @@ def shared_memory(worker: Any) -> list[str]:
     with open("/proc/self/maps") as maps:
         mapped = {line.split(folder)[1].strip() for line in maps if folder in line}
     return sorted(name for name in os.listdir(folder) if name in mapped or "cpushm" in name)
+
+
+def socket_files(worker: Any) -> list[str]:
+    """Files of sockets that vLLM has made, in the directory that it has for them in tests."""
+    return sorted(os.listdir(os.environ[SOCKETS]))
 
 
 def generate_then_abort(worker: Any, batch: Any, after_s: float) -> float:

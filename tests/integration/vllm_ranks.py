@@ -22,6 +22,9 @@ from dagrl.ports import reserve_port
 from dagrl.shapes import Batch
 from dagrl.worker import WorkerContext
 
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Where vLLM puts the files of sockets; here a directory for them alone."""
+
 
 class Ranks:
     """Two processes; `start` gives them an engine of tensor parallel size 1 or 2."""

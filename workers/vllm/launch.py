@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 ALONE = "dagrl-alone"
 """Scheme of the init method of an engine with one rank."""
 
+SOCKET = "ipc://"
+"""Scheme of a socket's file."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
@@ -118,21 +121,29 @@ def end_engine(engine: LLMEngine | None) -> None:
     if engine is not None:
         engine.engine_core.shutdown()
     elif "vllm.distributed.parallel_state" in sys.modules:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, model_parallel_is_initialized
 
+        if model_parallel_is_initialized():
+            _drop_message_queue()
         cleanup_dist_env_and_memory()
     if not dist.is_initialized():
         name_groups_anew()
 
 
 def _drop_message_queue() -> None:
-    """Give back the shared memory in which vLLM's ranks could pass objects: engines in step pass none.
+    """Give back the shared memory and the sockets by which vLLM's ranks could pass objects: engines in step pass none.
 
-    A killed process would leave it in /dev/shm. (`GroupCoordinator` falls back to its process group where it has none.)
+    A killed process would leave its memory in /dev/shm, any process the files of its sockets, which all ranks have opened by
+    now. (`GroupCoordinator` falls back to its process group where it has no queue.)
     """
     from vllm.distributed import get_tp_group
 
-    get_tp_group().mq_broadcaster = None
+    group = get_tp_group()
+    addresses = () if group.mq_broadcaster is None else vars(group.mq_broadcaster.handle).values()
+    for address in addresses:
+        if isinstance(address, str) and address.startswith(SOCKET):
+            Path(address.removeprefix(SOCKET)).unlink(missing_ok=True)
+    group.mq_broadcaster = None
 
 
 def break_collectives() -> None:
