@@ -17,9 +17,13 @@ from dagrl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
+PART = ".part"
+"""Ends the name of a file that is being written, or was when the process was killed."""
+
+
 def write_whole(path: Path, content: str) -> None:
-    """Write `content` to `path` so that a crash leaves the old file or the new one, never a part."""
-    part = path.with_name(path.name + ".part")
+    """Write `content` to `path` so that a crash leaves the old file or the new one, never a part under its name."""
+    part = path.with_name(path.name + PART)
     try:
         with naming(path), part.open("w", encoding="utf-8") as file:
             file.write(content)
@@ -64,14 +68,16 @@ def _sync(path: Path) -> None:
 
 def move_aside(path: Path) -> Path | None:
     """Rename what lies at `path` to the first free of `run.1`, `run.2` (`trace.1.json`); None when nothing was there."""
-    if not path.exists():
-        return None
+    return path.rename(free_name(path)) if path.exists() else None
+
+
+def free_name(path: Path) -> Path:
+    """The first of `run.1`, `run.2` (`trace.1.json`) beside `path` that nothing has."""
     stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     number = 1
-    while (aside := path.with_name(f"{stem}.{number}{suffix}")).exists():
+    while (free := path.with_name(f"{stem}.{number}{suffix}")).exists():
         number += 1
-    path.rename(aside)
-    return aside
+    return free
 
 
 def replace_directory(partial: Path, target: Path) -> None:

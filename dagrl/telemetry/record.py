@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ from typing import Protocol
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
 from dagrl.errors import ConfigError
-from dagrl.files import locked, move_aside, naming, write_whole
+from dagrl.files import PART, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,10 @@ def prepare_run_directory(config: Config) -> RunPaths:
 
 
 def check_run_directory(paths: RunPaths) -> None:
-    """Raise ConfigError when the directory holds something that is not a run."""
-    if paths.directory.exists() and not paths.config.exists() and any(paths.directory.iterdir()):
+    """Raise ConfigError when the directory holds something that is not a run, nor what a start that was killed left."""
+    if not paths.directory.exists() or paths.config.exists():
+        return
+    if any(path.suffix != PART for path in paths.directory.iterdir()):
         raise ConfigError(f"{paths.directory} holds something that is not a run; choose another name or output_dir")
 
 
@@ -258,9 +261,10 @@ class WandbTracker:
 
 
 def _save_config(config: Config, path: Path) -> None:
+    """An earlier one is kept as a copy: at no time is the directory without one, which makes it a run's."""
     content = dump_config(config)
     if path.exists() and path.read_text(encoding="utf-8") != content:
-        move_aside(path)
+        shutil.copyfile(path, free_name(path))
     write_whole(path, content)
 
 

@@ -124,6 +124,25 @@ def test_a_resume_with_another_configuration_keeps_both(tmp_path: Path) -> None:
     assert resumes == [False, True]  # config.1.yaml, config.yaml
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_that_is_killed_as_it_writes_its_configuration_is_no_hindrance(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory of its own, or in that of the run which it resumes with another configuration."""
+    if resume:
+        prepare_run_directory(config(tmp_path))
+
+    class KilledError(BaseException): ...
+
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(Path, "replace", killed)
+        prepare_run_directory(config(tmp_path, resume=resume))
+    assert prepare_run_directory(config(tmp_path, resume=resume)).config.exists()
+
+
 def test_a_directory_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
     precious = tmp_path / "runs" / "tiny" / "thesis.tex"
     precious.parent.mkdir(parents=True)
