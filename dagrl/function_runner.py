@@ -45,6 +45,7 @@ from dagrl.config import FunctionConfig
 from dagrl.deadline import Deadline
 from dagrl.errors import RunError, error_text
 from dagrl.imports import load_callable
+from dagrl.machine import descendants_of
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +246,17 @@ def is_coroutine(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that is in its session, and children, and theirs, that began sessions of their own."""
+    started = descendants_of(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 class _FunctionProcess:
     """One process; started when first asked, and again after it was lost."""
 
@@ -295,6 +307,7 @@ class _FunctionProcess:
                 return _unpickled(connection.recv_bytes())
         finally:
             stuck.cancel()
+            stuck.join()  # it may have begun: the process is then lost now, and not in the middle of the next call
         self.close()
         return (limit or self._deadline).missed
 
@@ -309,9 +322,7 @@ class _FunctionProcess:
             process, connection = self._process, self._connection
             self._process = self._connection = None
         if process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what the function has started too: it began a session
-            process.wait()
+            _kill(process)
         if connection is not None:
             with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
                 end.shutdown(socket.SHUT_RDWR)  # fails who reads or writes, though a stray child may hold the other end

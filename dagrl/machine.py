@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def gpus_per_worker(config: ClusterConfig) -> float:
     if config.gpus_per_worker is not None:
         return config.gpus_per_worker
     return 1.0 if (gpu_count() if config.num_gpus is None else config.num_gpus) else 0.0
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Pids of what a process has started and is alive, and of what that has; none where there is no `/proc`."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            found += map(int, children.read_text().split())
+    return found + [pid for child in found for pid in descendants_of(child)]
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:

@@ -6,9 +6,10 @@ import os
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from subprocess import Popen
 from typing import Any
+
+from dagrl.machine import descendants_of
 
 
 def cluster_processes() -> list[Popen[Any]]:
@@ -20,19 +21,10 @@ def cluster_processes() -> list[Popen[Any]]:
 
 
 def kill_with_children(processes: Iterable[Popen[Any]]) -> list[int]:
-    """Kill those that are alive, and what they have started (the raylet's agents and workers); the pids of all."""
+    """Kill those that are alive, and what they have started (the raylet's agents, workers, and theirs); the pids of all."""
     alive = [process for process in processes if process.poll() is None]
-    pids = [pid for process in alive for pid in (*children_of(process.pid), process.pid)]
+    pids = [pid for process in alive for pid in (*descendants_of(process.pid), process.pid)]
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return pids
-
-
-def children_of(pid: int) -> list[int]:
-    """Pids of what a process has started and is alive."""
-    found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended meanwhile
-            found += map(int, children.read_text().split())
-    return found

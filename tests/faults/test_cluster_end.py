@@ -12,7 +12,8 @@ STOPPED = """
 import logging, os, ray, signal, threading, time
 from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
-from dagrl.executors.local_cluster import children_of, cluster_processes
+from dagrl.executors.local_cluster import cluster_processes
+from dagrl.machine import descendants_of
 
 logging.basicConfig(level="WARNING")
 def litter():
@@ -24,7 +25,7 @@ def litter():
 with ray_cluster(ClusterConfig(num_cpus=1), teardown_s=3.0):
     processes = cluster_processes()
     raylet = next(process.pid for process in processes if "raylet" in process.args[0])
-    print(*(process.pid for process in processes), *children_of(raylet), flush=True)
+    print(*(process.pid for process in processes), *descendants_of(raylet), flush=True)
     references = [ray.put(number) for number in range(10000)]
     threading.Thread(target=litter, daemon=True).start()
     os.kill(raylet, signal.SIGSTOP)

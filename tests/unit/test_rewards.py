@@ -134,7 +134,7 @@ def beside(prompts, completions, references):
 
 def sandboxed(prompts, completions, references):
     import subprocess
-    child = subprocess.Popen(["sleep", "600"])
+    child = subprocess.Popen(["sleep", "600"], start_new_session=completions[0] == "apart")
     with open(prompts[0], "a") as file:
         file.write(f"{child.pid}\\n")
     child.wait()
@@ -450,10 +450,11 @@ def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pyte
     assert not [path for path in Path("/proc").glob("[0-9]*") if module in _command(path)]
 
 
-def test_what_a_function_started_ends_with_its_process(functions: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("session", ["its own", "apart"])
+def test_what_a_function_started_ends_with_its_process(functions: str, tmp_path: Path, session: str) -> None:
     config = RewardConfig(function=f"{functions}:sandboxed", timeout_s=1.0)
     with RewardRunner(config) as runner:
-        (answer,) = runner.submit([str(tmp_path / "children")], [""], [""]).result(30.0)
+        (answer,) = runner.submit([str(tmp_path / "children")], [session], [""]).result(30.0)
     assert answer == Failed("no answer within reward.timeout_s = 1 s")
     (child,) = (tmp_path / "children").read_text().split()
     assert not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
@@ -468,6 +469,23 @@ def test_a_process_that_does_not_read_ends_the_call(functions: str, function: st
         large = "x" * (4 << 20)  # more than a pipe holds
         assert runner.submit(["p"], [large], ["r"]).result(8.0) == [Failed("the process that runs it ended")]
         assert runner(["p"], ["c"], ["r"]).failed == 0
+
+
+def test_a_deadline_that_passes_as_the_answer_comes_costs_no_later_call(
+    functions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class LateTimer(threading.Timer):
+        """Its function has begun when it is cancelled, and acts a moment later."""
+
+        def run(self) -> None:
+            self.finished.wait()
+            time.sleep(0.1)
+            self.function()
+
+    monkeypatch.setattr("dagrl.function_runner.threading.Timer", LateTimer)
+    with RewardRunner(RewardConfig(function=f"{functions}:steady", batched=False)) as runner:
+        for _ in range(2):
+            assert runner.submit([os.devnull], ["abc"], ["r"]).result() == [3.0]
 
 
 def test_a_process_that_starts_while_the_runner_closes_ends_too(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:
