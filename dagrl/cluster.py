@@ -40,6 +40,9 @@ LEAN = {"RAY_prestart_worker_first_driver": "0"}
 PRIORITY = {"RAY_worker_niceness": "0"}
 """Ray runs workers at niceness 15. With GPUs they launch kernels, and would wait for whatever else the host does."""
 
+AUTH_MODE = "RAY_AUTH_MODE"
+"""Says whether Ray sends `~/.ray/auth_token`: unset, it does to clusters that it starts or finds alone."""
+
 
 @contextmanager
 def ray_cluster(
@@ -63,10 +66,8 @@ def ray_cluster(
             raise KeyboardInterrupt from ended
         raise
     except Exception as error:  # Ray raises plain exceptions here
-        where = f"join the cluster at {config.address}" if config.address else "start on this machine"
-        raise RunError(
-            f"Ray could not {where}: {error}. Its logs are in session_latest/logs of /tmp/ray (or cluster.temp_dir)"
-        ) from error
+        what = f"{_could_not(config)}: {error}. Its logs are in session_latest/logs of /tmp/ray (or cluster.temp_dir)"
+        raise RunError(what) from error
     processes = cluster_processes()
     try:
         yield
@@ -91,6 +92,14 @@ def _arguments(config: ClusterConfig) -> dict[str, Any]:
         "_temp_dir": config.temp_dir,
         **quiet,
     }
+
+
+def _could_not(config: ClusterConfig) -> str:
+    """What failed, and why it may have: `ray start` asks for tokens where there is one, and who joins is not told."""
+    if not config.address:
+        return "Ray could not start on this machine"
+    where = f"Ray could not join the cluster at {config.address}"
+    return where if AUTH_MODE in os.environ else f"{where} (if it asks for a token, set {AUTH_MODE}=token and try again)"
 
 
 def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
