@@ -48,7 +48,7 @@ class EnvironmentRunner:
         assert config.function is not None
         self.max_turns = config.max_turns
         self.workers = config.num_workers
-        self._tokenizer = tokenizer
+        self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
         self._runner = FunctionRunner.configured(config.function, "environment", config, _checked)
 
     def __enter__(self) -> Self:
@@ -66,9 +66,12 @@ class EnvironmentRunner:
         asked.add_done_callback(lambda done: _pass_on(done, replies))
         return replies
 
-    def encode(self, text: str) -> Sequence[int]:
-        """The tokens of a reply."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def encode(self, text: str, most: int) -> Sequence[int]:
+        """The tokens of a reply; where they are sure to be more than `most`, only enough of the first to show that.
+
+        Tokenizing takes a second and 400 MB for each megabyte of text: all that an environment prints may be one's reply.
+        """
+        ids: list[int] = self._tokenizer(text[: (most + 1) * self._longest], add_special_tokens=False)["input_ids"]
         return ids
 
 

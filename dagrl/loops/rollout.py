@@ -261,10 +261,11 @@ class Rollouts:
     def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         assert self._environment is not None
         episode.awaiting, episode.failure = False, reply.failure
-        tokens = [] if reply.text is None else self._environment.encode(reply.text)
+        room = self._room - len(episode)
+        tokens = [] if reply.text is None else self._environment.encode(reply.text, room)
         if not tokens:
             episode.finish_reason = reply.reason
-        elif len(episode) + len(tokens) >= self._room:
+        elif len(tokens) >= room:
             episode.finish_reason = "length"
         else:
             episode.answer(tokens)

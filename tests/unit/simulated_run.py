@@ -205,7 +205,7 @@ class Environment:
             return Reply(None, FAILED, "the process that runs it ended")
         return Reply("00" if len(text) % 2 else None)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int) -> list[int]:
         return [4] * len(text)
 
 

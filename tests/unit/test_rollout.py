@@ -41,7 +41,7 @@ class Asked:
         self.asked.append((list(texts), Future()))
         return self.asked[-1][1]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int) -> list[int]:
         return [4] * len(text)
 
     def answer(self, *replies: Reply) -> None:
