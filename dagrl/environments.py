@@ -71,7 +71,13 @@ class EnvironmentRunner:
 
         Tokenizing takes a second and 400 MB for each megabyte of text: all that an environment prints may be one's reply.
         """
-        ids: list[int] = self._tokenizer(text[: (most + 1) * self._longest], add_special_tokens=False)["input_ids"]
+        enough = (most + 1) * self._longest
+        if len(text) > enough and len(first := self._tokens(text[:enough])) > most:
+            return first
+        return self._tokens(text)  # also where the first part has few: a tokenizer may drop characters
+
+    def _tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
 

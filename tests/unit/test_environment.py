@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers.normalizers import Replace
 
 from dagrl.config import EnvironmentConfig
 from dagrl.environments import EnvironmentRunner, _checked
@@ -33,3 +34,10 @@ def test_of_a_reply_no_more_is_tokenized_than_shows_whether_it_fits(text: str) -
     environment = EnvironmentRunner(EnvironmentConfig(function="dagrl.rewards:exact_match"), tokenizer)
     tokens, whole = environment.encode(text, room), tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokens == whole if len(whole) <= room else room < len(tokens) <= 50
+
+
+def test_a_reply_fits_whose_characters_are_mostly_dropped() -> None:
+    tokenizer = character_tokenizer("0123456789")
+    tokenizer.backend_tokenizer.normalizer = Replace(" ", "")
+    environment = EnvironmentRunner(EnvironmentConfig(function="dagrl.rewards:exact_match"), tokenizer)
+    assert environment.encode(" " * 10_000 + "12", 6) == tokenizer("12", add_special_tokens=False)["input_ids"]
