@@ -158,13 +158,13 @@ def require_extras(config: LoggerConfig) -> None:
 class RunRecord:
     """Writes a run's metrics to `metrics.jsonl` and the trackers that the configuration asks for.
 
-    After a resume from `resumed_step`, later lines of `metrics.jsonl` are dropped: their steps will be run again.
+    After a resume from `resumed_step`, lines of `metrics.jsonl` are dropped whose steps, or validations, are made again.
     """
 
     def __init__(self, config: Config, *, resumed_step: int = 0) -> None:
         require_extras(config.logger)
         self.paths = RunPaths.of(config)
-        _truncate(self.paths.metrics, resumed_step)
+        _truncate(self.paths.metrics, resumed_step, config)
         self._file = self.paths.metrics.open("a", encoding="utf-8")
         self._trackers: list[Tracker] = []
         if config.logger.tensorboard_enabled:
@@ -268,9 +268,14 @@ def _save_config(config: Config, path: Path) -> None:
     write_whole(path, content)
 
 
-def _truncate(path: Path, step: int) -> None:
-    """Keep the lines of `path` up to `step`."""
+def _truncate(path: Path, step: int, config: Config) -> None:
+    """Keep the lines of `path` up to `step`, less a validation there before the first step of a stage."""
     if not path.exists():
         return
-    kept = [line for line in read_metrics(path) if isinstance(line["step"], int | float) and line["step"] <= step]
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+    again = {"sft": (0, config.sft.val_at_start), "grpo": (config.sft.max_num_steps, config.grpo.val_at_start)}
+
+    def keeps(line: Mapping[str, float | str | None]) -> bool:
+        at, stage = line["step"], str(line["stage"])
+        return isinstance(at, int | float) and at <= step and not (at == step and again.get(stage) == (at, True))
+
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in read_metrics(path) if keeps(line)))

@@ -75,6 +75,19 @@ def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path: Path) -> None:
     assert [path.name for path in paths.directory.parent.iterdir()] == ["tiny"]
 
 
+@pytest.mark.parametrize("resumed_step, kept", [(0, 0), (1, 2), (2, 3)])
+def test_a_validation_before_a_first_step_stands_once(tmp_path: Path, resumed_step: int, kept: int) -> None:
+    lines = [(0, "sft"), (1, "sft"), (2, "sft"), (2, "grpo"), (3, "grpo")]
+    run = config(tmp_path)
+    run = run.model_copy(update={"sft": run.sft.model_copy(update={"max_num_steps": 2})})
+    paths = prepare_run_directory(run)
+    for start in (0, kept):
+        with RunRecord(run, resumed_step=resumed_step) as record:
+            for step, stage in lines[start:]:
+                record.log(step, stage, {"validation/loss": 1.0})
+        assert [(line["step"], line["stage"]) for line in read_metrics(paths.metrics)] == lines
+
+
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     paths = log_steps(config(tmp_path), 1, 1)
     run = config(tmp_path, resume=True)
