@@ -26,8 +26,8 @@ def order_rounds(
 
     `durations` has how long each of a pair's buckets travels, in any whole unit. In a round every rank sends at most one
     bucket and receives at most one. Whenever ranks become free, those with the most left come first, and of what a receiver
-    could hear the slowest link: a network that idles is not made up for. A bucket in `after` begins when the bucket that it
-    is given has come.
+    could hear the slowest link: a network that idles is not made up for. `after` has the bucket that a bucket passes on:
+    its sender must have received that first.
     """
     waiting = _Waiting(durations, after or {})
     free: dict[int, int] = defaultdict(int)  # rank -> when its group ends
@@ -36,14 +36,14 @@ def order_rounds(
     ends: list[tuple[int, int]] = []  # (time, rank)
     number = now = 0
     while waiting:
-        chosen = waiting.choose(now, idle, freed)
+        chosen = waiting.choose(idle, freed)
         for sender, receiver, position in chosen:
             end = now + durations[sender, receiver][position]
             for rank in (sender, receiver):
                 free[rank] = max(free[rank], end)
                 heapq.heappush(ends, (end, rank))
             idle -= {sender, receiver}
-            waiting.start(sender, receiver, end)
+            waiting.start(sender, receiver)
             yield number, sender, receiver, position
         number += bool(chosen)
         assert ends or not waiting, "buckets wait for each other"
@@ -58,8 +58,6 @@ class _Waiting:
 
     def __init__(self, durations: Mapping[Pair, Sequence[int]], after: Mapping[Position, Position]) -> None:
         self._durations, self._after = durations, after
-        self._awaited = set(after.values())
-        self._ends: dict[Position, int] = {}  # of those that others wait for
         self._next: dict[int, dict[int, int]] = defaultdict(dict)  # receiver -> sender -> position
         self._receivers: dict[int, set[int]] = defaultdict(set)  # of each sender
         self._to_send: dict[int, int] = defaultdict(int)
@@ -73,14 +71,14 @@ class _Waiting:
     def __bool__(self) -> bool:
         return bool(self._next)
 
-    def choose(self, now: int, idle: set[int], freed: set[int]) -> list[Position]:
+    def choose(self, idle: set[int], freed: set[int]) -> list[Position]:
         """What starts now: at most one bucket of each idle sender, to each idle receiver.
 
         Only what has a part in `freed`, the ranks whose group has just ended, could not have started before.
         """
         reached = freed & self._next.keys()
         for sender in freed & self._receivers.keys():
-            reached |= self._receivers[sender] & idle
+            reached |= self._receivers[sender]
         chosen: list[Position] = []
         busy: set[int] = set()
         for receiver in sorted(reached & idle, key=lambda rank: (-self._to_receive[rank], rank)):
@@ -90,24 +88,25 @@ class _Waiting:
                 if sender in busy:
                     continue
                 rank = (self._durations[sender, receiver][waiting[sender]], self._to_send[sender], -sender)
-                if (best < 0 or rank > most) and self._is_ready((sender, receiver, waiting[sender]), now):
+                if (best < 0 or rank > most) and self._is_ready((sender, receiver, waiting[sender])):
                     best, most = sender, rank
             if best >= 0:
                 busy.add(best)
                 chosen.append((best, receiver, waiting[best]))
         return chosen
 
-    def _is_ready(self, bucket: Position, now: int) -> bool:
-        before = self._after.get(bucket)
-        return before is None or (before in self._ends and self._ends[before] <= now)
+    def _is_ready(self, bucket: Position) -> bool:
+        """Whether what it passes on has begun to come: its sender is idle once that has ended."""
+        if bucket not in self._after:
+            return True
+        source, sender, position = self._after[bucket]
+        return self._next.get(sender, {}).get(source, position + 1) > position
 
-    def start(self, sender: int, receiver: int, end: int) -> None:
-        """The pair's next bucket is on its way until `end`."""
+    def start(self, sender: int, receiver: int) -> None:
+        """The pair's next bucket is on its way."""
         buckets, position = self._durations[sender, receiver], self._next[receiver][sender]
         self._to_send[sender] -= buckets[position]
         self._to_receive[receiver] -= buckets[position]
-        if (sender, receiver, position) in self._awaited:
-            self._ends[sender, receiver, position] = end
         self._next[receiver][sender] += 1
         if position + 1 == len(buckets):
             del self._next[receiver][sender]

@@ -24,7 +24,9 @@ def test_what_a_simulation_counts() -> None:
     assert simulate([(0, 0, 2, 3.0), (0, 1, 3, 5.0)]) == 5  # side by side
     assert simulate([(0, 0, 2, 3.0), (1, 1, 2, 5.0)]) == 8  # one receiver
     assert simulate([(0, 0, 2, 3.0), (1, 2, 3, 5.0)]) == 8  # passed on
-    assert simulate([(0, 0, 2, 3.0), (0, 2, 3, 1.0), (1, 4, 3, 1.0), (1, 0, 2, 1.0)]) == 4  # rank 2 waits for its group
+    assert simulate([(0, 0, 2, 3.0), (0, 2, 3, 1.0), (1, 5, 2, 1.0)]) == 4  # rank 2 waits for its group
+    assert simulate([(0, 0, 2, 5.0), (1, 1, 3, 1.0)]) == 5  # the last to end is not the last to begin
+    assert simulate([(0, 0, 2, 3.0), (1, 1, 3, 1.0), (2, 0, 3, 1.0)]) == 4  # who has no part in a round is as busy as before
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,13 @@ def test_what_a_simulation_counts() -> None:
         ({(s, r): [1] for s in range(8) for r in range(8, 16)}, 8),  # a latin square
         ({(0, 1): [1, 9, 1], (2, 3): [11]}, 11),
         ({(0, 2): [9], (0, 3): [1], (1, 3): [9], (1, 2): [1]}, 10),  # slow messages together, fast ones together
+        ({(0, 3): [8], (1, 3): [2], (1, 4): [4], (2, 4): [1, 8]}, 13),  # so a receiver hears the slowest first,
+        ({(0, 4): [4], (1, 3): [2], (1, 4): [4], (2, 3): [4]}, 8),  # of equal ones the sender with the most left
+        ({(0, 3): [2, 2], (1, 3): [2], (1, 4): [1], (2, 4): [4]}, 6),  # and not who had the most at first
+        ({(0, 3): [1], (0, 5): [3], (1, 4): [3], (1, 5): [9]}, 12),  # receivers with the most left come first,
+        ({(0, 3): [4, 4], (0, 4): [2], (1, 4): [4], (1, 5): [8]}, 12),  # not those with the most at first
+        ({(0, 3): [5, 9], (3, 4): [2, 2]}, 14),  # rank 3 sends again when it has heard all of the first
+        ({(0, 3): [2], (0, 4): [2, 2], (1, 3): [3]}, 6),  # nobody begins while it is busy
     ],
 )
 def test_small_ones_are_as_fast_as_can_be(durations: dict[Pair, list[int]], best: int) -> None:
@@ -86,7 +95,8 @@ def test_rounds_of_any_messages(data: st.DataObject) -> None:
     rounds = {(s, r, at): number for number, s, r, at in ordered}
     assert all(rounds[s, r, at] < rounds[s, r, at + 1] for s, r, at in rounds if (s, r, at + 1) in rounds)
     assert all(rounds[before] < rounds[bucket] for bucket, before in after.items())
-    assert [entry[0] for entry in ordered] == sorted(entry[0] for entry in ordered)
+    numbers = [entry[0] for entry in ordered]
+    assert numbers == sorted(numbers) and set(numbers) == set(range(len(set(numbers))))
     loads: dict[int, int] = defaultdict(int)
     for (sender, to), buckets in durations.items():
         loads[sender] += sum(buckets)
