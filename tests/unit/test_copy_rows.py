@@ -54,6 +54,8 @@ def test_whole_rows_are_one_and_columns_are_one_each() -> None:
     target, source = torch.zeros(6, 10), torch.ones(8, 10)
     (one,) = as_rows(target[1:5], source[2:6]) or ()
     assert (one.count, one.nbytes) == (1, 4 * 40)
+    (padded,) = as_rows(torch.zeros(2, 3, 6)[..., :5], torch.ones(2, 3, 7)[..., :5]) or ()
+    assert (padded.count, padded.nbytes, padded.target_stride, padded.source_stride) == (6, 20, 24, 28)
     (cut,) = as_rows(target[:, 2:5], source[2:, :3]) or ()
     assert (cut.count, cut.nbytes, cut.target_stride, cut.source_stride) == (6, 12, 40, 40)
 

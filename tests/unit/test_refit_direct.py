@@ -41,25 +41,25 @@ def part(
 
 
 def gated_mlp() -> tuple[RefitPlan, list[dict[str, Tensor]], Tensor, Tensor]:
-    """Gate and up, 4 x 8 each, behind each other on both sides; down, 8 x 4, whole at the destination only; a small norm."""
+    """Gate and up, 4 x 8 each, behind each other on both sides; down, 9 x 5, whole at the destination only; a small norm."""
     source = [
         part("gate", "fc1", (0, 4), (0, 8)),
         part("up", "fc1", (0, 4), (0, 8), (4, 0)),
-        part("down", "fc2", (0, 8), (0, 8)),
+        part("down", "fc2", (0, 9), (0, 10)),
         part("norm", "norm", (0, 1), (0, 5)),
         part("bias", "bias", (0, 1), (0, 5)),
     ]
     target = [
         part("gate", "gate_up", (0, 4), (0, 8)),
         part("up", "gate_up", (0, 4), (0, 8), (4, 0)),
-        part("down", "down", (0, 8), (0, 4)),
-        part("down", "other", (0, 8), (4, 8)),
+        part("down", "down", (0, 9), (0, 5)),
+        part("down", "other", (0, 9), (5, 10)),
         part("norm", "n", (0, 1), (0, 5)),
         part("bias", "b", (0, 1), (0, 5)),
     ]
     plan = plan_refit([source], [target], dtype="float32", direct_bytes=128)
-    held = {"fc1": torch.randn(8, 8), "fc2": torch.randn(8, 8), "norm": torch.randn(1, 5), "bias": torch.randn(1, 5)}
-    shapes = {"gate_up": (8, 8), "down": (8, 4), "other": (8, 4), "n": (1, 5), "b": (1, 5)}
+    held = {"fc1": torch.randn(8, 8), "fc2": torch.randn(9, 10), "norm": torch.randn(1, 5), "bias": torch.randn(1, 5)}
+    shapes = {"gate_up": (8, 8), "down": (9, 5), "other": (9, 5), "n": (1, 5), "b": (1, 5)}
     return plan, [held, {name: torch.zeros(shape) for name, shape in shapes.items()}], held["fc1"], held["fc2"]
 
 
@@ -76,7 +76,8 @@ def test_runs_go_straight_and_the_rest_together() -> None:
     assert sent.messages[0].data_ptr() == fc1.data_ptr() and came.messages[0].data_ptr() == tensors[1]["gate_up"].data_ptr()
     assert [came.messages[i].data_ptr() for i in (1, 2)] == [tensors[1][name].data_ptr() for name in ("down", "other")]
     small = 32 + 20  # two vectors of 20 bytes, the second at a multiple of 16
-    assert sent.staged_bytes == 2 * 128 + 64 and came.staged_bytes == 64 >= small  # columns of `fc2` are packed
+    columns = 192  # 180 bytes of `fc2` each, which are packed
+    assert sent.staged_bytes == 2 * columns + 64 and came.staged_bytes == 64 >= small
     [bucket] = plan.buckets
     assert (bucket.packed, bucket.unpacked) == (sent.staged_bytes, came.staged_bytes)
     assert plan.summary().staging_bytes == 2 * sent.staged_bytes
@@ -88,10 +89,10 @@ def test_runs_go_straight_and_the_rest_together() -> None:
 def test_a_tensor_that_turns_out_to_have_gaps_is_staged_by_its_end_alone() -> None:
     plan, tensors, fc1, _ = gated_mlp()
     tensors[1]["gate_up"] = torch.zeros(8, 16)[:, ::2]
-    tensors[1]["down"] = torch.zeros(8, 4, dtype=torch.bfloat16)
+    tensors[1]["down"] = torch.zeros(9, 5, dtype=torch.bfloat16)
     [sent], [came] = (memories(plan, rank, tensors[rank]) for rank in range(2))
     assert sent.messages[0].data_ptr() == fc1.data_ptr()
-    assert came.staged_bytes == 256 + 128 + 64
+    assert came.staged_bytes == 256 + 192 + 64
     assert [message.nbytes for message in sent.messages] == [message.nbytes for message in came.messages]
     run_refit(plan, tensors, verify="bitwise")
     assert torch.equal(tensors[1]["gate_up"], fc1)
@@ -250,3 +251,12 @@ def test_what_is_cast_is_staged_within_the_bound(named: bool) -> None:
     assert [memory.staged_bytes for memory in receives] == [bucket.unpacked for bucket in plan.buckets]
     assert {memory.staged_bytes for memory in receives} == {BUCKET_BYTES[1]}
     assert plan.summary().staging_bytes == 2 * BUCKET_BYTES[1]
+
+
+def test_what_is_packed_is_staged_within_the_bound() -> None:
+    """The same, where a source has two matrices side by side in one tensor."""
+    whole, halves = ((0, 1024), (0, 4096)), (((0, 1024), (0, 4096)), ((0, 1024), (4096, 8192)))
+    wanted = [WeightSlice(f"w{number}", whole, f"w{number}", whole) for number in range(256)]
+    held = [WeightSlice(one.name, whole, f"pair{number // 2}", halves[number % 2]) for number, one in enumerate(wanted)]
+    plan = plan_refit([held], [wanted], dtype="float32")
+    assert {(bucket.packed, bucket.unpacked) for bucket in plan.buckets} == {(BUCKET_BYTES[1], 0)}

@@ -116,6 +116,22 @@ def test_relays_keep_the_dtype_of_a_destination_that_casts() -> None:
     assert all(torch.equal(target, weights.bfloat16()) for target in targets)
 
 
+@pytest.mark.parametrize(("sources", "destinations"), [("ss", "abcb"), ("sso", "abba"), ("soosp", "abcbac")])
+def test_everyone_sends_from_its_own_tensors(sources: str, destinations: str) -> None:
+    """Whatever they are called there: what is sent, and passed on, to ranks that hold it alike comes from different ones."""
+    from tests.unit.memory_channel import run_refit
+    from tests.unit.test_refit_plan import held
+
+    whole = held(((0, 64), (0, 8)))
+    sides = [[[replace(whole, tensor=name)] for name in names] for names in (sources, destinations)]
+    hosts = [0] * len(sources) + [1 + 2 * at // len(destinations) for at in range(len(destinations))]
+    weights, built = torch.randn(64, 8), [{name: torch.zeros(64, 8)} for name in destinations]
+    run_refit(
+        plan_refit(*sides, dtype="float32", bucket_bytes=512, hosts=hosts), [*({name: weights} for name in sources), *built]
+    )
+    assert all(torch.equal(tensor, weights) for tensors in built for tensor in tensors.values())
+
+
 def test_link_speeds_are_those_of_the_configuration() -> None:
     speeds = LinkSpeeds.of_config(RefitConfig(in_host_gb_per_s=400.0, between_hosts_gb_per_s=25.0))
     assert (speeds.seconds(800 * 10**9, crosses=False), speeds.seconds(50 * 10**9, crosses=True)) == (2.0, 2.0)

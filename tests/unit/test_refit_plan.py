@@ -19,7 +19,7 @@ from dagrl.layout import ParallelLayout
 from dagrl.refit import TIED_HEAD, RefitPlan, WeightSlice, plan_refit
 from dagrl.refit.cover import Piece, cover, distinct_lists, index_sources, prove_covered, split, subtract
 from dagrl.refit.moves import DIRECT_BYTES
-from dagrl.refit.slices import Box, expand, intersect, volume
+from dagrl.refit.slices import Box, Scales, expand, intersect, volume
 from dagrl.refit.verify import Verify
 from tests.unit.memory_channel import run_refit
 from tests.unit.weight_reference import (
@@ -270,6 +270,47 @@ def test_mailboxes_take_a_gibibyte_of_a_sender(ranks: int, largest: int) -> None
     for sender in range(ranks):
         assert sum(2 * nbytes for (source, _), nbytes in boxes.items() if source == sender) <= 1 << 30
     assert plan.summary().staging_bytes >= max(2 * nbytes for nbytes in boxes.values())
+
+
+def test_small_parameters_share_buckets_up_to_the_limit() -> None:
+    slices = [WeightSlice(f"p{number}", ((0, 4),), f"p{number}", ((0, 4),)) for number in range(16)]
+    plan = plan_refit([slices], [slices], dtype="float32", bucket_bytes=128)
+    assert [bucket.nbytes for bucket in plan.buckets] == [128, 128]
+
+
+def test_sources_that_hold_some_parameters_alike_send_the_others_from_where_they_have_them() -> None:
+    names = [f"p{number}" for number in range(32)]
+    tensors = [{f"{name}.{rank * (at % 2)}": name for at, name in enumerate(names)} for rank in range(2)]
+    sources = [[WeightSlice(name, ((0, 4),), tensor, ((0, 4),)) for tensor, name in mine.items()] for mine in tensors]
+    wanted = [WeightSlice(name, ((0, 4),), name, ((0, 4),)) for name in names]
+    plan = plan_refit(sources, [wanted] * 2, dtype="float32")
+    values, built = {name: torch.randn(4) for name in names}, [{name: torch.zeros(4) for name in names} for _ in range(2)]
+    run_refit(plan, [*({tensor: values[name] for tensor, name in mine.items()} for mine in tensors), *built])
+    assert all(equal(one, values) for one in built)
+
+
+def test_a_parameter_that_only_one_destination_has_in_two_places() -> None:
+    box: Box = ((0, 4),)
+    once, again = WeightSlice("p", box, "t", box), WeightSlice("q", box, "u", box)
+    for wanted in ([[once], [once, again]], [[once, again], [once]]):
+        plan = plan_refit([[held(box)]], wanted, dtype="float32", aliases={"q": "p"})
+        assert {bucket.destination: bucket.nbytes for bucket in plan.buckets} == {
+            rank: 16 * len(slices) for rank, slices in enumerate(wanted, 1)
+        }
+
+
+def test_a_stack_is_taken_apart() -> None:
+    """Two experts of a rank, the sixth and the seventh of a layer: one tensor, one for each, and scales in one tensor."""
+    box, scales = ((5, 7), (0, 128), (0, 256)), Scales("s", ((2, 4), (0, 1), (0, 2)))
+    one = WeightSlice("e.*.w", box, "w", ((2, 4), *box[1:]), "float8_e4m3fn", scales)
+    assert list(expand([one])) == [
+        WeightSlice(f"e.{number}.w", box[1:], "w", (at, *box[1:]), one.dtype, Scales("s", (at, (0, 1), (0, 2))))
+        for number, at in ((5, (2, 3)), (6, (3, 4)))
+    ]
+    own = WeightSlice("e.*.w", box, "w.*", ((2, 4), *box[1:]))
+    assert list(expand([own])) == [
+        WeightSlice(f"e.{number}.w", box[1:], f"w.{at}", box[1:]) for number, at in ((5, 2), (6, 3))
+    ]
 
 
 def test_the_same_input_gives_the_same_plan() -> None:

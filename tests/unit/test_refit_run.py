@@ -140,6 +140,14 @@ def test_staging_is_two_buckets() -> None:
     assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
 
 
+def test_nothing_travels_beside_the_first_that_is_packed_and_the_last_that_is_unpacked() -> None:
+    plan = plan_of(*columns(), bucket_bytes=64)
+    sent = rounds(plan, 0, {"s": source()}).sends
+    received = rounds(plan, 1, {"t": torch.zeros(2, 6, 5)}).receives
+    assert [memory.alone for memory in sent] == [True, False, False, False]
+    assert [memory.alone for memory in received] == [False, False, False, True]
+
+
 def test_a_bucket_is_packed_while_the_one_before_it_travels() -> None:
     events: list[str] = []
 
