@@ -552,5 +552,5 @@ def refused(place: Place) -> object:
     tries = [(square, place.rank), (square, 7), (square.t()[:, 1:], 1 - place.rank), (elsewhere, 1 - place.rank)]
     found = [_error_of(lambda message=message: channel.send(*message))[0] for message in tries]  # type: ignore[misc]
     channel.close()
-    closed = _error_of(lambda: channel.send(square, 1 - place.rank))[0]
-    return [*found, closed]
+    closed = [_error_of(act)[0] for act in (lambda: channel.send(square, 1 - place.rank), channel.agree)]
+    return [*found, *closed]

@@ -151,15 +151,10 @@ class IpcChannel:
         self._agreement.reach(self._check_peers, refusal, wait=wait)
 
     def release(self) -> None:
-        """Unmap the peers' mailboxes, and free the own ones that nobody maps and all of whose messages were taken."""
+        """Unmap the peers' mailboxes, and free the own ones: later, those that are mapped or have messages to be taken."""
         if self._closed or self._reason is not None:
             return
-        self._unmap()
-        for peer in list(self._outgoing):
-            row = self._row(self.spec.rank, peer)
-            if self._table[row, _WRITTEN] == self._table[row, _READ]:
-                self._outgrow(peer, row)
-        self._free_outgrown()
+        self._let_go()
 
     def synchronize(self) -> None:
         """Wait on the host for the current stream; messages have been waited for."""
@@ -181,11 +176,8 @@ class IpcChannel:
         if self._closed:
             return
         self._closed = True
-        self._unmap()
-        for peer in list(self._outgoing):
-            self._outgrow(peer, self._row(self.spec.rank, peer))
         deadline = time.monotonic() + min(1.0, self.spec.timeout_s)
-        self._free_outgrown()
+        self._let_go()
         while self._outgrown and all(self._lives.values()) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
             self._free_outgrown()
@@ -219,14 +211,21 @@ class IpcChannel:
         number = int(self._table[row, _WRITTEN])
         self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, "emptying its mailbox by")
         if peer in self._outgoing:
-            self._outgrow(peer, row)
+            self._outgrow(peer)
         self._free_outgrown()
         segment = self._outgoing[peer] = create_segment(MAILBOX_SLOTS * nbytes, device)
         count = int(self._table[row, _MAILBOX]) + 1
         self._publish(f"mailbox/{row}/{count}", segment.handle)
         self._table[row, _MAILBOX] = count
 
-    def _outgrow(self, peer: int, row: int) -> None:
+    def _let_go(self) -> None:
+        self._unmap()
+        for peer in list(self._outgoing):
+            self._outgrow(peer)
+        self._free_outgrown()
+
+    def _outgrow(self, peer: int) -> None:
+        row = self._row(self.spec.rank, peer)
         written, number = int(self._table[row, _WRITTEN]), int(self._table[row, _MAILBOX])
         self._outgrown.append(_Outgrown(row, number, written, self._outgoing.pop(peer)))
 
