@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -222,10 +222,13 @@ class _Planner:
         self._description = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
         self._covers: dict[tuple[str, Box, bool], list[Part]] = {}
         self._nbytes: dict[Part, PartBytes] = {}
+        names = {one.name for slices, _ in wanted for one in slices}
+        self._places = Counter(source_name(name, index, aliases) for name in names)  # of each parameter's parts
         self._pieces = [self._pieces_of(slices) for slices, _ in wanted]
         self.moves = BlockMoves(held, wanted, self._pieces, sources, dtypes, limits.direct)
+        several = self._places.total() > len(self._places)
         self._filling = BucketFilling(
-            index, self._description, self._pieces, self._nbytes, self.moves, limits, in_several_places=bool(aliases)
+            index, self._description, self._pieces, self._nbytes, self.moves, limits, in_several_places=several
         )
 
     def _pieces_of(self, slices: Sequence[WeightSlice]) -> dict[Part, list[Piece]]:
@@ -246,7 +249,8 @@ class _Planner:
             source = next(iter(next(iter(self._index[name].values())).slices.values()))
             wire = _check_dtypes(source, held, self._dtype)
             limit = self._limits.staged - (self._limits.staged // 2048 if held.scales else 0)  # room for the scales
-            parts = self._covers[key] = cover(held, self._index, name, max(1, limit // ITEM_BYTES[wire]))
+            elements = limit // (self._places[name] * ITEM_BYTES[wire])
+            parts = self._covers[key] = cover(held, self._index, name, max(1, elements))
             for part in parts:
                 exact = move_bytes(part.box, wire, held.scales is not None)
                 self._nbytes[part] = PartBytes(exact, aligned(exact))
@@ -262,7 +266,8 @@ class _Planner:
         wanted_by = {part: keys.setdefault(key, key) for part, numbers in lists.items() for key in (tuple(numbers),)}
         replicas = {key: sum(len(self._ranks_of[number]) for number in key) for key in keys}
         most = self._limits.staged if self._limits.staged == self._limits.bucket else self._limits.staged // BLOCKS
-        blocks = make_blocks(wanted_by, {part: one.aligned for part, one in self._nbytes.items()}, replicas, most)
+        nbytes = {part: one.aligned * self._places[part.name] for part, one in self._nbytes.items()}
+        blocks = make_blocks(wanted_by, nbytes, replicas, most)
         routes = choose_routes(blocks, self._ranks_of, self._sources, self._limits.staged, self._placement)
         filled = {pair: self._filling.fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
         relayed, after = self._relays(filled, routes.relays)

@@ -273,9 +273,9 @@ def test_mailboxes_take_a_gibibyte_of_a_sender(ranks: int, largest: int) -> None
 
 
 def test_small_parameters_share_buckets_up_to_the_limit() -> None:
-    slices = [WeightSlice(f"p{number}", ((0, 4),), f"p{number}", ((0, 4),)) for number in range(16)]
-    plan = plan_refit([slices], [slices], dtype="float32", bucket_bytes=128)
-    assert [bucket.nbytes for bucket in plan.buckets] == [128, 128]
+    slices = [WeightSlice(f"p{number}", ((0, 4),), f"p{number}", ((0, 4),)) for number in range(8)]
+    plan = plan_refit([slices], [slices, slices[:4]], dtype="float32", bucket_bytes=128)
+    assert sorted(bucket.nbytes for bucket in plan.buckets) == [64, 128]
 
 
 def test_sources_that_hold_some_parameters_alike_send_the_others_from_where_they_have_them() -> None:
@@ -290,6 +290,7 @@ def test_sources_that_hold_some_parameters_alike_send_the_others_from_where_they
 
 
 def test_a_parameter_that_only_one_destination_has_in_two_places() -> None:
+    """Which counts twice for the limit as well, whether it is cut or shares a bucket."""
     box: Box = ((0, 4),)
     once, again = WeightSlice("p", box, "t", box), WeightSlice("q", box, "u", box)
     for wanted in ([[once], [once, again]], [[once, again], [once]]):
@@ -297,6 +298,21 @@ def test_a_parameter_that_only_one_destination_has_in_two_places() -> None:
         assert {bucket.destination: bucket.nbytes for bucket in plan.buckets} == {
             rank: 16 * len(slices) for rank, slices in enumerate(wanted, 1)
         }
+
+
+@pytest.mark.parametrize(("number", "rows"), [(1, 64), (32, 1)], ids=["cut", "small"])
+def test_what_a_destination_has_in_two_places_counts_twice_for_a_bucket(number: int, rows: int) -> None:
+    """As an embedding and a head of its own memory, which a tied embedding feeds."""
+    once = [replace(held(((0, rows), (0, 8)), f"p{at}"), tensor=f"p{at}") for at in range(number)]
+    again = [replace(one, name=one.name.replace("p", "q"), tensor=one.name.replace("p", "q")) for one in once]
+    aliases = {second.name: first.name for first, second in zip(once, again, strict=True)}
+    plan = plan_refit([once], [[*once, *again], once], dtype="float32", aliases=aliases, bucket_bytes=512)
+    assert max(bucket.nbytes for bucket in plan.buckets) == 512
+    values = {one.name: torch.randn(rows, 8) for one in once}
+    both = values | {aliased: values[name] for aliased, name in aliases.items()}
+    built = [{name: torch.zeros(rows, 8) for name in expected} for expected in (both, values)]
+    run_refit(plan, [values, *built])
+    assert equal(built[0], both) and equal(built[1], values)
 
 
 def test_a_stack_is_taken_apart() -> None:
