@@ -434,7 +434,7 @@ def test_a_function_that_only_its_process_cannot_import_ends_the_run(
 @pytest.mark.parametrize("waits", [True, False])
 def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     """And end with the runner, also one that is closed while they start."""
-    module = f"known_by_pid_{waits}"
+    module = f"known_by_pid_{waits}_{os.getpid()}"  # not that of another run of the tests beside this one
     known = (
         "if 'function_process' in sys.argv[0]:\n    open(f'{os.path.dirname(__file__)}/{os.getpid()}.pid', 'w').close()\n"
     )
