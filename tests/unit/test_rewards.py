@@ -18,7 +18,7 @@ import pytest
 from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.deadline import Deadline
 from dagrl.errors import ConfigError, RunError
-from dagrl.function_runner import Failed
+from dagrl.function_runner import Failed, _FunctionProcess, is_coroutine
 from dagrl.rewards import (
     RewardRunner,
     Rewards,
@@ -504,6 +504,21 @@ def test_a_process_that_starts_while_the_runner_closes_ends_too(functions: str, 
         assert starting.wait(30.0)
         threading.Timer(0.5, closing.set).start()  # by then the runner is closing
     assert [process.wait(30.0) for process in started] == [-signal.SIGKILL]
+
+
+def test_a_process_that_is_closed_for_good_stays_so_when_a_call_that_was_under_way_closes_it_again() -> None:
+    process = _FunctionProcess("dagrl.rewards:exact_match", "reward", True, Deadline(5.0, "a"), Deadline(5.0, "b"))
+    process.close(for_good=True)
+    process.close()
+    assert process.ask([["p"], ["c"], ["r"]]) == "the process that runs it ended"
+
+
+def test_an_object_that_is_awaited_is_a_coroutine_function() -> None:
+    class Judge:
+        async def __call__(self, prompt: str) -> float:
+            return 0.0
+
+    assert is_coroutine(Judge()) and is_coroutine(Judge().__call__) and not is_coroutine(exact_match)
 
 
 def test_a_start_that_fails_is_told_by_the_first_call_and_not_tried_again(
