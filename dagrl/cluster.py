@@ -6,7 +6,6 @@ Token authentication is Ray's default for local clusters and stays on.
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any
 from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
 from dagrl.executors.local_cluster import cluster_processes, kill_with_children
+from dagrl.garbage import no_collections
 from dagrl.machine import DEV_SHM, gpus_per_worker
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def ray_cluster(
     try:
         yield
     finally:
-        with _nothing_collected():
+        with no_collections():  # an `ObjectRef` that is freed while Ray shuts down ends the process
             _shutdown(processes, teardown_s)
         if not config.address:
             remove_orphaned_semaphores(semaphores() - before)
@@ -117,18 +117,6 @@ def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
     ending.join(teardown_s)  # it returns as soon as the raylet is gone
     if ending.is_alive():
         atexit.unregister(ray.shutdown)  # Ray's own, which would wait for the thread
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Without garbage collection, by any thread: an `ObjectRef` that is freed while Ray shuts down ends the process."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def remove_orphaned_semaphores(names: set[str]) -> None:

@@ -18,11 +18,12 @@ from dagrl.config.settings import check_settings, generation_dtype, is_colocated
 from dagrl.draw import Drawing, mermaid, size_text
 from dagrl.draw_svg import svg
 from dagrl.errors import ConfigError
+from dagrl.garbage import no_collections
 from dagrl.imports import did_you_mean
 from dagrl.layout import ParallelLayout
 from dagrl.model_init import load_tokenizer, model_description, token_count
 from dagrl.preflight import check_model, load_phase, trace_phases, worker_classes
-from dagrl.refit.plan import TIED_HEAD, RefitPlan, no_collections, plan_refit
+from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.schedule import LinkSpeeds
 from dagrl.refit.slices import WeightSlice
 

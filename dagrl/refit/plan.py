@@ -11,16 +11,15 @@ are channel ranks: sources come first, then destinations.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.errors import RefitPlanError
+from dagrl.garbage import no_collections
 from dagrl.refit.block_moves import BlockMoves
 from dagrl.refit.cover import (
     Part,
@@ -168,6 +167,7 @@ def plan_refit(
     limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes)
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
+    # Planning leaves no garbage in circles, and looking for it among its millions of objects takes a third of the time.
     with no_collections():
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
         buckets = planner.buckets()
@@ -187,18 +187,6 @@ def _limits(most: int, pair: bool, mailboxed: int, bucket_bytes: int | None, dir
     if direct_bytes is None:
         direct_bytes = DIRECT_BYTES if pair or mailboxed else NEVER_DIRECT
     return Limits(bucket, staged, direct_bytes)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Planning leaves no garbage in circles, and looking for it among its millions of objects takes a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Planner:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config
 from dagrl.errors import DeadlineError, MissingDependencyError
+from dagrl.garbage import no_collections
 from dagrl.machine import VISIBLE
 from dagrl.ports import reserve_port
 from dagrl.process_groups import break_groups, name_groups_anew
@@ -164,16 +165,15 @@ def break_collectives() -> None:
 
 def _import_vllm() -> None:
     """Import vLLM with garbage collection put off: a quarter less time, and vLLM's own collections pass over the result."""
-    gc.disable()
     try:
-        import vllm.v1.engine.llm_engine  # noqa: F401
+        with no_collections():
+            import vllm.v1.engine.llm_engine  # noqa: F401
+
+            gc.freeze()
     except ImportError as error:
         raise MissingDependencyError(
             f"vLLM cannot be imported ({error}); install dagrl[vllm] on a GPU host, dagrl[cpu] on one without"
         ) from error
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
