@@ -49,8 +49,8 @@ def vllm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The GRPO quickstart with few steps, run to its end by the compiled executor."""
-    from tests.integration.main_job import GRPO, SMALL, train
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The GRPO quickstart with half of its steps, run to its end by the compiled executor."""
+    from tests.integration.main_job import GRPO, LEARNING, train
 
-    return train(GRPO, tmp_path_factory.mktemp("small"), "compiled", *SMALL)
+    return train(GRPO, tmp_path_factory.mktemp("main"), "learned", *LEARNING)

@@ -35,10 +35,21 @@ TAKE_TERMINAL = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR)); os.e
 
 Metrics = dict[str, Any]
 
-SMALL_SFT_STEPS, SMALL_STEPS = 8, 14
+SFT_STEPS, GRPO_STEPS = 120, 16
+STEPS = SFT_STEPS + GRPO_STEPS
+LEARNING = (
+    f"sft.max_num_steps={SFT_STEPS}",
+    f"grpo.max_num_steps={GRPO_STEPS}",
+    "grpo.val_period=8",
+    f"checkpointing.save_period={SFT_STEPS}",
+    "checkpointing.async_save=true",
+    "policy.offload_optimizer_for_logprob=true",
+)
+"""The GRPO quickstart with half of its steps, which is enough to learn."""
+
 SMALL = (
-    f"sft.max_num_steps={SMALL_SFT_STEPS}",
-    f"grpo.max_num_steps={SMALL_STEPS - SMALL_SFT_STEPS}",
+    "sft.max_num_steps=8",
+    "grpo.max_num_steps=6",
     "sft.max_val_samples=64",
     "grpo.max_val_samples=32",
     "grpo.val_period=3",
@@ -207,6 +218,8 @@ def screen(text: str) -> str:
 def copy_run(source: Path, target: Path, last_step: int) -> None:
     """A run as if it had been stopped after `last_step`, of which it has a checkpoint."""
     shutil.copytree(source, target)
+    lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
     for directory in (target / "checkpoints").iterdir():
         if int(directory.name.removeprefix("step_")) > last_step:
             shutil.rmtree(directory)
