@@ -157,9 +157,10 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
         "overlap": early,
     }
     runs = {}
+    one_engine = {"generation": {"vllm_cfg": {"data_parallel_size": 1}}}  # sooner started than two
     for name, sections in cases.items():
         assert not chunks
-        config = configuration(tmp_path, name, **sections)
+        config = configuration(tmp_path, name, policy=one_engine, **sections)
         run_grpo(config)
         runs[name] = steps_of(config)
     early_samples = [key for chunk in chunks for key in chunk]
