@@ -55,13 +55,15 @@ def picky(prompts, completions, references):
 def pid(prompts, completions, references):
     return [float(os.getpid())] * len(prompts)
 
-def pid_of_a_parent(prompts, completions, references):
-    # its child is in a session of its own, and holds the connection
+def pid_beside_a_daemon(prompts, completions, references):
+    # which nobody can tell to be of this process, and which holds the connection
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return pid(prompts, completions, references)
+    os.setsid()
     if not os.fork():
-        os.setsid()
         time.sleep(10.0)
-        os._exit(0)
-    return pid(prompts, completions, references)
+    os._exit(0)
 
 def short(prompts, completions, references):
     return [1.0]
@@ -460,7 +462,7 @@ def test_what_a_function_started_ends_with_its_process(functions: str, tmp_path:
     assert not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
 
 
-@pytest.mark.parametrize("function", ["pid", "pid_of_a_parent"])
+@pytest.mark.parametrize("function", ["pid", "pid_beside_a_daemon"])
 def test_a_process_that_does_not_read_ends_the_call(functions: str, function: str) -> None:
     config = RewardConfig(function=f"{functions}:{function}", timeout_s=0.5, max_failed_share=1.0)
     with RewardRunner(config) as runner:
