@@ -75,7 +75,7 @@ class BucketMemory:
         self._copy: BatchedCopy | None = None  # of what is staged
         self._quantizer = BlockQuantizer([])
         self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
-        self.alone = False  # nothing travels while it is packed or unpacked
+        self.alone = False  # no message wants multiprocessors while it is packed, unpacked or summed
 
     def bind(self, staging: torch.Tensor) -> None:
         """Once: use `staging` (uint8, at least `staged_bytes`) for what is not sent or received directly."""
@@ -118,7 +118,7 @@ class BucketMemory:
     def pack(self) -> None:
         """Copy the live parts into the message, one launch for all where the backend has it; quantize where asked."""
         self._run_copy()
-        self._quantizer.run()
+        self._quantizer.run(self.alone)
 
     def unpack(self) -> None:
         """Copy the message into the live parts, cast where their dtype differs."""

@@ -63,12 +63,12 @@ class BlockQuantizer:
         self._tables = _tables([part for part in parts if _has_kernel(part[0])])
         self._others = [part for part in parts if not _has_kernel(part[0])]
 
-    def run(self) -> None:
-        """Quantize all parts; on GPUs on the current stream."""
+    def run(self, alone: bool = False) -> None:
+        """Quantize all parts; on GPUs on the current stream. `alone` takes the whole GPU, as in `BatchedCopy.run`."""
         import torch
 
         for table in self._tables:
-            table.launch()
+            table.launch(alone)
         for weight, place, scale_place in self._others:
             quantized, scales = quantize_blocks(weight)
             place.view(torch.uint8).copy_(quantized.view(torch.uint8))

@@ -2,7 +2,7 @@
 
 A table on the device says for each block where it lies, where its bytes and its scale go, and how much of it there is. Whole
 blocks of rows without gaps, which nearly all are, are read and written 16 bytes at a time; the rest has a launch of its own.
-Programs are fewer than multiprocessors, so that the channel's kernels, which send a bucket meanwhile, find free ones.
+Where the channel's kernels send a bucket meanwhile, programs are fewer than multiprocessors, so that those find free ones.
 Import this module only where there is a GPU: Triton comes with torch's CUDA builds.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _FIELDS = 8  # of a row: address of the block, of its FP8, of its scale; rows, columns; strides down, right, down the FP8
 _WARPS = 8
 _WIDE = 16  # bytes of an access
-PROGRAMS = 96
+PROGRAMS, PROGRAMS_ALONE = 96, 264
 _TYPES: dict[str, Any] = {"torch.bfloat16": tl.bfloat16, "torch.float16": tl.float16, "torch.float32": tl.float32}
 
 
@@ -44,10 +44,10 @@ class BlockTable:
             if len(some)
         ]
 
-    def launch(self) -> None:
+    def launch(self, alone: bool) -> None:
         """Quantize every block, on the current stream."""
         for table, is_whole in self._tables:
-            _quantize_blocks[(min(PROGRAMS, len(table)),)](
+            _quantize_blocks[(min(PROGRAMS_ALONE if alone else PROGRAMS, len(table)),)](
                 table,
                 len(table),
                 SOURCE=_TYPES[str(self._parts[0][0].dtype)],

@@ -105,7 +105,7 @@ class _End:
         """Upload what verifying needs: in a refit an upload would wait for a message, without the channel's deadline."""
         if self._verify == "checksum":
             for memory in (*self.rounds.sends, *self.rounds.receives):
-                prepare_checksums(memory, alone=self._channel.spec.kind == "ipc")
+                prepare_checksums(memory)
 
     def _follow_memory(self) -> None:
         """Bind again what was given new memory; otherwise views, tables and graphs would go to dead memory."""

@@ -36,13 +36,13 @@ def check_mode(mode: str) -> None:
         raise RefitPlanError(f"refit.verify is {mode!r}; choose one of {', '.join(get_args(Verify))}")
 
 
-def prepare_checksums(memory: BucketMemory, alone: bool) -> None:
-    """Upload the table of `checksums` to the GPU of a bucket that is bound; `alone`: no messages travel meanwhile."""
+def prepare_checksums(memory: BucketMemory) -> None:
+    """Upload the table of `checksums` to the GPU of a bucket that is bound."""
     moves = memory.summed()
     if moves[0][0][1].is_cuda:
         from dagrl.refit.checksum_kernel import ChecksumTable
 
-        memory.checksums = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER, alone)
+        memory.checksums = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER, memory.alone)
 
 
 def checksums(memory: BucketMemory) -> torch.Tensor:

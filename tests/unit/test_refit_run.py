@@ -44,8 +44,10 @@ def columns() -> tuple[WeightSlice, WeightSlice]:
     return left, WeightSlice("p", ((0, 6), (5, 10)), "t", ((0, 1), (0, 6), (0, 5)))
 
 
-def rounds(plan: RefitPlan, rank: int, tensors: dict[str, Tensor]) -> Rounds:
-    return Rounds(plan.for_rank(rank), tensors, MemoryChannel(rank, 2, {}))
+def rounds(plan: RefitPlan, rank: int, tensors: dict[str, Tensor], kind: ChannelKind = "gloo") -> Rounds:
+    channel = MemoryChannel(rank, 2, {})
+    channel.spec = replace(channel.spec, kind=kind)
+    return Rounds(plan.for_rank(rank), tensors, channel)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
@@ -140,12 +142,17 @@ def test_staging_is_two_buckets() -> None:
     assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
 
 
-def test_nothing_travels_beside_the_first_that_is_packed_and_the_last_that_is_unpacked() -> None:
+@pytest.mark.parametrize(("kind", "beside"), [("nccl", True), ("ipc", False)])
+def test_no_message_wants_multiprocessors_beside_the_first_bucket_packed_and_the_last_unpacked(
+    kind: ChannelKind, beside: bool
+) -> None:
+    """Nor, where messages are no kernels, beside any."""
     plan = plan_of(*columns(), bucket_bytes=64)
-    sent = rounds(plan, 0, {"s": source()}).sends
-    received = rounds(plan, 1, {"t": torch.zeros(2, 6, 5)}).receives
-    assert [memory.alone for memory in sent] == [True, False, False, False]
-    assert [memory.alone for memory in received] == [False, False, False, True]
+    sent = rounds(plan, 0, {"s": source()}, kind).sends
+    received = rounds(plan, 1, {"t": torch.zeros(2, 6, 5)}, kind).receives
+    others = [not beside] * 3
+    assert [memory.alone for memory in sent] == [True, *others]
+    assert [memory.alone for memory in received] == [*others, True]
 
 
 def test_a_bucket_is_packed_while_the_one_before_it_travels() -> None:
