@@ -6,6 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from queue import Queue
 
 import pytest
@@ -16,6 +17,7 @@ from dagrl.channels import ChannelSpec, open_channel
 from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, WeightSlice, merge_reports, plan_refit
 from dagrl.refit.commit import one_part_of_a_refit
+from dagrl.refit.connect import ChannelKind
 from dagrl.refit.copies import BatchedCopy
 from dagrl.refit.pack import BucketMemory, bind_staging
 from dagrl.refit.rounds import Rounds
