@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dagrl.checkpoint import CheckpointStore
-from tests.integration.main_job import GRPO, LEARNING, SFT, SFT_STEPS, STEPS, Run, copy_run, running, train, untimed
+from tests.integration.main_job import GRPO, LEARNING, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -19,6 +19,7 @@ pytest.importorskip("vllm")
 WITHIN_S = 60.0  # for what takes 3 s on two free cores, a save among it; half of what anything that hangs would take
 INTERRUPTED = 130
 RESUME = "checkpointing.resume=true"
+RESUMED = 8  # GRPO steps of the run that is stopped and goes on
 OF_REPLAYS = {"replays": 0, "padding_share": 0}
 """Which a resumed run has others of: it refits once more, and does not generate again what had been generated."""
 
@@ -54,12 +55,14 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_stopped_in_grpo_goes_on_as_one_that_was_not(learned: Run, output: Path) -> None:
     copy_run(learned.directory, output / "stopped", SFT_STEPS)
-    with running(GRPO, output, "stopped", *LEARNING, RESUME) as run:
+    overrides = (*LEARNING, RESUME, f"grpo.max_num_steps={RESUMED}")
+    with running(GRPO, output, "stopped", *overrides) as run:
         run.wait_for_step(SFT_STEPS + 1)
         assert ends_in_time(run, lambda: os.kill(run.process.pid, signal.SIGTERM)) == INTERRUPTED
-        assert SFT_STEPS < saved_step(run) == run.metrics[-1]["step"] < STEPS
-    run = train(GRPO, output, "stopped", *LEARNING, RESUME)
-    whole, resumed = untimed(learned.metrics), untimed(run.metrics)
+        assert SFT_STEPS < saved_step(run) == run.metrics[-1]["step"] < SFT_STEPS + RESUMED
+    run = train(GRPO, output, "stopped", *overrides)
+    whole = untimed([line for line in learned.metrics if line["step"] <= SFT_STEPS + RESUMED])
+    resumed = untimed(run.metrics)
     assert [line["step"] for line in resumed] == [line["step"] for line in whole]
     for ours, theirs in zip(resumed, whole, strict=True):
         assert {**ours, **OF_REPLAYS} == {**theirs, **OF_REPLAYS}
