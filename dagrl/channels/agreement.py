@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from dagrl.errors import ChannelError
@@ -95,7 +94,6 @@ class Agreement:
         store, self._open_store = self._open_store, None
         if store is None:
             return
-        store.set_timeout(timedelta(seconds=_LINGER_S))
         deadline = time.monotonic() + _LINGER_S
         try:
             left = store.add("agree/left", 1)
