@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -20,3 +26,20 @@ class Deadline:
     def times(self, factor: int) -> Deadline:
         """A multiple of it."""
         return Deadline(factor * self.seconds, f"{factor} * {self.key}")
+
+
+def within(seconds: float, call: Callable[[], T], name: str) -> T:
+    """What `call` returns or raises, for calls that may wait without end; it runs on a thread that is called `name`.
+
+    Raises TimeoutError after `seconds`; the thread then goes on, and nobody hears of it.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome.result(seconds)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dagrl.deadline import within
 from dagrl.errors import ChannelError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _POLL_S, _LOOK_S, _LINGER_S = 1e-4, 0.05, 0.5
 _POLL_A_RANK_S = 1e-5  # the store serves one question at a time
 _ALL = "all"
+_THREAD = "dagrl-agreement"
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,19 @@ class Agreement:
 
     def reach(self, check: Callable[[], None], refusal: str = "", *, wait: bool = True) -> None:
         """`Channel.agree`; `check` is called now and then while this waits, and may raise to give up."""
+        try:
+            within(self._spec.timeout_s + _LINGER_S, lambda: self._reach(check, refusal, wait), _THREAD)
+        except TimeoutError as error:
+            raise ChannelError(
+                f"{self._spec}: rank 0, which serves the channel's store, has not answered within {self._spec.timeout_s} s; "
+                "look whether its process is stopped, and open a new channel"
+            ) from error
+        except RuntimeError as error:  # torch's DistError is one
+            raise ChannelError(
+                f"{self._spec}: rank 0, which serves the channel's store, is gone: {error}; open a new channel"
+            ) from error
+
+    def _reach(self, check: Callable[[], None], refusal: str, wait: bool) -> None:
         number = self._vote(refusal)
         if wait and not refusal:
             self._wait(number, check)
@@ -47,28 +62,26 @@ class Agreement:
     def _vote(self, refusal: str) -> int:
         number = self._number
         self._number += 1
-        with _named_errors(self._spec):
-            if refusal:
-                self._refuse(self._store, number, refusal)
-            elif self._store.add(f"agree/{number}/votes", 1) == self._spec.size:
-                self._store.set(f"agree/{number}/outcome", _ALL)
-                self._forget(number - 1)
+        if refusal:
+            self._refuse(self._store, number, refusal)
+        elif self._store.add(f"agree/{number}/votes", 1) == self._spec.size:
+            self._store.set(f"agree/{number}/outcome", _ALL)
+            self._forget(number - 1)
         return number
 
     def _wait(self, number: int, check: Callable[[], None]) -> None:
         start = time.monotonic()
         looked, pause = start, max(_POLL_S, _POLL_A_RANK_S * self._spec.size)
         key = f"agree/{number}/outcome"
-        with _named_errors(self._spec):
-            while not self._store.check([key]):
-                now = time.monotonic()
-                if now - looked > _LOOK_S:
-                    looked = now
-                    check()
-                if now - start > self._spec.timeout_s:
-                    raise self._late(number)
-                time.sleep(pause)
-            outcome = self._store.get(key).decode()
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                check()
+            if now - start > self._spec.timeout_s:
+                raise self._late(number)
+            time.sleep(pause)
+        outcome = self._store.get(key).decode()
         if outcome != _ALL:
             raise ChannelError(f"{self._spec}: {outcome}; nobody goes on, replay the refit")
 
@@ -85,8 +98,8 @@ class Agreement:
         if store is None:
             return
         try:
-            self._refuse(store, self._number, reason)
-        except RuntimeError as error:  # torch's DistError is one
+            within(_LINGER_S, lambda: self._refuse(store, self._number, reason), _THREAD)
+        except (RuntimeError, TimeoutError) as error:  # torch's DistError is one
             logger.debug("%s, aborting: %s", self._spec, error)
 
     def close(self) -> None:
@@ -94,14 +107,17 @@ class Agreement:
         store, self._open_store = self._open_store, None
         if store is None:
             return
-        deadline = time.monotonic() + _LINGER_S
         try:
-            left = store.add("agree/left", 1)
-            while self._spec.rank == 0 and left < self._spec.size and time.monotonic() < deadline:
-                time.sleep(1e-3)
-                left = store.add("agree/left", 0)
-        except RuntimeError as error:  # torch's DistError is one: rank 0 left first
+            within(2 * _LINGER_S, lambda: self._leave(store), _THREAD)
+        except (RuntimeError, TimeoutError) as error:  # torch's DistError is one: rank 0 left first, or is stopped
             logger.debug("%s, closing: %s", self._spec, error)
+
+    def _leave(self, store: Store) -> None:
+        deadline = time.monotonic() + _LINGER_S
+        left = store.add("agree/left", 1)
+        while self._spec.rank == 0 and left < self._spec.size and time.monotonic() < deadline:
+            time.sleep(1e-3)
+            left = store.add("agree/left", 0)
 
     def _refuse(self, store: Store, number: int, reason: str) -> None:
         store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} could not do its part: {reason}")
@@ -110,19 +126,3 @@ class Agreement:
         """An agreement that everybody has left: all of them voted in the next."""
         for key in ("votes", "outcome"):
             self._store.delete_key(f"agree/{number}/{key}")
-
-
-class _named_errors:
-    """The store's errors, which come when rank 0 is gone, as ChannelError."""
-
-    def __init__(self, spec: ChannelSpec) -> None:
-        self._spec = spec
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):  # torch's DistError is one
-            raise ChannelError(
-                f"{self._spec}: rank 0, which serves the channel's store, is gone: {error}; open a new channel"
-            ) from error

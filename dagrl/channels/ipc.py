@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import MAILBOX_SLOTS, ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
+from dagrl.deadline import within
 from dagrl.errors import ChannelError
 from dagrl.executors.futex import fence
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 4
 """Columns of the table, one row for each ordered pair: messages, the sender's newest mailbox, and the one that is mapped."""
 _SPIN_S, _PAUSE_S, _LOOK_S = 2e-3, 5e-5, 0.1  # wait without a pause, with one, and look after the peer's process
+_MARGIN_S = 0.5  # for the store's own deadline, whose error says more
+T = TypeVar("T")
 
 
 class IpcPending:
@@ -192,15 +195,19 @@ class IpcChannel:
         self._store = None
 
     def _publish(self, key: str, text: str) -> None:
-        assert self._store is not None
-        self._store.set(f"ipc/{key}", text)
+        self._ask(lambda store: store.set(f"ipc/{key}", text))
 
     def _load(self, key: str) -> str:
         """What a peer published, or will within the deadline."""
-        assert self._store is not None
+        return str(self._ask(lambda store: store.get(f"ipc/{key}")).decode())
+
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        """Ask the store, which waits for a rank 0 that is stopped without the deadline that it was given."""
+        store = self._store
+        assert store is not None
         try:
-            return str(self._store.get(f"ipc/{key}").decode())
-        except RuntimeError as error:  # torch's DistError is one
+            return within(self.spec.timeout_s + _MARGIN_S, lambda: question(store), "dagrl-ipc-store")
+        except (RuntimeError, TimeoutError) as error:  # torch's DistError is one
             raise cannot_join(self.spec, error) from error
 
     def _row(self, sender: int, receiver: int) -> int:

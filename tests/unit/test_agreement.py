@@ -96,6 +96,20 @@ def test_a_store_that_is_gone_is_said_to_be_that_of_rank_0(question: str, monkey
     agreement.close()
 
 
+def test_a_store_that_does_not_answer_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a process that is stopped, for which torch's waits for ever."""
+    monkeypatch.setattr("dagrl.channels.agreement._LINGER_S", 0.02)
+    answers = threading.Event()
+    for question in ("add", "set", "check"):
+        monkeypatch.setattr(HashStore, question, lambda *_: answers.wait())
+    _, (_, agreement) = ranks(2, timeout_s=0.02)
+    with pytest.raises(ChannelError, match=r"rank 0, .* has not answered within 0.02 s; look whether its process"):
+        agreement.reach(nothing)
+    agreement.abort("its weights are gone")
+    agreement.close()
+    answers.set()
+
+
 def test_rank_0_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store ends with it, and the others may still read what was agreed."""
     monkeypatch.setattr("dagrl.channels.agreement._LINGER_S", 60.0)
