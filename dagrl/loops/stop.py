@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ class StopSignal:
         self.requested = False
         self._saves = saves
         self._at_once = False
+        self._process = os.getpid()
 
     def check(self) -> None:
         """Raise StopRequestedError if a stop was asked for."""
@@ -54,6 +56,8 @@ class StopSignal:
             self._at_once = False
 
     def _request(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a child that has not become another program yet, and is this process's to end
+            return
         interrupts = self.requested or self._at_once
         if interrupts and _cannot_raise(frame):
             threading.Timer(_AGAIN_S, signal.raise_signal, [number]).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -49,3 +50,17 @@ def test_it_only_asks_where_what_could_be_interrupted_is_over(release_lock: Call
             release_lock()
         wait(0.5)
         assert stop.requested
+
+
+def test_a_child_that_gets_the_signal_before_it_is_another_program_goes_on() -> None:
+    """It wrote a traceback to the terminal; Ctrl-C goes to all processes in the foreground."""
+    with stop_on_signals() as stop, stop.at_once():
+        child = os.fork()
+        if not child:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                os._exit(stop.requested)
+            except BaseException:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
