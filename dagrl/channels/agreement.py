@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Agreement:
-    """One rank's part in agreements, which are counted: all ranks must ask for the same ones, in the same order."""
+    """One rank's part in agreements, which are counted: all ranks must ask for the same ones, in the same order.
+
+    The store is asked on threads: whatever its deadline, torch's waits for ever for the answer of a rank 0 that is stopped.
+    """
 
     def __init__(self, store: Store, spec: ChannelSpec) -> None:
         self._open_store: Store | None = store

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
+from dagrl.deadline import within
 from dagrl.errors import ChannelError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -98,21 +99,12 @@ class NcclChannel:
         self._communicator = self._nccl.NcclCommunicator(self.spec.size, unique_id, self.spec.rank)
 
     def _within_deadline(self, connect: Callable[[], None]) -> None:
-        failures: list[Exception] = []
-
-        def attempt() -> None:
-            try:
-                connect()
-            except Exception as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=attempt, name="nccl-connect", daemon=True)
-        thread.start()
-        thread.join(self.spec.timeout_s)
-        if failures:
-            raise cannot_join(self.spec, failures[0]) from failures[0]
-        if self._communicator is None:
-            raise cannot_join(self.spec, TimeoutError("some rank did not come"))
+        try:
+            within(self.spec.timeout_s, connect, "nccl-connect")
+        except TimeoutError as error:
+            raise cannot_join(self.spec, TimeoutError("some rank did not come")) from error
+        except Exception as error:
+            raise cannot_join(self.spec, error) from error
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
