@@ -1,28 +1,37 @@
-# make setup | quickstart | test | lint | gpu. Everything lives in .venv; an environment that is up to date is not touched.
+# make setup | quickstart | test | test-ray | lint | docs | gpu. Everything is installed into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
-# Stamps carry the content of what was installed, so that a fresh clone's file times do not matter.
+# A stamp is named after a hash of what was installed, because the file times of a fresh clone say nothing.
 content = $(shell cat $(1) | sha256sum | cut -c1-16)
 SETUP := $(VENV)/.setup-$(call content,requirements/cpu.lock pyproject.toml)
-TOOLS := $(VENV)/.tools-$(call content,requirements/cpu.lock requirements/test.lock pyproject.toml)
+TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test lint gpu
+.PHONY: setup quickstart test test-ray lint docs gpu
 
 setup: $(SETUP)
 
 quickstart: $(SETUP)
 	$(VENV)/bin/dagrl train examples/grpo_quickstart.yaml
 
-# Two processes: one for the tests that start Ray or engines (tests/conftest.py), one for the rest.
+# Two processes: one for the tests that share pools of workers, one for the rest (tests/conftest.py).
 test: $(TOOLS)
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope
 
-lint: $(TOOLS)
+# The executor tests on other versions of Ray: make test-ray RAY="2.59.0 2.55.1"
+test-ray: $(TOOLS)
+	$(VENV)/bin/python tests/ray_versions.py $(RAY)
+
+lint: $(TOOLS) docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+# Builds the documentation into site/. Strict: a broken link or anchor is an error.
+docs: $(TOOLS)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --clean
 
 # On a host with GPUs, in an environment with dagrl[megatron,vllm,cu13,tracking,bench,dev]; PARTS=refit,step runs these alone, LIMIT=200 each for so many seconds.
 gpu:
@@ -38,6 +47,6 @@ $(SETUP):
 	@touch $@
 
 $(TOOLS): $(SETUP)
-	$(PIP) --requirement requirements/test.lock
+	$(PIP) --requirement requirements/test.lock --requirement requirements/docs.lock
 	@rm -f $(VENV)/.tools-*
 	@touch $@

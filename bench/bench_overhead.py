@@ -1,4 +1,6 @@
-"""The overhead of a step under pytest-benchmark, for `--benchmark-compare` and the like; names as in Ray's own benchmarks.
+"""The overhead of a step under pytest-benchmark, e.g. for `--benchmark-compare`; names as in Ray's own benchmarks.
+
+`multiple args` has one shard per worker: `dagrl_compiled` runs one graph per shard, `dagrl_fused` one graph for all.
 
 pytest bench/bench_overhead.py --benchmark-columns=median,iqr,max,rounds
 """
@@ -10,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.overhead import bench_cluster
-from bench.variants import VARIANTS, Actors, argument, steps
-from bench.worker import SMALL, payload
+from dagrl.bench.overhead import bench_cluster
+from dagrl.bench.variants import VARIANTS, Actors, StepSetup, argument, steps
+from dagrl.bench.worker import SMALL, payload
 
 NAMES = {
     "single-actor": ("scatter-gather", 1),
@@ -33,5 +35,5 @@ def actors() -> Iterator[Actors]:
 def test_overhead(benchmark: Any, actors: Actors, name: str, variant: str) -> None:
     shape, workers = NAMES[name]
     benchmark.group = f"{name}, {SMALL} B"
-    with steps(shape, actors.first(workers), [variant], SMALL, SMALL) as (step,), step.awake():
+    with steps(StepSetup(shape, SMALL, SMALL), actors.first(workers), [variant]) as (step,), step.awake():
         benchmark.pedantic(step.run, (argument(shape, variant, workers, payload(SMALL)),), rounds=100, warmup_rounds=10)

@@ -1,54 +1,66 @@
-"""Whole GRPO steps of dagrl beside the same step written in plain Ray calls: time by phase, idle shares, tokens/s, MFU.
+"""Compares GRPO steps of dagrl with the same step in plain Ray calls: time by phase, idle shares, tokens/s, MFU.
 
-    dagrl bench compare --config bench/gpu/step.yaml --json F --plot F [--rounds N] [--ways "plain Ray; sync"] [a.b=c ...]
+    dagrl bench compare --config bench/gpu/step.yaml --json F --plot F [--rounds N] [--variants "plain Ray; sync"] [a.b=c]
 
-One session serves all ways (`bench.step`), so that workers, model, prompts, seeds and lengths are the same; they are
-measured in turn, and numbers are medians over the steps of all rounds. What is faster is told by trained tokens a second.
-The learning rate is zero: an optimizer step does all its work and changes nothing, so that every step of every way has the
-same weights, without checkpoints of many gigabytes. The JSON file is written after each way, so that a stop loses nothing.
+All variants run in one session, with the same workers, model, prompts, seeds and lengths. They take turns; each number is
+the median over the steps of all rounds. Compare variants by trained tokens per second.
+The learning rate is zero: an optimizer step does all its work but leaves the weights unchanged. Every step of every variant
+therefore starts from the same weights, with no checkpoint to reload. The JSON file is rewritten after each variant, so an
+interrupted run keeps its results.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.deadline import Deadline, add_deadline, hurried
-from bench.report import write_rows
-from bench.step import CONFIG, FIFO, PLAIN, WAITING, WAYS, Measured, Metrics, Way, chosen, longest_pause_s, measure
+from dagrl.bench.deadline import BenchDeadline, add_deadline
+from dagrl.bench.report import report_while_measuring
+from dagrl.bench.step import (
+    CONFIG,
+    FIFO,
+    PLAIN,
+    VARIANTS,
+    WAITING,
+    Measured,
+    Metrics,
+    Variant,
+    add_run_arguments,
+    chosen,
+    longest_pause_s,
+    measure,
+    run_config,
+)
 from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE
 
 if TYPE_CHECKING:
     from dagrl.config import Config
 
-CHOICE = (PLAIN, FIFO, *(way for way in WAYS if way.age <= 2 and way not in WAITING))
-"""`sync, fifo` starts requests in the order that plain calls do: what is between it and `sync` is the order alone.
+CHOICE = (PLAIN, FIFO, *(variant for variant in VARIANTS if variant.age <= 2 and variant not in WAITING))
+"""Default variants. `sync, fifo` starts requests in the order of plain calls, so it differs from `sync` in the order alone.
 
-Both, as plain calls, train on a batch when it is whole; `sync, overlapped`, in a setting that has it on, begins before.
+Both, like plain calls, train on a batch once it is complete; `sync, overlapped` starts earlier if the configuration allows.
 """
 
 PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "accumulate_gradients", "train_step", "refit")
 
 
 @dataclass(frozen=True)
-class Result:
-    """Medians over steps in seconds, by phase what the driver waited for it (in another thread, where the loop has one).
+class CompareRow:
+    """Medians over steps in seconds; `phases_s` is the driver's wait per phase (in another thread, if the loop has one).
 
-    `update_s` counts from the end of training until generation has the weights (0 of plain calls, which have a refit alone),
-    `update_pause_s` is the longest time of all steps that generation stood still for it.
-    `tokens_per_s_per_gpu` counts prompts and completions that were trained on, by the GPUs (or workers) of both roles; low
-    and high are the slowest and the fastest round's. MFU is of the train GPUs, in their optimizer step and over the whole
-    step (with its one optimizer step's FLOPs); 0 where what the device can do is not known. `times_plain` is the rate over
-    that of plain calls, None where those were not measured.
+    `update_s` runs from the end of training until generation has the weights (0 for plain calls, which only refit).
+    `update_pause_s` is the longest pause of generation over all steps. `tokens_per_s_per_gpu` counts trained prompt and
+    completion tokens over the GPUs (or workers) of both roles; low and high are the slowest and the fastest round. MFU
+    covers the train GPUs, in the optimizer step and over the whole step (counting the FLOPs of one optimizer step); 0 if
+    the device's peak is unknown. `times_plain` is the rate over that of plain calls, None if those were not measured.
     """
 
-    way: str
+    variant: str
     rounds: int
     steps: int
     step_s: float
@@ -69,43 +81,30 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench compare`."""
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="another setting, for other machines and models")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
-    parser.add_argument("--steps", type=int, help="steps of each way and round that count, rounded up to whole bursts")
-    parser.add_argument("--rounds", type=int, default=2, help="times that all ways are measured in turn")
+    """Adds the options of `dagrl bench compare`."""
+    add_run_arguments(parser, CONFIG)
+    parser.add_argument("--steps", type=int, help="steps of each variant and round that count, rounded up to whole bursts")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
     parser.add_argument(
-        "--ways", default="; ".join(way.name for way in CHOICE), help="separated by semicolons; default: %(default)s"
+        "--variants",
+        default="; ".join(variant.name for variant in CHOICE),
+        help="separated by semicolons; default: %(default)s",
     )
     add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
-    from dagrl.config.file import load_config
-
-    logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
-    ways = chosen(options.ways)
-    deadline = Deadline(options.deadline)
-    with tempfile.TemporaryDirectory() as directory:
-        steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
-        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
-        config = at_rest(hurried(config, options.deadline))
-        results: list[Result] = []
-        for measured in measure(config, ways, None, options.rounds, deadline):
-            results = as_results(config, measured)
-            write_rows(options.json, results, deadline.left_out)
-        write_rows(options.json, results, deadline.left_out)
-    print_table(results)
-    deadline.tell()
-    if options.plot and results:
-        plot(results, options.plot)
+    """Measures, prints the table and writes the requested files."""
+    variants = chosen(options.variants)
+    deadline = BenchDeadline(options.deadline)
+    with run_config(options) as given:
+        config = at_rest(given)
+        measured = measure(config, variants, None, options.rounds, deadline)
+        report_while_measuring(options, deadline, (as_rows(config, found) for found in measured), print_table, plot)
 
 
 def at_rest(config: Config) -> Config:
-    """The configuration with a learning rate of zero, which one of a run may not have."""
+    """Returns the configuration with a learning rate of zero, which the configuration's validation rejects for a run."""
     megatron = config.policy.megatron_cfg
     optimizer = megatron.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
     scheduler = megatron.scheduler.model_copy(update={"lr_warmup_init": 0.0})
@@ -113,26 +112,26 @@ def at_rest(config: Config) -> Config:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
 
 
-def as_results(config: Config, measured: Measured) -> list[Result]:
-    """A row for each way that has been measured."""
-    results = [as_result(config, way, parts) for way, parts in measured.items()]
-    rates = [row.tokens_per_s_per_gpu for row in results if row.way == PLAIN.name]
+def as_rows(config: Config, measured: Measured) -> list[CompareRow]:
+    """Returns a row per measured variant."""
+    results = [as_row(config, variant, parts) for variant, parts in measured.items()]
+    rates = [row.tokens_per_s_per_gpu for row in results if row.variant == PLAIN.name]
     return [replace(row, times_plain=row.tokens_per_s_per_gpu / rates[0]) for row in results] if rates else results
 
 
-def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]]) -> Result:
-    """One row, compared with nothing yet."""
-    from dagrl.loops.session import devices_of
+def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]) -> CompareRow:
+    """Returns one row, without `times_plain`."""
+    from dagrl.config.settings import device_count
 
-    steps, devices = [step for part in rounds for step in part], devices_of(config)
+    steps, devices = [step for part in rounds for step in part], device_count(config)
 
     def middle(name: str) -> float:
         return median(float(step.get(name) or 0.0) for step in steps)
 
     rates = sorted(_total(part, "trained_tokens") / _total(part, TIMING + "total") / devices for part in rounds)
     rate = _total(steps, "trained_tokens") / _total(steps, TIMING + "total") / devices
-    return Result(
-        way=way.name,
+    return CompareRow(
+        variant=variant.name,
         rounds=len(rounds),
         steps=len(rounds[0]),
         step_s=middle(TIMING + "total"),
@@ -161,19 +160,19 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
     return sum(float(step[name]) for step in steps)
 
 
-def print_table(results: Sequence[Result]) -> None:
-    """The rows, for people."""
+def print_table(results: Sequence[CompareRow]) -> None:
+    """Prints the rows."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="seconds a step, by phase; x: of plain Ray", title_justify="left")
-    beside = ("exposed", "idle train", "idle gen", "update ms", "pause ms", "tok/s/GPU", "MFU train", "MFU", "KL", "x")
-    for name in ("way", "step", *PHASES, *beside):
-        table.add_column(name.replace("_", " "), justify="left" if name == "way" else "right", no_wrap=name == "way")
+    table = Table(title="seconds per step, by phase; x: speedup over plain Ray", title_justify="left")
+    columns = ("exposed", "idle train", "idle gen", "update ms", "pause ms", "tok/s/GPU", "MFU train", "MFU", "KL", "x")
+    for name in ("variant", "step", *PHASES, *columns):
+        table.add_column(name.replace("_", " "), justify="left" if name == "variant" else "right", no_wrap=name == "variant")
     for row in results:
         phases = [f"{row.phases_s[phase]:.3f}" for phase in PHASES]
         table.add_row(
-            row.way, f"{row.step_s:.2f}", *phases, f"{row.exposed_generation_s:.2f}", f"{row.idle_train:.0%}",
+            row.variant, f"{row.step_s:.2f}", *phases, f"{row.exposed_generation_s:.2f}", f"{row.idle_train:.0%}",
             f"{row.idle_generation:.0%}", f"{row.update_s * 1000:.0f}", f"{row.update_pause_s * 1000:.0f}",
             f"{row.tokens_per_s_per_gpu:,.0f}",
             *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
@@ -186,8 +185,8 @@ def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Tokens a second and GPU with the slowest and fastest round, and idle shares, by way."""
+def plot(results: Sequence[CompareRow], path: Path) -> None:
+    """Plots tokens per second and GPU, with the slowest and fastest round, and idle shares, by variant."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -200,7 +199,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     spread.append([row.tokens_per_s_per_gpu_high - row.tokens_per_s_per_gpu for row in results])
     bars = speed.barh(places, rates, xerr=spread, color="#4477aa")
     speed.bar_label(bars, [_times(row.times_plain) for row in results], padding=4)
-    speed.set(title="trained tokens a second and GPU", yticks=places, yticklabels=[row.way for row in results])
+    speed.set(title="trained tokens/s/GPU", yticks=places, yticklabels=[row.variant for row in results])
     speed.margins(x=0.15)
     idle.barh([place - 0.2 for place in places], [row.idle_train for row in results], 0.4, label="train", color="#ee6677")
     idle.barh(

@@ -1,14 +1,13 @@
-"""Bytes that a step copies into shared memory: counted in dagrl's edges, computed for Ray's calls and graphs.
+"""Bytes that one step copies into shared memory: counted for dagrl's edges, computed for Ray's calls and graphs.
 
-Phases under the eager executor are plain calls, so theirs are computed too.
+The counters cover bytes written to rings, mailboxes and links and bytes copied out of them, in the driver and all workers.
+Phases under the eager executor are plain calls, so their bytes are computed too. Ray has no such counters; its bytes follow
+from what it writes:
 
-Counted are the bytes written to rings, mailboxes and links, and those copied out of them, in the driver and in all workers.
-Ray counts nothing; what it copies follows from what it writes:
-
-- a compiled graph's channel holds one serialized value for each node that writes it, whatever the number of readers on the
-  host (`ray/experimental/channel/shared_memory_channel.py`);
-- a call's argument or result of up to 100 KiB travels inside the message (`max_direct_call_object_size`), a larger one is
-  written to the object store, for each call that it is passed to; `ray.put` writes it there once, whatever its size.
+- A compiled graph's channel holds one serialized value per writing node, for any number of readers on the host
+  (`ray/experimental/channel/shared_memory_channel.py`).
+- A call carries arguments and results of up to 100 KiB inside its message (`max_direct_call_object_size`). Larger ones are
+  written to the object store once per call. `ray.put` writes a value once, whatever its size.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ from typing import Any
 
 import ray
 
-from bench.variants import Actors, Step
-from dagrl.executors.eager import INLINE_BYTES as PUT_BYTES
-from dagrl.executors.memory import copied_bytes
-from dagrl.executors.packet import payload_bytes
+from dagrl.bench.variants import Actors, Step
+from dagrl.runtime.edges.memory import copied_bytes
+from dagrl.runtime.edges.packet import payload_bytes
+from dagrl.runtime.executors.eager import INLINE_BYTES as PUT_BYTES
 
 INLINE_BYTES = 100 << 10
 REPLAYS = 20
 
 
 def counted(step: Step, value: Any, actors: Actors) -> int:
-    """Bytes a step of phases of dagrl under the compiled executor, by the counters of all its processes."""
-    before = _total(actors)
+    """Returns the bytes per step of compiled dagrl phases, from the counters of all processes."""
+    before = _total(step, actors)
     with step.awake():
         for _ in range(REPLAYS):
             step.run(value)
-    return round((_total(actors) - before) / REPLAYS)
+    return round((_total(step, actors) - before) / REPLAYS)
 
 
 def computed(variant: str, shape: str, workers: int, value: Any, result: Any) -> int | None:
-    """Bytes a step of one of Ray's own ways, on one host; None for what is not one of them."""
+    """Returns the bytes per step of a Ray variant or the eager executor on one host; None for other variants."""
     if variant == "dagrl_eager":
         return _eager(shape, workers, value, result)
     given, returned = _serialized(value), _serialized(result)
@@ -58,17 +57,17 @@ def computed(variant: str, shape: str, workers: int, value: Any, result: Any) ->
 
 
 def _eager(shape: str, workers: int, value: Any, result: Any) -> int:
-    """Of phases under the eager executor, headers of packets left out: a large input is put once for all shards."""
+    """Returns the bytes of an eager step without packet headers: a large input is put once for all shards."""
     given, returned = _serialized(value), _serialized(value if shape == "chain" else result)
     results = workers * returned if returned > INLINE_BYTES else 0
     return (given if payload_bytes(value) > PUT_BYTES else 0) + results
 
 
-def _total(actors: Actors) -> int:
-    return copied_bytes() + int(sum(ray.get([actor.copied.remote() for actor in actors.compiled])))
+def _total(step: Step, actors: Actors) -> int:
+    return copied_bytes() + int(sum(ray.get([actor.copied.remote() for actor in actors.of[step.variant]])))
 
 
 def _serialized(value: Any) -> int:
-    """Bytes of a value as Ray writes it."""
+    """Returns the size of a value as Ray serializes it."""
     context = ray._private.worker.global_worker.get_serialization_context()
     return int(context.serialize(value).total_bytes)

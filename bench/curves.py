@@ -1,9 +1,9 @@
-"""Learning curves: reward by step and by minute of the quickstart's GRPO, synchronous and asynchronous, over several seeds.
+"""Draws learning curves of the quickstart's GRPO: reward by step and by minute, synchronous and asynchronous.
 
-    dagrl bench curves --json F --plot F [--steps N] [--seeds N] [--ways W; W] [--config YAML] [a.b=c ...]
+    dagrl bench curves --json F --plot F [--steps N] [--seeds N] [--variants W; W] [--config YAML] [a.b=c ...]
 
-One session: SFT once, then every way from the same weights with every seed, in turn. A seed decides the prompts' order and
-every token drawn. The importance sampling correction is on in all ways (it has nothing to correct in the synchronous one).
+One session runs SFT once, then every variant with every seed, each from the same weights. The seed sets the order of prompts
+and the sampling of tokens. Importance sampling correction is on in all variants; the synchronous one has nothing to correct.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.deadline import Deadline, add_deadline
-from bench.report import write_rows
-from bench.step import WAYS, Way, begin_again, chosen
+from dagrl.bench.deadline import BenchDeadline, add_deadline
+from dagrl.bench.report import report_while_measuring
+from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen
 
 if TYPE_CHECKING:
     from dagrl.config import Config
-    from dagrl.loops.session import Session
-    from dagrl.rewards import RewardRunner
+    from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.session import Session
 
 CONFIG = Path(__file__).parents[1] / "examples" / "grpo_quickstart.yaml"
-CHOICE = WAYS
+CHOICE = VARIANTS
 DEFAULT = "sync; in flight, age 1; in flight, age 4"
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000", "#ee7733")
 OVERRIDES = (
@@ -45,9 +46,9 @@ OVERRIDES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """One run: mean reward of each step's samples, seconds from its start to the end of each step, ages of its tokens."""
+    """One run: mean reward per step, seconds from the run's start to the end of each step, mean age of its tokens."""
 
-    way: str
+    variant: str
     seed: int
     reward: list[float]
     seconds: list[float]
@@ -56,75 +57,70 @@ class Curve:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench curves`."""
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="another run than the quickstart")
-    parser.add_argument("--json", type=Path, help="write the curves to this file, run by run")
-    parser.add_argument("--plot", type=Path, help="draw the curves to this file (png, svg)")
-    parser.add_argument("--steps", type=int, default=40, help="GRPO steps of a run")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each way")
-    names = "; ".join(way.name for way in CHOICE)
-    parser.add_argument("--ways", default=DEFAULT, help=f"some of: {names} (separated by semicolons; default: {DEFAULT})")
+    """Adds the options of `dagrl bench curves`."""
+    add_run_arguments(parser, CONFIG)
+    parser.add_argument("--steps", type=int, default=40, help="GRPO steps per run")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per variant")
+    names = "; ".join(variant.name for variant in CHOICE)
+    parser.add_argument("--variants", default=DEFAULT, help=f"separated by semicolons, any of: {names}; default: {DEFAULT}")
     add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, write what was asked for after each run."""
+    """Measures, and writes the results after each run."""
     from dagrl.config.file import load_config
 
-    logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
-    ways = chosen(options.ways, CHOICE)
-    curves: list[Curve] = []
-    deadline = Deadline(options.deadline)
+    logging.getLogger("dagrl").setLevel("ERROR")  # its warnings concern settings measured on purpose
+    variants = chosen(options.variants, CHOICE)
+    deadline = BenchDeadline(options.deadline)
     with tempfile.TemporaryDirectory() as directory:
         given = [*OVERRIDES, f"grpo.max_num_steps={options.steps}", f"output_dir={directory}", *options.overrides]
         config = load_config(options.config, given)
-        for curve in measure(config, ways, options.seeds, Path(directory) / "first_weights", deadline):
-            curves.append(curve)
-            write_rows(options.json, curves, deadline.left_out)
-        write_rows(options.json, curves, deadline.left_out)
-    print_table(curves)
-    deadline.tell()
-    if options.plot and curves:
-        plot(curves, options.plot)
+        measured = measure(config, variants, options.seeds, Path(directory) / "first_weights", deadline)
+        report_while_measuring(options, deadline, accumulate(([curve] for curve in measured), add), print_table, plot)
 
 
-def measure(config: Config, ways: Sequence[Way], seeds: int, first_weights: Path, deadline: Deadline) -> Iterator[Curve]:
-    """Yields every way's curve of the first seed, then of the next, as far as the deadline allows."""
-    from dagrl.loops.grpo_step import grpo_plans
-    from dagrl.loops.sft import train_sft
-    from dagrl.loops.start import open_session
-    from dagrl.rewards import RewardRunner
+def measure(
+    config: Config, variants: Sequence[Variant], seeds: int, first_weights: Path, deadline: BenchDeadline
+) -> Iterator[Curve]:
+    """Yields every variant's curve of the first seed, then of the next, as the deadline allows."""
+    from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.loops.sft import train_sft
+    from dagrl.run.plans import grpo_plans
+    from dagrl.run.start import open_session
 
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
         if config.sft.max_num_steps:
             train_sft(session)
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(first_weights), {})
-        turns = product(range(seeds), ways)
-        for seed, way in deadline.each(turns, lambda turn: f"{turn[1].name} (seed {turn[0]})"):
-            yield run_way(config, session, reward, way, seed, first_weights)
+        turns = product(range(seeds), variants)
+        for seed, variant in deadline.each(turns, lambda turn: f"{turn[1].name} (seed {turn[0]})"):
+            yield run_variant(config, session, reward, variant, seed, first_weights)
 
 
-def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, seed: int, first_weights: Path) -> Curve:
-    """One run from the first weights."""
+def run_variant(
+    config: Config, session: Session, reward: RewardRunner, variant: Variant, seed: int, first_weights: Path
+) -> Curve:
+    """Runs one variant from the first weights."""
     import time
+    from dataclasses import replace
 
-    from dagrl.loops.async_grpo import train_async
-    from dagrl.loops.grpo import train_grpo
+    from dagrl.run.loops.async_grpo import train_async
+    from dagrl.run.loops.grpo import train_grpo
     from dagrl.telemetry.record import read_metrics
 
-    begin_again(session, config, way, first_weights, config.grpo.max_num_steps)
+    session = begin_again(session, config, variant, first_weights, config.grpo.max_num_steps)
     data = config.data.model_copy(update={"seed": seed})
-    session.config = session.config.model_copy(update={"seed": seed, "data": data})
-    before, started = len(read_metrics(session.paths.metrics)), time.time()
-    (train_async if way.enabled else train_grpo)(session, reward)
-    session.savers.clear()
+    session = replace(session, config=session.config.model_copy(update={"seed": seed, "data": data}))
+    before, started = len(read_metrics(session.recorder.paths.metrics)), time.time()
+    (train_async if variant.enabled else train_grpo)(session, reward)
+    session.checkpoints.parts.clear()
     lines: list[dict[str, Any]] = [
-        dict(line) for line in read_metrics(session.paths.metrics)[before:] if "reward/mean" in line
+        dict(line) for line in read_metrics(session.recorder.paths.metrics)[before:] if "reward/mean" in line
     ]
     return Curve(
-        way=way.name,
+        variant=variant.name,
         seed=seed,
         reward=[float(line["reward/mean"]) for line in lines],
         seconds=[round(float(line["time"]) - started, 3) for line in lines],
@@ -134,19 +130,23 @@ def run_way(config: Config, session: Session, reward: RewardRunner, way: Way, se
 
 
 def summary(curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """By way: reward of the last quarter of the steps (mean over seeds, lowest and highest), held out, and a run's time.
+    """Returns a row per variant: reward of the last quarter of steps (mean, lowest and highest over seeds), held out, time.
 
-    Of the seeds that all ways have: the time may be up in the middle of one.
+    Uses only seeds that all variants have, as the deadline may pass between two variants of a seed.
     """
     rows = []
-    ways = dict.fromkeys(curve.way for curve in curves)
-    seeds = set.intersection(*({curve.seed for curve in curves if curve.way == way} for way in ways)) if ways else set()
-    for way in ways if seeds else ():
-        mine = [curve for curve in curves if curve.way == way and curve.seed in seeds]
+    variants = dict.fromkeys(curve.variant for curve in curves)
+    seeds = (
+        set.intersection(*({curve.seed for curve in curves if curve.variant == variant} for variant in variants))
+        if variants
+        else set()
+    )
+    for variant in variants if seeds else ():
+        mine = [curve for curve in curves if curve.variant == variant and curve.seed in seeds]
         last = [_mean(curve.reward[-max(1, len(curve.reward) // 4) :]) for curve in mine]
         rows.append(
             {
-                "way": way,
+                "variant": variant,
                 "seeds": len(mine),
                 "reward": _mean(last),
                 "lowest": min(last),
@@ -160,37 +160,37 @@ def summary(curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 
 def print_table(curves: Sequence[Curve]) -> None:
-    """One line for each way."""
+    """Prints a line per variant."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("way", "seeds", "reward, last quarter", "over seeds", "held out", "seconds", "age")
+    table = Table("variant", "seeds", "reward, last quarter", "over seeds", "held out", "seconds", "age")
     for row in summary(curves):
         spread = f"{row['lowest']:.3f} to {row['highest']:.3f}"
         cells = (f"{row['reward']:.3f}", spread, f"{row['held_out']:.3f}", f"{row['seconds']:.0f}", f"{row['age']:.2f}")
-        table.add_row(row["way"], str(row["seeds"]), *cells)
+        table.add_row(row["variant"], str(row["seeds"]), *cells)
     Console(width=110).print(table)
 
 
 def plot(curves: Sequence[Curve], path: Path) -> None:
-    """Reward by step (mean over seeds, and their range), and reward by minute (every run)."""
+    """Plots reward by step (mean and range over seeds) and by minute (every run)."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (by_step, by_time) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for way, color in zip(dict.fromkeys(curve.way for curve in curves), COLORS, strict=False):
-        mine = [curve for curve in curves if curve.way == way]
+    for variant, color in zip(dict.fromkeys(curve.variant for curve in curves), COLORS, strict=False):
+        mine = [curve for curve in curves if curve.variant == variant]
         columns = list(zip(*(curve.reward for curve in mine), strict=True))
         steps = range(1, len(columns) + 1)
-        by_step.plot(steps, [_mean(column) for column in columns], color=color, label=way)
+        by_step.plot(steps, [_mean(column) for column in columns], color=color, label=variant)
         by_step.fill_between(
             steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.15, linewidth=0
         )
         for curve in mine:
             by_time.plot([second / 60 for second in curve.seconds], curve.reward, color=color, alpha=0.8, linewidth=1)
-    by_step.set(title="mean over seeds, and their range", xlabel="step", ylabel="reward of the step's samples")
+    by_step.set(title="mean and range over seeds", xlabel="step", ylabel="reward of the step's samples")
     by_time.set(title="every run", xlabel="minutes")
     by_step.legend()
     figure.savefig(path, dpi=120)

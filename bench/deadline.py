@@ -1,4 +1,4 @@
-"""The time that a measurement may take: nothing is begun that would not end in it, and what was left out is told."""
+"""Time limit of a benchmark: skips whatever would not finish in time and reports it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ TIME_IS_UP = "the time is up"
 
 
 def add_deadline(parser: argparse.ArgumentParser) -> None:
-    """The option that all measurements of several ways share."""
+    """Adds `--deadline` to a benchmark's options."""
     parser.add_argument(
-        "--deadline", type=float, metavar="S", help="begin nothing that would not end in S seconds; say what was left out"
+        "--deadline", type=float, metavar="S", help="skip what would not finish within S seconds, and report it"
     )
 
 
-class Deadline:
-    """`seconds` from now on (None: no limit). What comes next is taken to last as long as the longest so far."""
+class BenchDeadline:
+    """Allows work for `seconds` from now on (None: no limit). The next item is assumed to take as long as the longest so
+    far."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._end = clock, None if seconds is None else clock() + seconds
         self._begun: float | None = None
         self._longest = 0.0
-        self.left_out: dict[str, str] = {}  # why, by name
+        self.left_out: dict[str, str] = {}  # reason by name
 
     def allows(self, name: str) -> bool:
-        """Whether `name` may begin now; what may not is noted. Call it when what was begun before has ended."""
+        """Returns whether `name` may start now, and records it as left out if not. Call it when the previous item has
+        finished."""
         now = self._clock()
         if self._begun is not None:
             self._longest = max(self._longest, now - self._begun)
@@ -43,17 +45,18 @@ class Deadline:
         return allowed
 
     def each(self, items: Iterable[T], name: Callable[[T], str] = str) -> Iterator[T]:
-        """Those of `items` that may begin, each when the one before has ended."""
+        """Yields the `items` that may start, each after the previous one has finished."""
         return (item for item in items if self.allows(name(item)))
 
     def tell(self) -> None:
-        """A line on standard error about what was left out."""
+        """Writes a line about left-out items to standard error."""
         if self.left_out:
             sys.stderr.write(f"left out, {TIME_IS_UP}: {'; '.join(self.left_out)}\n")
 
 
 def hurried(config: Config, seconds: float | None) -> Config:
-    """The configuration with waits of which several end in `seconds` (None: as they are): a hang is told before the end."""
+    """Shortens the configuration's timeouts so that several fit into `seconds` (None: unchanged) and a hang is reported in
+    time."""
     if seconds is None:
         return config
     longest = {"start_s": seconds / 2, "compile_s": seconds / 4, "warmup_s": seconds / 3}

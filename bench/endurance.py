@@ -1,13 +1,13 @@
-"""Endurance: replays by the hundred thousand and recompilations by the hundred, at flat time and memory.
+"""Endurance: 100,000 replays and 100 recompilations, at constant time and memory.
 
-    python -m bench.endurance --json bench/results/endurance-worn.json
+    python -m dagrl.bench.endurance --json bench/results/endurance-worn.json
 
-Two workers. First, replays of one phase: their median duration in the calmest thousand of the first and of the last tenth,
-their processor time in all processes together, and the memory of these along the way. Whatever else runs on a shared machine
-changes both times, so the worn graph is also measured against a fresh one, on new workers, in turns of some hundred replays.
-The driver is the same for both: that nothing grows there either is counted by `tests/integration/test_replay_growth.py`.
-Then cycles of compiling a phase with an edge of 64 MB between the workers, replaying it 50 times at its full size, and
-tearing it down: time of the teardown, memory, semaphores and shared memory left behind.
+Runs on two workers. The first part replays one phase and reports, for the first and the last tenth of the replays, the
+median duration in the calmest window of a thousand, the processor time of all processes, and memory along the way. Other
+load on a shared machine affects both times, so the worn graph also takes turns of a few hundred replays with a fresh graph
+on new workers. Both use the same driver; `tests/integration/test_replay_growth.py` checks that nothing grows there.
+The second part compiles a phase with a 64 MB edge between the workers, replays it 50 times at full size and tears it down,
+in cycles. It reports teardown time, memory, and the semaphores and shared memory left over.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from bench.overhead import bench_cluster
-from bench.report import command_line, commit, hardware, versions
-from bench.worker import BenchWorker
-from dagrl.executors.node import drain_runs
-from dagrl.layout import ParallelLayout
-from dagrl.phase import Input, Shard, Value, phase
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.worker_group import WorkerGroup
+from dagrl.bench.overhead import bench_cluster
+from dagrl.bench.report import command_line, commit, hardware, versions
+from dagrl.bench.worker import BenchWorker
+from dagrl.runtime.executors.node import drain_runs
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Input, Shard, Value, phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker_group import WorkerGroup
 
 WINDOW = 1000
-TURNS, TURN = 40, 200  # of the worn graph and a fresh one
+TURNS, TURN = 40, 200  # turns, and replays per turn, of the worn and the fresh graph
 EDGE_BYTES = 64_000_000
 PASSES = 50
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # what is looked into, not a temporary file
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # read, never written
 
 
 @phase
 def every_worker(train: Shard, value: Input) -> Value:
-    """Every worker gets the input; every result goes to the driver."""
+    """Sends the input to every worker and every result to the driver."""
     return train.map("step", value)
 
 
 @phase
 def pass_on(train: Shard, value: Input) -> Value:
-    """A large result goes from the first worker to the second."""
+    """Sends a large result from the first worker to the second."""
     return train[1].map("size", train[0].map("step", value))
 
 
 @dataclass(frozen=True)
-class Replays:
-    """`n` replays: microseconds of one at the start and at the end, and megabytes resident along the way.
+class ReplayEndurance:
+    """Results of `n` replays: microseconds per replay at the start and at the end, and resident megabytes along the way.
 
-    `cpu`: processor time of the driver and the workers together, their other threads included. `worn`: how many times as
-    long a replay takes after all of them as one of a fresh graph on new workers, side by side.
+    `*_cpu_us` is the processor time of the driver and the workers together, all threads included. `worn` is the duration of
+    a replay after `n` replays over that of a fresh graph on new workers, measured side by side.
     """
 
     n: int
@@ -72,8 +72,8 @@ class Replays:
 
 
 @dataclass(frozen=True)
-class Cycles:
-    """`n` cycles: the longest teardown, megabytes resident after each tenth, and what is left in `/dev/shm`."""
+class CycleEndurance:
+    """Results of `n` cycles: the longest teardown, resident megabytes after each tenth, and what is left in `/dev/shm`."""
 
     n: int
     replays: int
@@ -84,8 +84,8 @@ class Cycles:
     left_shared_mb: float
 
 
-def replays(group: WorkerGroup, count: int) -> Replays:
-    """Time and memory of `count` replays, at least ten windows of a thousand."""
+def replays(group: WorkerGroup, count: int) -> ReplayEndurance:
+    """Measures time and memory of `count` replays, at least ten windows of a thousand."""
     seconds, cpu, resident = np.empty(count), [], []
     with _ready(group) as scheduler:
         for number in range(count):
@@ -98,9 +98,9 @@ def replays(group: WorkerGroup, count: int) -> Replays:
         worn = _against_fresh(scheduler)
     tenth = max(WINDOW, count // 10)
     first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
-    taken = np.diff(cpu)[1:] / WINDOW  # of each window but the first
+    taken = np.diff(cpu)[1:] / WINDOW  # per window, without the first
     first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
-    return Replays(count, _us(first), _us(last), _us(first_cpu), _us(last_cpu), worn, tuple(resident))
+    return ReplayEndurance(count, _us(first), _us(last), _us(first_cpu), _us(last_cpu), worn, tuple(resident))
 
 
 def _us(seconds: float) -> float:
@@ -108,7 +108,7 @@ def _us(seconds: float) -> float:
 
 
 def _against_fresh(worn: Scheduler) -> float:
-    """Median over turns of how many times as long a replay takes as one of a fresh graph; who comes first alternates."""
+    """Returns the median ratio of a replay's duration to that on a fresh graph, over turns that alternate in order."""
     group = two_workers()
     ratios = []
     with _ready(group) as fresh:
@@ -131,14 +131,14 @@ def _ready(group: WorkerGroup) -> Iterator[Scheduler]:
 
 
 def _one(scheduler: Scheduler) -> float:
-    """Seconds of a replay."""
+    """Returns the seconds of one replay."""
     started = time.perf_counter()
     scheduler.replay(every_worker, b"x").result()
     return time.perf_counter() - started
 
 
-def cycles(group: WorkerGroup, count: int) -> Cycles:
-    """What `count` cycles of compiling, replaying and tearing down take and leave."""
+def cycles(group: WorkerGroup, count: int) -> CycleEndurance:
+    """Measures `count` cycles of compiling, replaying and tearing down."""
     group.call("set_result", EDGE_BYTES - (1 << 16))
     teardowns, resident, before = [], [], (0, 0.0)
     for cycle in range(count):
@@ -156,7 +156,7 @@ def cycles(group: WorkerGroup, count: int) -> Cycles:
             resident.append(_resident_mb(group))
     semaphores, shared_mb = _shared_memory()
     left = semaphores - before[0], round(shared_mb - before[1], 1)
-    return Cycles(count, PASSES, EDGE_BYTES, round(max(teardowns), 3), tuple(resident), *left)
+    return CycleEndurance(count, PASSES, EDGE_BYTES, round(max(teardowns), 3), tuple(resident), *left)
 
 
 def _scheduler(group: WorkerGroup, result_bytes: int) -> Scheduler:
@@ -164,18 +164,18 @@ def _scheduler(group: WorkerGroup, result_bytes: int) -> Scheduler:
 
 
 def _calmest(seconds: npt.NDArray[np.float64]) -> float:
-    """Seconds of a replay in the window of a thousand that other processes disturbed least."""
+    """Returns the median seconds per replay in the window of a thousand with the least disturbance."""
     starts = range(0, len(seconds) - WINDOW + 1, WINDOW)
     return min(float(np.median(seconds[start : start + WINDOW])) for start in starts)
 
 
 def _cpu_s(group: WorkerGroup) -> float:
-    """Processor time that the driver and the workers have used."""
+    """Returns the processor time of the driver and the workers."""
     return time.process_time() + float(sum(group.call("cpu_s")))
 
 
 def _resident_mb(group: WorkerGroup) -> float:
-    """Memory of the driver and the workers, shared memory included, without what the workers' records of calls take."""
+    """Returns resident memory of the driver and the workers, including shared memory, without the workers' trace buffers."""
     gc.collect()
     group.call_function(_forget)
     pids = [os.getpid(), *group.call("pid")]
@@ -193,21 +193,21 @@ def _kilobytes(pid: int) -> int:
 
 
 def _shared_memory() -> tuple[int, float]:
-    """Semaphores in `/dev/shm`, and megabytes in use there."""
+    """Returns the number of semaphores in `/dev/shm` and the megabytes in use there."""
     usage = os.statvfs(SHARED_MEMORY)
     semaphores = sum(entry.name.startswith("sem.") for entry in SHARED_MEMORY.iterdir())
     return semaphores, (usage.f_blocks - usage.f_bfree) * usage.f_frsize / 1e6
 
 
 def two_workers() -> WorkerGroup:
-    """Two workers that do nothing."""
+    """Starts two workers that do no work."""
     actor = ray.remote(num_cpus=0)(BenchWorker)
     return WorkerGroup.from_actors([actor.remote() for _ in range(2)], ParallelLayout(tp=2))
 
 
 def main() -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="bench.endurance", description=(__doc__ or "").splitlines()[0])
+    """Measures, prints and writes the results."""
+    parser = argparse.ArgumentParser(prog="dagrl.bench.endurance", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replays", type=int, default=100_000)
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--json", type=Path)

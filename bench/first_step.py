@@ -1,4 +1,4 @@
-"""The first step after a warm-up, against the median step: fresh schedulers, one after the other, on the same workers."""
+"""Compares the first step after warm-up with the median step, over several fresh schedulers on the same workers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.variants import Actors, steps
-from bench.worker import SMALL, payload
+from dagrl.bench.variants import Actors, StepSetup, steps
+from dagrl.bench.worker import SMALL, payload
 
 STEPS = 200
 
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """Over `n` fresh schedulers: median first step and median of later ones in microseconds, and the ratio of the two."""
+    """Results over `n` fresh schedulers: median first step and median later step in microseconds, and their ratio."""
 
-    p50_us: float  # of the first steps
+    p50_us: float  # first steps
     p99_us: float
     later_us: float
-    ratio: float  # median over the schedulers of first step to that scheduler's median step
+    ratio: float  # median over schedulers of (first step / median of its later steps)
     worst_ratio: float
     n: int
 
 
 def first_steps(workers: int, actors: Actors, schedulers: int) -> FirstSteps:
-    """Compile and warm up, take one step and then 200 more; small inputs and results."""
+    """Compiles and warms up each scheduler, then times one step and 200 more, with small inputs and results."""
     taken = [_one(actors.first(workers)) for _ in range(schedulers)]
     first, later = np.array(taken).T * 1e6
     ratios = first / later
@@ -42,7 +42,7 @@ def first_steps(workers: int, actors: Actors, schedulers: int) -> FirstSteps:
 
 def _one(actors: Actors) -> tuple[float, float]:
     value = payload(SMALL)
-    with steps("scatter-gather", actors, ("dagrl_compiled",), SMALL, SMALL) as (step,):
+    with steps(StepSetup("scatter-gather", SMALL, SMALL), actors, ("dagrl_compiled",)) as (step,):
         started = time.perf_counter()
         step.run(value)
         first = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""The GPUs that a process may use, as `nvidia-smi` tells them: without torch, so that nothing is started on them."""
+"""Lists the visible GPUs with `nvidia-smi`, without importing torch and creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUERY = "uuid,name,memory.total,driver_version"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; memory in MiB (0: it has none of its own, and shares the host's)."""
+    """One GPU. `memory_mib` is 0 if the GPU shares the host's memory."""
 
     uuid: str
     name: str
@@ -22,7 +22,7 @@ class Gpu:
 
 
 def gpus() -> list[Gpu]:
-    """Those that `CUDA_VISIBLE_DEVICES` lets be seen; none without `nvidia-smi`, or where it fails."""
+    """Returns the GPUs that `CUDA_VISIBLE_DEVICES` allows; an empty list if `nvidia-smi` is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
@@ -31,7 +31,7 @@ def gpus() -> list[Gpu]:
 
 
 def visible(table: str) -> list[Gpu]:
-    """Of the lines that `nvidia-smi` printed, the GPUs that a process may use."""
+    """Returns the visible GPUs from `nvidia-smi`'s output."""
     every = []
     for uuid, name, memory, driver in (line.split(", ") for line in table.strip().splitlines()):
         every.append(Gpu(uuid, name, int(memory) if memory.isdigit() else 0, driver))

@@ -1,4 +1,4 @@
-"""Measuring side by side: rounds in which every variant takes its turn, so that a disturbance touches all of them."""
+"""Measures variants side by side: they take turns in every round, so a disturbance affects all of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.variants import Step
+from dagrl.bench.variants import Step
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: `rounds` turns of at most `samples` steps or `seconds`, after `warmup` steps or a third of it.
+    """How long to measure: `rounds` turns, each of at most `samples` steps or `seconds`.
 
-    Before the first, at most `settle_s` seconds for the actors' processes to come to rest.
+    Each turn starts with `warmup` steps, or a third of `seconds` if that is shorter. Before the first turn the benchmark
+    waits up to `settle_s` seconds for the actors' processes to become idle.
     """
 
     rounds: int = 3
@@ -32,7 +33,7 @@ QUICK = Effort(rounds=2, samples=40, seconds=0.3, warmup=5, settle_s=1.0)
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a step: median, 99th percentile, and the spread (difference of the quartiles) of `n` samples."""
+    """Median, 99th percentile and interquartile range of `n` steps, in microseconds."""
 
     p50_us: float
     p99_us: float
@@ -41,13 +42,13 @@ class Timing:
 
     @staticmethod
     def of(samples: Sequence[float]) -> Timing:
-        """From samples in seconds."""
+        """Builds a timing from samples in seconds."""
         low, middle, high, late = np.percentile(np.asarray(samples) * 1e6, [25, 50, 75, 99])
         return Timing(round(float(middle), 1), round(float(late), 1), round(float(high - low), 1), len(samples))
 
 
 def side_by_side(steps: Sequence[Step], inputs: Mapping[str, object], effort: Effort) -> dict[str, Timing]:
-    """A timing for each variant; `inputs` is what each is called with."""
+    """Returns a timing per variant. `inputs` maps each variant to the argument of its step."""
     samples: dict[str, list[float]] = {step.variant: [] for step in steps}
     for _ in range(effort.rounds):
         for step in steps:
@@ -72,11 +73,11 @@ def _turn(run: Callable[[object], object], argument: object, effort: Effort) -> 
 
 
 QUIET = 0.1
-"""Share of the processor time of all cores that may be used where nothing is to disturb a measurement."""
+"""A host counts as quiet when less than this share of all cores' time is in use."""
 
 
 def wait_for_quiet(longest_s: float, window_s: float = 0.5) -> bool:
-    """Return when the cores were idle for `window_s`, or after `longest_s`; whether they were."""
+    """Waits until the host is quiet for `window_s`, at most `longest_s`. Returns whether it became quiet."""
     until = time.monotonic() + longest_s
     while time.monotonic() < until:
         before = _processor_ticks()
@@ -88,6 +89,6 @@ def wait_for_quiet(longest_s: float, window_s: float = 0.5) -> bool:
 
 
 def _processor_ticks() -> tuple[int, int]:
-    """Of all cores since the start of the machine: idle ones, and all."""
+    """Returns idle ticks and total ticks of all cores since boot."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     return ticks[3] + ticks[4], sum(ticks[:8])

@@ -1,8 +1,8 @@
-"""Models of real shapes with random weights, written as Hugging Face checkpoints: what benchmarks train on.
+"""Models with published shapes and random weights, written as Hugging Face checkpoints for benchmarks to train on.
 
     write_model(SHAPES["qwen3-0.6b"], directory)          # config.json and model.safetensors, bfloat16
 
-The sizes are those of the published `config.json` files; `layers` cuts a model to fit a machine, and says so in its name.
+Sizes come from the published `config.json` files. `with_layers` shortens a model to fit a machine and changes its name.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ _QWEN3: dict[str, Json] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model's name and its `config.json`."""
 
     name: str
     config: Mapping[str, Json] = field(default_factory=dict)
 
-    def with_layers(self, layers: int) -> Shape:
-        """The same model with fewer layers."""
-        return Shape(f"{self.name}-{layers}-layers", {**self.config, "num_hidden_layers": layers})
+    def with_layers(self, layers: int) -> ModelShape:
+        """Returns the same model with fewer layers."""
+        return ModelShape(f"{self.name}-{layers}-layers", {**self.config, "num_hidden_layers": layers})
 
-    def narrowed(self) -> Shape:
-        """A model of the same kind that a laptop trains in no time."""
+    def narrowed(self) -> ModelShape:
+        """Returns a tiny model of the same architecture."""
         small: dict[str, Json] = {"vocab_size": 512, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         small |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         if "num_experts" in self.config:
             small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        return Shape(f"{self.name}-tiny", {**self.config, **small})
+        return ModelShape(f"{self.name}-tiny", {**self.config, **small})
 
 
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape(
+        ModelShape(
             "qwen3-0.6b",
             {
                 **_QWEN3,
@@ -65,7 +65,7 @@ SHAPES = {
                 "num_attention_heads": 16,
             },
         ),
-        Shape(
+        ModelShape(
             "qwen3-4b",
             {
                 **_QWEN3,
@@ -75,7 +75,7 @@ SHAPES = {
                 "num_attention_heads": 32,
             },
         ),
-        Shape(
+        ModelShape(
             "qwen3-30b-a3b",
             {
                 **_QWEN3,
@@ -99,20 +99,20 @@ SHAPES = {
 
 
 def parameter_shapes(config: Mapping[str, Json]) -> dict[str, list[int]]:
-    """Shape of every parameter by its Hugging Face name."""
-    from dagrl.layout import ParallelLayout
+    """Returns the shape of every parameter by its Hugging Face name."""
     from dagrl.refit.slices import expand
-    from workers.megatron.weights import megatron_weight_slices
+    from dagrl.runtime.layout import ParallelLayout
+    from dagrl.workers.megatron.weights import megatron_weight_slices
 
     shapes: dict[str, list[int]] = {}
-    for piece in expand(megatron_weight_slices(config, ParallelLayout(), 0)):
-        known = shapes.setdefault(piece.name, [0] * len(piece.box))
-        shapes[piece.name] = [max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True)]
+    for part in expand(megatron_weight_slices(config, ParallelLayout(), 0)):
+        known = shapes.setdefault(part.name, [0] * len(part.box))
+        shapes[part.name] = [max(size, stop) for size, (_, stop) in zip(known, part.box, strict=True)]
     return shapes
 
 
-def write_model(shape: Shape, directory: Path, device: str = "cpu", dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Write the model below `directory` with normal weights of deviation 0.02 and norms of 1, drawn on `device`."""
+def write_model(shape: ModelShape, directory: Path, device: str = "cpu", dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """Writes the model below `directory`: normal weights of standard deviation 0.02 and norms of 1, drawn on `device`."""
     import torch
     from safetensors.torch import save_file
 

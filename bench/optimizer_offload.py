@@ -1,13 +1,13 @@
-"""Optimizer state that leaves the GPU while log-probabilities are computed: what it costs, and what memory it frees.
+"""Measures optimizer offload during log-probabilities: what it costs and how much memory it frees.
 
     dagrl bench optimizer_offload [--model qwen3-0.6b] [--rows 16] [--length 2048] [--json F]
 
-One worker on one GPU takes the same steps in three ways, in turn: `off` (the state stays), `on`
-(`policy.offload_optimizer_for_logprob`), and `blocking`, a plain copy of every tensor by `.to("cpu")` and back. A step is
-logprob_inference_prep, log-probabilities, training_prep, and an optimizer step; `prep_ms` is the time of both preparations
-as the caller sees it, `step_ms` the whole step: what `on` does not hide is in the difference to `off`. Peaks are of memory
-that kernels or copies may still use (torch's active bytes). Where there is room, log-probabilities begin before the copies
-are done; so `fits` says what matters: whether they run with half of the state's memory taken away from what `off` needs.
+One worker on one GPU takes the same steps in three variants, in turn: `off` (the state stays on the GPU), `on`
+(`policy.offload_optimizer_for_logprob`) and `blocking` (a plain copy of every tensor by `.to("cpu")` and back). A step is
+logprob_inference_prep, log-probabilities, training_prep and an optimizer step. `prep_ms` is the time of both preparations as
+the caller sees it, and `step_ms` the whole step: what `on` does not hide is its difference to `off`. Peaks count memory that
+kernels or copies may still use (torch's active bytes). With enough free memory, log-probabilities start before the copies
+are done. `fits` therefore tells whether they run with half of the state's memory taken away from what `off` needs.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.models import SHAPES, write_model
+from dagrl.bench.models import SHAPES, write_model
+from dagrl.bench.train_inputs import add_model_arguments, measure_and_report, one_gpu_config, single_worker, train_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dagrl.config import Config
-    from dagrl.shapes import Batch
-    from workers.megatron import MegatronWorker
+    from dagrl.runtime.shapes import Batch
+    from dagrl.workers.megatron import MegatronWorker
 
-WAYS = ("off", "on", "blocking")
+VARIANTS = ("off", "on", "blocking")
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Row:
-    """Medians over rounds, in milliseconds and GiB; `spread_ms` is of `step_ms` (difference of the quartiles)."""
+class OffloadRow:
+    """Medians over rounds, in milliseconds and GiB; `spread_ms` is the interquartile range of `step_ms`."""
 
-    way: str
+    variant: str
     model: str
     tokens: int
     state_gib: float
@@ -57,49 +58,45 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench optimizer_offload`."""
-    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a step")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--micro", type=int, default=4, help="sequences of a microbatch")
-    parser.add_argument("--rounds", type=int, default=4, help="steps of each way in a turn that count; blocking: 2")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    """Adds the options of `dagrl bench optimizer_offload`."""
+    add_model_arguments(parser, SHAPES, "qwen3-0.6b", rows=16, length=2048)
+    parser.add_argument("--micro", type=int, default=4, help="sequences per microbatch")
+    parser.add_argument("--rounds", type=int, default=4, help="counted steps per variant and turn; blocking: 2")
+    parser.add_argument("--turns", type=int, default=2, help="turns of each variant")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
-    from bench.train_inputs import measure_and_report
-
-    measure_and_report(options, measure, print_table, without_gpu="it measures copies between a GPU and the host")
+    """Measures, prints the table and writes the requested file."""
+    measure_and_report(options, measure, print_table, without_gpu="the benchmark measures copies between a GPU and the host")
 
 
-def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
-    """All ways in every round, on one worker."""
-    from bench.train_inputs import single_worker, train_batch
-    from workers.megatron import MegatronWorker
+def measure(options: argparse.Namespace, directory: Path) -> list[OffloadRow]:
+    """Measures all variants in every round, on one worker."""
+    from dagrl.workers.megatron import MegatronWorker
 
     config = worker_config(write_model(SHAPES[options.model], directory, "cuda"), options)
     batch = train_batch(options.rows, options.length, vocabulary=150_000)
-    samples: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
+    samples: dict[str, list[dict[str, float]]] = {variant: [] for variant in options.variants}
     with single_worker(config, MegatronWorker) as worker:
         for _ in range(options.turns):
-            for way in options.ways:
-                steps = options.rounds if way != "blocking" else 2
-                taken = [one_step(worker, batch, way) for _ in range(steps + 1)]
-                samples[way] += taken[1:]  # the first one finds memory as the way before left it
+            for variant in options.variants:
+                steps = options.rounds if variant != "blocking" else 2
+                taken = [one_step(worker, batch, variant) for _ in range(steps + 1)]
+                samples[variant] += taken[1:]  # the first step starts with the previous variant's memory
         state = worker._ready().offloader.nbytes("optimizer")
         limit = int(median(sample["logprobs_peak"] for sample in samples["off"]) * GIB) - state // 2
-        fits = {way: runs_within(worker, batch, way, limit) for way in options.ways}
-    return [as_row(way, options, state / GIB, samples[way], limit / GIB, fits[way]) for way in options.ways]
+        fits = {variant: runs_within(worker, batch, variant, limit) for variant in options.variants}
+    return [
+        as_row(variant, options, state / GIB, samples[variant], limit / GIB, fits[variant]) for variant in options.variants
+    ]
 
 
-def runs_within(worker: MegatronWorker, batch: Batch, way: str, limit: int) -> bool:
-    """Whether log-probabilities run, after the way's preparation, with at most `limit` bytes of GPU memory."""
+def runs_within(worker: MegatronWorker, batch: Batch, variant: str, limit: int) -> bool:
+    """Returns whether log-probabilities run, after the variant's preparation, within `limit` bytes of GPU memory."""
     import torch
 
-    before, after = preparations(worker, way)
+    before, after = preparations(worker, variant)
     before()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
@@ -115,24 +112,16 @@ def runs_within(worker: MegatronWorker, batch: Batch, way: str, limit: int) -> b
 
 
 def worker_config(model: Path, options: argparse.Namespace) -> Config:
-    """BF16 weights with float32 master weights on one GPU."""
-    from dagrl.config import Config
-
-    policy = {
-        "model_name": str(model),
-        "precision": "bfloat16",
-        "train_micro_batch_size": options.micro,
-        "logprob_batch_size": options.micro,
-        "max_total_sequence_length": options.length,
-    }
-    return Config.model_validate({"name": "offload", "algorithm": "sft", "data": {}, "policy": policy})
+    """Returns a configuration with BF16 weights and float32 master weights."""
+    batches = {"train_micro_batch_size": options.micro, "logprob_batch_size": options.micro}
+    return one_gpu_config(model, options.length, {"precision": "bfloat16", **batches})
 
 
-def one_step(worker: MegatronWorker, batch: Batch, way: str) -> dict[str, float]:
-    """Seconds of each part, and peaks in GiB."""
+def one_step(worker: MegatronWorker, batch: Batch, variant: str) -> dict[str, float]:
+    """Returns the seconds of each part, and peaks in GiB."""
     import torch
 
-    before, after = preparations(worker, way)
+    before, after = preparations(worker, variant)
     rows = rows_of(batch)
     found: dict[str, float] = {}
     torch.cuda.synchronize()
@@ -152,11 +141,11 @@ def one_step(worker: MegatronWorker, batch: Batch, way: str) -> dict[str, float]
     return found
 
 
-def preparations(worker: MegatronWorker, way: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """What comes before the log-probabilities, and after them."""
-    if way == "off":
+def preparations(worker: MegatronWorker, variant: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Returns the functions that run before and after the log-probabilities."""
+    if variant == "off":
         return (lambda: None), (lambda: None)
-    if way == "on":
+    if variant == "on":
         return (lambda: worker.prepare_for_logprobs(0)), (lambda: worker.prepare_for_training(0))
     copies: list[Tensor] = []
     tensors = worker._ready().optimizer_tensors()
@@ -175,45 +164,45 @@ def preparations(worker: MegatronWorker, way: str) -> tuple[Callable[[], object]
 
 
 def rows_of(batch: Batch) -> Batch:
-    """What log-probabilities need of a batch."""
-    from dagrl.shapes import Batch
+    """Returns the fields of a batch that log-probabilities need."""
+    from dagrl.runtime.shapes import Batch
 
     return Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
 
 
 def device_allocations() -> float:
-    """Times that torch asked the driver for memory, which is slow."""
+    """Returns how often torch allocated memory from the driver, which is slow."""
     import torch
 
     return float(torch.cuda.memory_stats()["num_device_alloc"])
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds until `action` returns."""
+    """Returns the seconds until `action` returns."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def active_peak() -> float:
-    """GiB of memory that was in use at most, until the last kernel or copy that uses it is done."""
+    """Returns the peak of used GiB; memory counts until the last kernel or copy that uses it has finished."""
     import torch
 
     return float(torch.cuda.memory_stats()["active_bytes.all.peak"]) / GIB
 
 
 def as_row(
-    way: str, options: argparse.Namespace, state: float, samples: list[dict[str, float]], limit: float, fits: bool
-) -> Row:
-    """One row from the samples of a way."""
+    variant: str, options: argparse.Namespace, state: float, samples: list[dict[str, float]], limit: float, fits: bool
+) -> OffloadRow:
+    """Returns one row from a variant's samples."""
     import numpy as np
 
     def middle(*names: str) -> float:
         return round(median(sum(sample[name] for name in names) for sample in samples) * 1e3, 2)
 
     low, high = np.percentile([sample["step"] for sample in samples], [25, 75])
-    return Row(
-        way=way,
+    return OffloadRow(
+        variant=variant,
         model=options.model,
         tokens=options.rows * options.length,
         state_gib=round(state, 2),
@@ -233,15 +222,17 @@ def as_row(
     )
 
 
-def print_table(rows: list[Row]) -> None:
-    """The rows, for people."""
+def print_table(rows: list[OffloadRow]) -> None:
+    """Prints the rows."""
     from rich.console import Console
     from rich.table import Table
 
     head = f"{rows[0].model}, {rows[0].tokens} tokens a step, optimizer state {rows[0].state_gib} GiB"
     fits = f"fits {rows[0].limit_gib} GiB"
-    table = Table("way", "prep ms", "logprobs ms", "train ms", "step ms", "spread", "allocs", "peak GiB", fits, title=head)
+    table = Table(
+        "variant", "prep ms", "logprobs ms", "train ms", "step ms", "spread", "allocs", "peak GiB", fits, title=head
+    )
     for row in rows:
         times = (row.prep_ms, row.logprobs_ms, row.train_ms, row.step_ms, row.spread_ms, row.device_allocations)
-        table.add_row(row.way, *map(str, times), f"{row.logprobs_peak_gib} {row.step_peak_gib}", str(row.fits))
+        table.add_row(row.variant, *map(str, times), f"{row.logprobs_peak_gib} {row.step_peak_gib}", str(row.fits))
     Console(width=120).print(table)

@@ -1,10 +1,12 @@
-"""Orchestration overhead: what one step over N workers costs when the workers do nothing.
+"""Measures orchestration overhead: what one step over N workers costs when the workers do no work.
 
     dagrl bench overhead --quick                      a minute, on any machine
-    dagrl bench overhead --json F --plot F            N = 1 to 64, payloads of 100 B to 16 MiB, five variants side by side
+    dagrl bench overhead --json F --plot F            N = 1 to 64, payloads of 100 B to 16 MiB, all variants side by side
 
-The variants are in `variants.py`; the rows in the JSON file say which, how many workers and hosts, and the bytes of one
-input and of one worker's result.
+The variants are described in `dagrl/bench/variants.py`: plain Ray calls, a hand-written Ray compiled graph, and dagrl's
+phases with one graph per data-parallel shard, fused, on Ray's engine, or eager. Each row of the JSON file has the variant,
+the numbers of workers, shards and hosts, and the bytes of one input and of one worker's result. Below the tables the command
+prints what each further shard costs as a graph of its own, compared with the fused form.
 """
 
 from __future__ import annotations
@@ -18,25 +20,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.copied import computed, counted
-from bench.deadline import Deadline, add_deadline
-from bench.first_step import first_steps
-from bench.measure import FULL, QUICK, Effort, side_by_side, wait_for_quiet
-from bench.report import Report, Row, as_row, check_plot, command_line, plot, print_first_steps, print_table
-from bench.variants import ARITY, SHAPES, VARIANTS, Actors, Step, argument, steps
-from bench.worker import SMALL, payload
+from dagrl.bench.copied import computed, counted
+from dagrl.bench.deadline import BenchDeadline, add_deadline
+from dagrl.bench.first_step import first_steps
+from dagrl.bench.measure import FULL, QUICK, Effort, side_by_side, wait_for_quiet
+from dagrl.bench.report import (
+    BenchReport,
+    ReportRow,
+    as_row,
+    check_plot,
+    command_line,
+    plot,
+    print_first_steps,
+    print_shard_costs,
+    print_table,
+)
+from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
+from dagrl.bench.worker import SMALL, payload
 
 KIB, MIB = 1 << 10, 1 << 20
 PAYLOADS = (SMALL, 64 * KIB, MIB, 16 * MIB)
 RESULTS = (MIB,)
-"""Sizes of a worker's result beside the small one, measured with a small input."""
+"""Sizes of a worker's result in addition to the small one, measured with a small input."""
 WORKERS = (1, 4, 8, 16, 32, 64)
 FIRST_STEP, FIRST_STEP_WORKERS = "first step", 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured: scatter-gather for all sizes, the other shapes for small inputs; `reduce` with each of `arities`."""
+    """What to measure: scatter-gather for all sizes, other shapes for small inputs; `reduce` for all arities and shards."""
 
     workers: tuple[int, ...] = WORKERS
     payloads: tuple[int, ...] = PAYLOADS
@@ -44,35 +56,37 @@ class Plan:
     shapes: tuple[str, ...] = SHAPES
     variants: tuple[str, ...] = VARIANTS
     arities: tuple[int, ...] = (ARITY,)
+    shards: tuple[int, ...] = (1, 2, 4, 8)
     hosts: int = 1
     effort: Effort = FULL
-    large_at: tuple[int, ...] | None = None  # numbers of workers with large inputs and results; None: all
-    first_steps: int = 10  # fresh schedulers whose first step is measured; none: not measured
+    large_at: tuple[int, ...] | None = None  # numbers of workers for large inputs and results; None: all
+    first_steps: int = 10  # fresh schedulers whose first step is measured
 
 
-QUICK_PLAN = Plan(workers=(1, 2, 4), payloads=(SMALL, MIB), results=(), effort=QUICK, first_steps=3)
+QUICK_PLAN = Plan(workers=(1, 2, 4), payloads=(SMALL, MIB), results=(), shards=(1, 2), effort=QUICK, first_steps=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench overhead`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="draw the medians over the number of workers to this file (png, svg)")
+    """Adds the options of `dagrl bench overhead`."""
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--plot", type=Path, help="plot the medians over the number of workers to this file (png, svg)")
     parser.add_argument("--workers", type=_counts, help="numbers of workers, e.g. 1,8,64")
     parser.add_argument("--payloads", type=_numbers, help="bytes of an input, e.g. 100,1048576")
-    parser.add_argument("--results", type=_numbers, help="bytes of a result beside the small one, e.g. 1048576; 0: none")
+    parser.add_argument("--results", type=_numbers, help="bytes of a result in addition to the small one; 0: none")
     parser.add_argument("--large-at", type=_numbers, help="workers for inputs over 1 MiB and large results; default: all")
-    parser.add_argument("--seconds", type=float, help="how long a variant is measured in each of its turns")
+    parser.add_argument("--seconds", type=float, help="length of a variant's turn")
     parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
-    parser.add_argument("--shapes", type=_names_of(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--variants", type=_names_of(VARIANTS), help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--arities", type=_numbers, default=(ARITY,), help="of the trees of shape reduce, e.g. 2,4,8,16")
+    parser.add_argument("--shapes", type=_names_of(SHAPES), help=f"any of {', '.join(SHAPES)}")
+    parser.add_argument("--variants", type=_names_of(VARIANTS), help=f"any of {', '.join(VARIANTS)}")
+    parser.add_argument("--arities", type=_numbers, default=(ARITY,), help="arities of shape reduce, e.g. 2,4,8,16")
+    parser.add_argument("--shards", type=_counts, help="numbers of shards of shape reduce that divide its workers, e.g. 1,4")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
     add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measures, prints the tables and writes the requested files."""
     if options.plot:
         check_plot(options.plot)
     base = QUICK_PLAN if options.quick else Plan()
@@ -83,15 +97,16 @@ def run(options: argparse.Namespace) -> None:
         shapes=options.shapes or base.shapes,
         variants=options.variants or base.variants,
         arities=options.arities,
+        shards=options.shards or base.shards,
         hosts=options.hosts,
         effort=replace(base.effort, seconds=options.seconds) if options.seconds else base.effort,
         large_at=options.large_at,
         first_steps=base.first_steps if options.first_steps is None else options.first_steps,
     )
-    deadline = Deadline(options.deadline)
+    deadline = BenchDeadline(options.deadline)
 
-    def keep(rows: list[Row]) -> Report:
-        found = Report(rows, command_line(), left_out=deadline.left_out)
+    def keep(rows: list[ReportRow]) -> BenchReport:
+        found = BenchReport(rows, command_line(), left_out=deadline.left_out)
         if options.json:
             found.write(options.json)
         return found
@@ -99,77 +114,88 @@ def run(options: argparse.Namespace) -> None:
     report = keep(measure(plan, deadline, keep))
     for shape in plan.shapes:
         print_table(report, shape)
+    print_shard_costs(report)
     print_first_steps(report)
     deadline.tell()
     if options.plot and report.rows:
         plot(report, options.plot)
 
 
-def measure(plan: Plan, deadline: Deadline, so_far: Callable[[list[Row]], object] = lambda rows: None) -> list[Row]:
-    """All rows of a plan that the deadline allows, on a cluster of its own; `so_far` is called whenever there are more."""
-    rows: list[Row] = []
+def measure(
+    plan: Plan, deadline: BenchDeadline, so_far: Callable[[list[ReportRow]], object] = lambda rows: None
+) -> list[ReportRow]:
+    """Returns the plan's rows that the deadline allows, measured on its own cluster; calls `so_far` when there are more."""
+    rows: list[ReportRow] = []
     with bench_cluster(plan.hosts) as host_resources:
-        actors = Actors.start(max(plan.workers), host_resources)
+        actors = Actors.start(max(plan.workers), host_resources, plan.variants)
         wait_for_quiet(plan.effort.settle_s)
         for workers in plan.workers:
-            for shape, arity in deadline.each(_shapes(plan), partial(_name_of_case, workers)):
-                rows += _measure_shape(plan, shape, workers, actors.first(workers), arity)
+            for case in deadline.each(_cases(plan, workers), partial(_name_of_case, workers)):
+                rows += _measure_case(plan, actors.first(workers), *case)
                 so_far(rows)
             first = plan.first_steps and workers == _nearest(plan.workers, FIRST_STEP_WORKERS)
-            if first and deadline.allows("first steps"):
+            if first and "dagrl_compiled" in plan.variants and deadline.allows("first steps"):
                 rows.append(_first_steps(plan, workers, actors))
                 so_far(rows)
     return rows
 
 
-def _shapes(plan: Plan) -> list[tuple[str, int]]:
-    """Each shape and arity."""
-    return [(shape, arity) for shape in plan.shapes for arity in (plan.arities if shape == "reduce" else (ARITY,))]
+Case = tuple[str, int, int]
+"""Shape, arity, shards."""
 
 
-def _measure_shape(plan: Plan, shape: str, workers: int, actors: Actors, arity: int) -> list[Row]:
-    """One shape on some workers, compiled once for each size of results."""
-    rows: list[Row] = []
-    for result_bytes, payloads in _cases(plan, shape, workers).items():
+def _cases(plan: Plan, workers: int) -> list[Case]:
+    """Returns each shape, `reduce` with each arity and each number of shards that divides the workers."""
+    cases: list[Case] = []
+    for shape in plan.shapes:
+        if shape == "reduce":
+            cases += [(shape, arity, shards) for arity in plan.arities for shards in plan.shards if workers % shards == 0]
+        else:
+            cases.append((shape, ARITY, workers if shape == "multiple args" else 1))
+    return cases
+
+
+def _measure_case(plan: Plan, actors: Actors, shape: str, arity: int, shards: int) -> list[ReportRow]:
+    """Measures one case, compiled once per size of results."""
+    rows: list[ReportRow] = []
+    workers = actors.count
+    variants = [variant for variant in plan.variants if shards > 1 or variant != "dagrl_fused"]  # one shard: the same graph
+    own = {"arity": arity} if shape == "reduce" else {}
+    for result_bytes, payloads in _sizes(plan, shape, workers).items():
         actors.set_result(result_bytes)
-        with steps(shape, actors, plan.variants, max(payloads), result_bytes, arity) as made:
+        with steps(StepSetup(shape, max(payloads), result_bytes, arity, shards), actors, variants) as made:
             for payload_bytes in payloads:
-                what = {
-                    "workers": workers,
-                    "hosts": plan.hosts,
-                    "payload_bytes": payload_bytes,
-                    "result_bytes": result_bytes,
-                }
+                what = {"workers": workers, "shards": shards, "hosts": plan.hosts}
+                what |= {"payload_bytes": payload_bytes, "result_bytes": result_bytes, **own}
                 value = payload(payload_bytes)
                 inputs = {step.variant: argument(shape, step.variant, workers, value) for step in made}
                 timings = side_by_side(made, inputs, plan.effort)
                 for step in made:
                     row = as_row(timings[step.variant], variant=step.variant, shape=shape, **what)
-                    own = {"arity": arity} if shape == "reduce" else {}
                     copied = _copied(step, shape, actors, plan.hosts, inputs[step.variant], value, result_bytes)
-                    rows.append({**row, **own, **copied})
+                    rows.append({**row, **copied})
     return rows
 
 
 def _copied(step: Step, shape: str, actors: Actors, hosts: int, given: Any, value: Any, result_bytes: int) -> dict[str, Any]:
-    """The bytes that a step copies, and how that is known; nothing where it is not."""
-    if step.variant == "dagrl_compiled":
+    """Returns the bytes a step copies and how they are known; empty if unknown."""
+    if step.variant in COUNTED:
         return {"copied_bytes": counted(step, given, actors), "copied_by": "counted"}
     if step.variant == "dagrl_eager" and shape == "multiple args":
         value = given  # one batch for all shards
-    known = computed(step.variant, shape, len(actors.flat), value, payload(result_bytes)) if hosts == 1 else None
+    known = computed(step.variant, shape, actors.count, value, payload(result_bytes)) if hosts == 1 else None
     return {} if known is None else {"copied_bytes": known, "copied_by": "computed"}
 
 
-def _first_steps(plan: Plan, workers: int, actors: Actors) -> Row:
+def _first_steps(plan: Plan, workers: int, actors: Actors) -> ReportRow:
     actors.set_result(SMALL)
     sizes = {"payload_bytes": SMALL, "result_bytes": SMALL}
     found = first_steps(workers, actors, plan.first_steps)
     return as_row(found, variant="dagrl_compiled", shape=FIRST_STEP, workers=workers, hosts=plan.hosts, **sizes)
 
 
-def _cases(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
-    """For each size of results, the sizes of inputs."""
+def _sizes(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
+    """Returns the sizes of inputs for each size of results."""
     if shape in ("chain", "reduce"):
         return {SMALL: (SMALL,)}
     if shape == "multiple args":
@@ -181,17 +207,17 @@ def _cases(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
 
 @contextmanager
 def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
-    """A Ray cluster of this machine's own, of one or more raylets; gives a custom resource for each, if more than one.
+    """Starts a Ray cluster on this machine, of one or more raylets; yields a custom resource per raylet if several.
 
-    Workers have the priority that they have in runs with GPUs.
+    Workers get the process priority of GPU runs.
     """
-    from dagrl.cluster import PRIORITY
+    from dagrl.run.cluster import PRIORITY
 
     os.environ.update(PRIORITY)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if hosts == 1:
-        from dagrl.cluster import ray_cluster
         from dagrl.config import ClusterConfig
+        from dagrl.run.cluster import ray_cluster
 
         with ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), object_store_memory=_store()), {"OMP_NUM_THREADS": "1"}):
             yield ()
@@ -212,13 +238,13 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
 
 
 def _store() -> int:
-    """Bytes of Ray's object store: room for what plain calls put there in many steps, a copy of the input for each call."""
+    """Returns the size of Ray's object store: room for many steps of plain calls, which put a copy of the input per call."""
     return min(16 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
 
 
-def _name_of_case(workers: int, case: tuple[str, int]) -> str:
-    shape, arity = case
-    return f"{shape} of {workers} workers" + (f", arity {arity}" if shape == "reduce" else "")
+def _name_of_case(workers: int, case: Case) -> str:
+    shape, arity, shards = case
+    return f"{shape} of {workers} workers" + (f", arity {arity}, {shards} shards" if shape == "reduce" else "")
 
 
 def _nearest(numbers: Sequence[int], wanted: int) -> int:
@@ -226,12 +252,12 @@ def _nearest(numbers: Sequence[int], wanted: int) -> int:
 
 
 def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """The type of an option that takes some of `known`."""
+    """Returns the parser of an option that takes names from `known`."""
 
     def names(text: str) -> tuple[str, ...]:
         found = tuple(text.split(","))
         if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"found {', '.join(unknown)}; choose from {', '.join(known)}")
         return found
 
     return names
@@ -239,7 +265,7 @@ def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 def _counts(text: str) -> tuple[int, ...]:
     if min(numbers := _numbers(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: numbers of workers are 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}: expected numbers of 1 or more")
     return numbers
 
 
@@ -247,4 +273,4 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,8,64") from error
+        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers separated by commas, e.g. 1,8,64") from error

@@ -1,9 +1,9 @@
-"""Padding, dynamic microbatches and sequence packing, side by side on the same batch of a long-tailed length distribution.
+"""Compares padding, dynamic microbatches and sequence packing on one batch with long-tailed lengths.
 
-    dagrl bench packing [--model tiny | qwen3-0.6b | qwen3-4b] [--json F]       the first on any CPU, the others on a GPU
+    dagrl bench packing [--model tiny | qwen3-0.6b | qwen3-4b] [--json F]       tiny: any CPU; the others: a GPU
 
-One worker takes the same optimizer steps, and computes the same log-probabilities, in three ways in turn: rows padded to
-the longest of the batch, `policy.dynamic_batching`, and `policy.sequence_packing`. All have the same budget of tokens for a
+One worker takes the same optimizer steps and computes the same log-probabilities in three variants, in turn: rows padded to
+the longest of the batch, `policy.dynamic_batching` and `policy.sequence_packing`. All have the same token budget per
 microbatch, `--micro` rows of `--length`. Lengths are log-normal, cut at `--length`. The losses must agree.
 """
 
@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.models import SHAPES, Shape, write_model
+from dagrl.bench.models import SHAPES, ModelShape, write_model
+from dagrl.bench.train_inputs import add_model_arguments, measure_and_report, one_gpu_config, single_worker
 
 if TYPE_CHECKING:
     from dagrl.config import Config
-    from dagrl.shapes import Batch
-    from workers.megatron import MegatronWorker
+    from dagrl.runtime.shapes import Batch
+    from dagrl.workers.megatron import MegatronWorker
 
-TINY = Shape(
+TINY = ModelShape(
     "tiny",
     {
         **SHAPES["qwen3-0.6b"].config,
@@ -39,8 +40,8 @@ TINY = Shape(
         "num_attention_heads": 4,
     },
 )
-MODELS: Mapping[str, Shape] = {"tiny": TINY, **SHAPES}
-WAYS: Mapping[str, dict[str, Any]] = {
+MODELS: Mapping[str, ModelShape] = {"tiny": TINY, **SHAPES}
+VARIANTS: Mapping[str, dict[str, Any]] = {
     "padded": {},
     "dynamic": {"dynamic_batching": {"enabled": True}},
     "packed": {"sequence_packing": {"enabled": True}},
@@ -48,13 +49,13 @@ WAYS: Mapping[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """Medians over rounds; spreads are differences of the quartiles; speedups are over padding.
+class PackingRow:
+    """Medians over rounds; spreads are interquartile ranges; speedups are over padding.
 
-    `padding_share` is of what the model was given in a step; `peak_gib` of GPU memory in a step, 0 on a CPU.
+    `padding_share` is the share of padding in the model's input per step. `peak_gib` is GPU memory per step, 0 on a CPU.
     """
 
-    way: str
+    variant: str
     model: str
     precision: str
     sequences: int
@@ -75,64 +76,58 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench packing`."""
-    parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
-    parser.add_argument("--layers", type=int, help="cut the model to so many layers")
-    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 without")
-    parser.add_argument("--rows", type=int, default=32, help="sequences of a step")
-    parser.add_argument("--length", type=int, default=512, help="tokens of the longest sequence")
-    parser.add_argument("--median", type=float, default=80.0, help="of the log-normal lengths")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithm")
-    parser.add_argument("--micro", type=int, default=4, help="padded sequences of a microbatch")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    """Adds the options of `dagrl bench packing`."""
+    add_model_arguments(parser, MODELS, "tiny", rows=32, length=512)
+    parser.add_argument("--layers", type=int, help="shorten the model to this many layers")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--median", type=float, default=80.0, help="median of the log-normal lengths")
+    parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the lengths' logarithm")
+    parser.add_argument("--micro", type=int, default=4, help="padded sequences per microbatch")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measures, prints the table and writes the requested file."""
     import torch
-
-    from bench.train_inputs import measure_and_report
 
     options.precision = options.precision or ("bfloat16" if torch.cuda.is_available() else "float32")
     measure_and_report(options, measure, print_table)
 
 
-def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
-    """All ways in every round, on one worker."""
+def measure(options: argparse.Namespace, directory: Path) -> list[PackingRow]:
+    """Measures all variants in every round, on one worker."""
     import torch
 
-    from bench.train_inputs import single_worker
-    from workers.megatron import MegatronWorker
+    from dagrl.workers.megatron import MegatronWorker
 
     shape = MODELS[options.model]
     shape = shape.with_layers(options.layers) if options.layers else shape
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = write_model(shape, directory, device, options.precision)
     batch = long_tailed_batch(options)
-    configs = {way: worker_config(model, options, policy) for way, policy in WAYS.items()}
-    samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    configs = {variant: worker_config(model, options, policy) for variant, policy in VARIANTS.items()}
+    samples: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     with single_worker(configs["padded"], MegatronWorker) as worker:
-        losses = {way: evaluate(worker, config, batch) for way, config in configs.items()}
+        losses = {variant: evaluate(worker, config, batch) for variant, config in configs.items()}
         assert np.ptp(list(losses.values())) < (1e-2 if options.precision == "bfloat16" else 1e-5), losses
         for number in range(options.rounds + 1):
-            for way, config in configs.items():
+            for variant, config in configs.items():
                 worker.config = config
                 taken = one_step(worker, batch)
                 if number:  # the first round compiles kernels and allocates memory
-                    samples[way].append(taken)
-    return [as_row(way, shape.name, options, batch, samples, losses[way]) for way in WAYS]
+                    samples[variant].append(taken)
+    return [as_row(variant, shape.name, options, batch, samples, losses[variant]) for variant in VARIANTS]
 
 
 def long_tailed_batch(options: argparse.Namespace) -> Batch:
-    """Random tokens; the first quarter of each sequence is its prompt, without loss."""
-    from dagrl.shapes import Batch
+    """Returns random tokens; the first quarter of each sequence is its prompt, without loss."""
+    from dagrl.runtime.shapes import Batch
 
     generator = np.random.default_rng(0)
     lengths = (
         generator.lognormal(np.log(options.median), options.sigma, options.rows).clip(4, options.length).astype(np.int64)
     )
-    positions = np.arange(lengths.max())[None, :]  # the smallest bucket that holds the batch
+    positions = np.arange(lengths.max())[None, :]  # the batch's smallest bucket
     inside = positions < lengths[:, None]
     mask = (inside & (positions >= np.maximum(1, lengths // 4)[:, None])).astype(np.float32)
     fields = {
@@ -144,31 +139,22 @@ def long_tailed_batch(options: argparse.Namespace) -> Batch:
 
 
 def worker_config(model: Path, options: argparse.Namespace, policy: dict[str, Any]) -> Config:
-    """One way to cut the batch into microbatches."""
-    from dagrl.config import Config
-
-    section = {
-        "model_name": str(model),
-        "precision": options.precision,
-        "train_micro_batch_size": options.micro,
-        "logprob_batch_size": options.micro,
-        "max_total_sequence_length": options.length,
-        **policy,
-    }
-    return Config.model_validate({"name": "packing", "algorithm": "sft", "data": {}, "policy": section})
+    """Returns a configuration with one way to cut the batch into microbatches."""
+    batches = {"train_micro_batch_size": options.micro, "logprob_batch_size": options.micro}
+    return one_gpu_config(model, options.length, {"precision": options.precision, **batches, **policy})
 
 
 def evaluate(worker: MegatronWorker, config: Config, batch: Batch) -> float:
-    """The loss of the batch at the worker's weights."""
+    """Returns the loss of the batch at the worker's weights."""
     worker.config = config
     return worker.evaluate(batch, "sft").flat()["loss"]
 
 
 def one_step(worker: MegatronWorker, batch: Batch) -> dict[str, float]:
-    """Seconds of an optimizer step and of log-probabilities, the share of padding, and the step's peak in GiB."""
+    """Returns seconds of an optimizer step and of log-probabilities, the share of padding, and the step's peak in GiB."""
     import torch
 
-    from dagrl.shapes import Batch
+    from dagrl.runtime.shapes import Batch
 
     rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
     gpu = torch.cuda.is_available()
@@ -182,23 +168,23 @@ def one_step(worker: MegatronWorker, batch: Batch) -> dict[str, float]:
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds until `action` returns, and what it returned; a worker's phases wait for the GPU themselves."""
+    """Returns the seconds until `action` returns, and its result; a worker's phases synchronize with the GPU themselves."""
     start = time.perf_counter()
     result = action()
     return time.perf_counter() - start, result
 
 
 def as_row(
-    way: str,
+    variant: str,
     model: str,
     options: argparse.Namespace,
     batch: Batch,
     samples: Mapping[str, list[dict[str, float]]],
     loss: float,
-) -> Row:
-    """One row from the samples of a way."""
+) -> PackingRow:
+    """Returns one row from a variant's samples."""
 
-    def values(name: str, of: str = way) -> list[float]:
+    def values(name: str, of: str = variant) -> list[float]:
         return [sample[name] for sample in samples[of]]
 
     def spread(name: str) -> float:
@@ -206,15 +192,15 @@ def as_row(
         return round(float(high - low) * 1e3, 2)
 
     tokens = int(batch["lengths"].sum())
-    return Row(
-        way=way,
+    return PackingRow(
+        variant=variant,
         model=model,
         precision=options.precision,
         sequences=options.rows,
         tokens=tokens,
         longest=int(batch["lengths"].max()),
         median_length=int(np.median(batch["lengths"])),
-        rounds=len(samples[way]),
+        rounds=len(samples[variant]),
         padding_share=round(median(values("padding")), 4),
         train_ms=round(median(values("train")) * 1e3, 2),
         train_spread_ms=spread("train"),
@@ -228,8 +214,8 @@ def as_row(
     )
 
 
-def print_table(rows: list[Row]) -> None:
-    """The rows, for people."""
+def print_table(rows: list[PackingRow]) -> None:
+    """Prints the rows."""
     from rich.console import Console
     from rich.table import Table
 
@@ -237,10 +223,10 @@ def print_table(rows: list[Row]) -> None:
     title = (
         f"{first.model}, {first.precision}: {first.sequences} sequences, {first.tokens} tokens, the longest {first.longest}"
     )
-    table = Table("way", "padding", "train ms", "x", "logprobs ms", "x", "tokens/s", "peak GiB", "loss", title=title)
+    table = Table("variant", "padding", "train ms", "x", "logprobs ms", "x", "tokens/s", "peak GiB", "loss", title=title)
     for row in rows:
         train, logprobs = f"{row.train_ms} ({row.train_spread_ms})", f"{row.logprobs_ms} ({row.logprobs_spread_ms})"
         speeds = (f"{row.train_speedup:.2f}", logprobs, f"{row.logprobs_speedup:.2f}")
         values = (f"{row.padding_share:.1%}", train, *speeds, f"{row.tokens_per_second:.0f}", f"{row.peak_gib}")
-        table.add_row(row.way, *values, f"{row.loss:.5f}")
+        table.add_row(row.variant, *values, f"{row.loss:.5f}")
     Console(width=120).print(table)

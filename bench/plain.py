@@ -1,9 +1,9 @@
-"""What one would write without dagrl: a GRPO step of plain Ray actor calls, with a broadcast refit, as NeMo-RL does today.
+"""The baseline without dagrl: a GRPO step in plain Ray actor calls, with a broadcast refit, as in NeMo-RL.
 
-The same workers, model, prompts, seeds and losses as `dagrl.loops.grpo`, and the same order of work. Different is how it is
-driven: each phase is a `ray.get` of one actor call a worker, with its shard's batch in the object store; a batch of
-generation is given to the engines whole, in equal parts, and waited for until its longest sequence is done; weights are
-gathered and broadcast (`plain_workers.py`). `dagrl bench step` measures it beside the loops of dagrl.
+Workers, model, prompts, seeds, losses and the order of work are those of `dagrl.run.loops.grpo`. What differs is the driver.
+Each phase is a `ray.get` of one actor call per worker, with its shard's batch in the object store. Engines get a whole batch
+of generation in equal parts, and the driver waits for the longest sequence. Weights are gathered and broadcast
+(`plain_workers.py`). `dagrl bench step` and `dagrl bench compare` measure it next to dagrl's loops.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from dagrl.advantages import group_advantages
-from dagrl.checkpoint import TrainState
 from dagrl.config.settings import generation_config
 from dagrl.data import Sampler
 from dagrl.errors import DeadlineError
-from dagrl.loops.batches import train_batch
-from dagrl.loops.episodes import RolloutGroup, new_group, request_seeds, samples_of
-from dagrl.loops.grpo_step import grpo_plans
-from dagrl.loops.logprobs import logprob_phases
-from dagrl.replay import ReplayTiming, Split
-from dagrl.shapes import Batch, choose_bucket, split_rows
+from dagrl.rl.advantages import group_advantages
+from dagrl.rl.rollout.batches import train_batch
+from dagrl.rl.rollout.episodes import RolloutGroup, new_group, request_seeds, samples_of
+from dagrl.run.checkpoints import TrainState
+from dagrl.run.plans import grpo_plans, logprob_phases
+from dagrl.runtime.replay import ReplayTiming
+from dagrl.runtime.shapes import Batch, choose_bucket
+from dagrl.runtime.split import Split, split_rows
+from dagrl.runtime.worker_group import WorkerGroup, free_address
 from dagrl.telemetry.metrics import merge_step_metrics
-from dagrl.worker_group import WorkerGroup, free_address
 
 if TYPE_CHECKING:
-    from bench.plain_workers import Described
+    from dagrl.bench.plain_workers import Described
     from dagrl.config import Config
-    from dagrl.generation import Generated
-    from dagrl.loops.session import Session
-    from dagrl.rewards import RewardRunner
+    from dagrl.rl.generation import Generated
+    from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.session import Session
     from dagrl.telemetry.metrics import StepMetrics
 
 ALL_STEPS = 1 << 30
-"""Engine steps of one call of `generate`: until everything is finished."""
+"""Engine steps per call of `generate`: enough to finish every sequence."""
 
-REPORT_S = 2.0  # for workers that are late to say what they are at
+REPORT_S = 2.0  # for late workers to report what they run
 
 Call = tuple[WorkerGroup, str, Sequence[tuple[object, ...]]]
-"""Workers, a method of theirs, and its arguments by rank."""
+"""Workers, the method to call, and its arguments by rank."""
 
 
 def with_plain_workers(config: Config) -> Config:
-    """The configuration with workers that can do both; it must name the workers that dagrl ships."""
-    generation = generation_config(config).model_copy(update={"worker": "bench.plain_workers:PlainVllmWorker"})
-    policy = {"worker": "bench.plain_workers:PlainMegatronWorker", "generation": generation}
+    """Returns the configuration with workers that run both loops. It must name the workers that dagrl ships."""
+    generation = generation_config(config).model_copy(update={"worker": "dagrl.bench.plain_workers:PlainVllmWorker"})
+    policy = {"worker": "dagrl.bench.plain_workers:PlainMegatronWorker", "generation": generation}
     return config.model_copy(update={"policy": config.policy.model_copy(update=policy)})
 
 
 def train_plain(session: Session, reward: RewardRunner) -> None:
-    """All GRPO steps that are left, with metrics under the names that dagrl's loops use."""
+    """Runs all remaining GRPO steps, with metrics under the names of dagrl's loops."""
     driver = PlainDriver(session, reward)
     driver.refit(session.step)
-    session.lap(tokens=0)
+    session.replays.close_step(tokens=0)
     for _ in range(session.step, session.config.grpo.max_num_steps):
         driver.step()
     driver.close()
@@ -77,10 +77,10 @@ class PlainDriver:
         self._described = self._join_broadcast()
 
     def step(self) -> None:
-        """Generate, reward, log-probabilities, train, refit."""
+        """Generates, rewards, computes log-probabilities, trains and refits."""
         session, started = self._session, time.perf_counter()
         groups = self._generate()
-        samples = [sample for group in groups for sample in samples_of(session, group)]
+        samples = [sample for group in groups for sample in samples_of(session.inputs.tokenizer, group)]
         rewards = self._rewards(samples)
         exposed = time.perf_counter() - started
         batch = self._with_logprobs(train_batch(samples, self._advantages(rewards)))
@@ -89,19 +89,19 @@ class PlainDriver:
         tokens = float(batch["lengths"].sum())
         metrics |= {"reward/mean": float(rewards.mean()), "trained_tokens": tokens, "timing_s/exposed_generation": exposed}
         metrics |= {"staleness/policy_age_mean": 0.0, "staleness/policy_age_max": 0.0}
-        metrics |= session.lap(tokens=int(tokens))
+        metrics |= session.replays.close_step(tokens=int(tokens))
         step = session.step + 1
         session.finish_step("grpo", step, session.config.grpo.max_num_steps, metrics, TrainState(step))
 
     def refit(self, version: int) -> None:
-        """Gather, broadcast, load."""
+        """Gathers, broadcasts and loads the weights."""
         sent = (self._train, "broadcast_weights", [()] * len(self._train.actors))
         received = (self._generation, "receive_broadcast", [(version, self._described)] * len(self._generation.actors))
-        with self._session.clock.measure("refit"):
+        with self._session.replays.clock.measure("refit"):
             self._wait("refit", [sent, received])
 
     def close(self) -> None:
-        """Have all workers leave the broadcast, at once: NCCL's end of a communicator waits for all its ranks.
+        """Makes all workers leave the broadcast at once, because destroying an NCCL communicator waits for all its ranks.
 
         After a failure they end themselves.
         """
@@ -144,10 +144,10 @@ class PlainDriver:
         self._groups += 1
         (key,) = self._sampler.take(1)
         seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
-        return new_group(self._session, number, key, self._session.inputs.prompts[key], seeds)
+        return new_group(config, number, key, self._session.inputs.prompts[key], seeds)
 
     def _rewards(self, samples: Sequence[Any]) -> npt.NDArray[np.float32]:
-        with self._session.clock.measure("reward"):
+        with self._session.replays.clock.measure("reward"):
             texts = zip(*[(sample.prompt.text, sample.text, sample.prompt.reference) for sample in samples], strict=True)
             return self._reward(*map(list, texts)).values
 
@@ -174,7 +174,7 @@ class PlainDriver:
     def _logprobs(self, phase: str, rows: Batch, model: str) -> Any:
         split, shares = self._share_out(phase, rows)
         layout = self._train.layout
-        with self._session.clock.measure(phase):
+        with self._session.replays.clock.measure(phase):
             every = self._get(phase, self._train, "logprobs", shares, model)
             found = [next(every[rank] for rank in layout.shard(dp) if every[rank] is not None) for dp in range(layout.dp)]
         return split.restore(found)["logprobs"]
@@ -186,40 +186,40 @@ class PlainDriver:
             mask = part["loss_mask"].astype("float64")
             valid = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float((mask.sum(axis=1) > 0).sum())}
             _, shares = self._share_out("train_step", part.with_scalars(**valid))
-            with self._session.clock.measure("train_step"):
+            with self._session.replays.clock.measure("train_step"):
                 parts = self._get("train_step", self._train, "train_step", shares, "grpo")
             metrics = merge_step_metrics(cast("Sequence[StepMetrics]", parts)).flat()
         return metrics
 
     def _share_out(self, phase: str, batch: Batch) -> tuple[Split, list[Batch]]:
-        """Rows for each shard, padded to the phase's bucket, as the scheduler does it."""
+        """Splits the batch into a share per shard, padded to the phase's bucket, as the scheduler does."""
         lengths = batch["lengths"].astype("int64")
         rows = split_rows(lengths, self._train.layout.dp)
         bucket = choose_bucket(self._buckets[phase], max(map(len, rows)), int(lengths.max()))
         return Split(tuple(rows), bucket, batch.tokens), [batch.select(mine).pad(bucket) for mine in rows]
 
     def _call(self, phase: str, group: WorkerGroup, method: str, shares: Sequence[Batch]) -> list[Any]:
-        """The result of the first worker of each shard."""
-        with self._session.clock.measure(phase):
+        """Returns the result of the first worker of each shard."""
+        with self._session.replays.clock.measure(phase):
             every = self._get(phase, group, method, shares)
         return [every[group.layout.shard(dp)[0]] for dp in range(group.layout.dp)]
 
     def _get(self, phase: str, group: WorkerGroup, method: str, shares: Sequence[Batch], *args: object) -> list[Any]:
-        """What every worker returned, for its shard's share from the object store."""
+        """Returns every worker's result for its shard's share, passed through the object store."""
         stored = [ray.put(share) for share in shares]
         own = [(stored[group.layout.coordinates(rank).dp], *args) for rank in range(len(group.actors))]
         return self._wait(phase, [(group, method, own)])[0]
 
     def _wait(self, phase: str, calls: Sequence[Call]) -> list[list[Any]]:
-        """Results by call; their times count as those of a replay of the phase do, for idle shares and overhead."""
+        """Returns results by call. Times count like those of a replay of the phase, for idle shares and overhead."""
         started = time.perf_counter()
         found = self._together(phase, calls)
         busy = tuple(seconds for results in found for seconds, _ in results)
-        self._session.count(phase, ReplayTiming(started, time.perf_counter(), busy, None))
+        self._session.replays.count(phase, ReplayTiming(started, time.perf_counter(), busy, None))
         return [[result for _, result in results] for results in found]
 
     def _together(self, doing: str, calls: Sequence[Call]) -> list[list[tuple[float, Any]]]:
-        """Every worker's seconds and result, by call; all are started at once, and end by one deadline or an error."""
+        """Starts all calls at once; returns every worker's seconds and result, by call. Raises DeadlineError when late."""
         every = [
             [actor.timed.remote(method, *mine) for actor, mine in zip(group.actors, args, strict=True)]
             for group, method, args in calls
@@ -228,12 +228,12 @@ class PlainDriver:
         try:
             found = iter(ray.get([ref for refs in every for ref in refs], timeout=timeout_s))
         except ray.exceptions.GetTimeoutError as error:
-            late = f"plain Ray calls for {doing!r} are not done after {timeout_s:.0f} s (timeouts.replay_s)"
-            raise DeadlineError(f"{late}; the workers are in\n{self._activities()}") from error
+            late = f"plain Ray calls for {doing!r} did not finish within {timeout_s:.0f} s (timeouts.replay_s)"
+            raise DeadlineError(f"{late}; workers are running:\n{self._activities()}") from error
         return [[next(found) for _ in refs] for refs in every]
 
     def _activities(self) -> str:
-        """What every worker runs, with the stack of its thread."""
+        """Returns what every worker runs, with the stack of its thread."""
         return "\n".join(
             f"{group.role.name} worker {rank}: {report.what or 'nothing'}\n{report.stack}"
             for group in self._sides

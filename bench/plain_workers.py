@@ -1,9 +1,10 @@
-"""The workers of the baseline: ours, with the refit that is usual today added, a broadcast of whole Hugging Face tensors.
+"""The baseline's workers: dagrl's, plus the usual refit, a broadcast of whole Hugging Face tensors.
 
-As NeMo-RL does it (`nemo_rl/utils/packed_tensor.py`, `broadcast_weights_for_collective` of its Megatron worker): every
-tensor is gathered over the tensor-parallel workers and handed on to the other pipeline stages, put into Hugging Face form,
-packed with others into a buffer of a fiftieth of the GPU's memory, and broadcast from train worker 0 to all generation
-workers, which give it to vLLM's own `load_weights`. One buffer after the other: NeMo-RL packs one while it sends another.
+This follows NeMo-RL (`nemo_rl/utils/packed_tensor.py`, `broadcast_weights_for_collective` of its Megatron worker). Every
+tensor is gathered over the tensor-parallel workers, passed on to the other pipeline stages and converted to Hugging Face
+form. It is packed with others into a buffer of a fiftieth of the GPU's memory and broadcast from train worker 0 to all
+generation workers, which pass it to vLLM's own `load_weights`. Buffers follow one another; NeMo-RL packs one while it sends
+another.
 """
 
 from __future__ import annotations
@@ -17,32 +18,33 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
-from dagrl.executors.node import state_of
 from dagrl.refit.slices import WeightSlice, expand
-from workers.megatron.hf import local_view
-from workers.megatron.worker import MegatronWorker
-from workers.vllm.worker import VllmWorker
+from dagrl.runtime.executors.node import state_of
+from dagrl.workers.megatron.hf_load import local_view
+from dagrl.workers.megatron.worker import MegatronWorker
+from dagrl.workers.vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 PACKED_SHARE = 0.02
-"""Of a GPU's memory, in one packed buffer (NeMo-RL's `NRL_REFIT_BUFFER_MEMORY_RATIO`)."""
+"""Share of a GPU's memory in one packed buffer (NeMo-RL's `NRL_REFIT_BUFFER_MEMORY_RATIO`)."""
 
 PACKED_BYTES_ON_CPU = 64 << 20
 
 Described = list[tuple[str, tuple[int, ...], str]]
-"""Name, shape and dtype of each Hugging Face tensor, in the order in which they come."""
+"""Name, shape and dtype of each Hugging Face tensor, in the order of the broadcast."""
 
 
 class _Timed:
-    """Workers whose calls say how long they ran, and that can leave the broadcast that they joined."""
+    """Workers that time their calls and can leave the broadcast they joined."""
 
     _broadcast: Any = None
 
     def timed(self, method: str, *args: object) -> tuple[float, Any]:
-        """The seconds of a call, and its result; what runs is noted as a replay's nodes are, for a driver that waits."""
+        """Returns a call's seconds and its result. Records the call like a replay's node, so that a waiting driver can
+        report it."""
         started, state = time.perf_counter(), state_of(self)
         state.activity = ("plain Ray", 0, method, threading.get_ident(), time.monotonic())
         try:
@@ -52,9 +54,9 @@ class _Timed:
         return time.perf_counter() - started, result
 
     def leave_broadcast(self) -> None:
-        """Close the process group; its threads and buffers would be there for whatever is measured next.
+        """Closes the process group, whose threads and buffers would disturb the next measurement.
 
-        Over NCCL this returns when all ranks of the group have been called.
+        Over NCCL this returns once all ranks of the group have called it.
         """
         if self._broadcast is not None:
             self._broadcast.shutdown()
@@ -65,7 +67,8 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
     """A train worker that can broadcast its weights."""
 
     def join_broadcast(self, address: str, size: int) -> Described:
-        """Agree with the other train workers on what is gathered, and (worker 0) join the broadcast; what will come."""
+        """Agrees with the other train workers on what to gather; worker 0 joins the broadcast. Returns the tensors to
+        expect."""
         import torch.distributed as dist
 
         if self.context.layout.ep > 1:
@@ -81,7 +84,7 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
         return self._described
 
     def broadcast_weights(self) -> int:
-        """Gather everything, and (worker 0) broadcast it; the bytes."""
+        """Gathers all tensors; worker 0 broadcasts them. Returns the bytes."""
         import torch
 
         with self._running():
@@ -93,19 +96,19 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
         return sum(map(_bytes, self._described))
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every Hugging Face tensor, once, on every worker."""
-        seen, live = set(), self.weight_tensors()  # once: a walk over all modules
+        """Yields every Hugging Face tensor once, on every worker."""
+        seen, live = set(), self.weight_tensors()  # called once: it walks over all modules
         for stage, (ranks, slices) in enumerate(self._stages):
             for name in slices[0]:
-                pieces = [mine.get(name, []) for mine in slices]  # a rank may hold only padding of the vocabulary
-                parts = self._parts(live, stage, ranks, name, pieces)
-                for whole_name, whole in _assemble(parts, pieces).items():
-                    if whole_name not in seen:  # a tied embedding is held by two stages
+                held = [mine.get(name, []) for mine in slices]  # a rank may hold only vocabulary padding
+                parts = self._parts(live, stage, ranks, name, held)
+                for whole_name, whole in _assemble(parts, held).items():
+                    if whole_name not in seen:  # two stages hold a tied embedding
                         seen.add(whole_name)
                         yield whole_name, whole
 
     def _held_by(self, stage: int) -> tuple[list[int], list[dict[str, list[WeightSlice]]]]:
-        """The ranks of a stage's first replica, and what each holds by local tensor: described once, not in every refit."""
+        """Returns the ranks of a stage's first replica and their slices by local tensor. Computed once, not per refit."""
         ranks = [rank for rank in range(self.context.layout.world_size) if self._in_first_replica(rank, stage)]
         return ranks, [_by_tensor(self._slices_of(rank)) for rank in ranks]
 
@@ -121,7 +124,7 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
         name: str,
         slices: Sequence[Sequence[WeightSlice]],
     ) -> list[Tensor]:
-        """The local tensor of each tensor-parallel worker of a stage (of one, where all hold the same), on every worker."""
+        """Returns, on every worker, the local tensor of each tensor-parallel worker of a stage; one if all hold the same."""
         import torch
         import torch.distributed as dist
         from megatron.core import parallel_state
@@ -143,16 +146,16 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
 
 
 class PlainVllmWorker(_Timed, VllmWorker):
-    """A generation worker that takes a broadcast."""
+    """A generation worker that receives the broadcast."""
 
     def join_broadcast(self, address: str, size: int) -> None:
-        """Join the broadcast as the rank after train worker 0."""
+        """Joins the broadcast as the rank after train worker 0."""
         self._enter_device()
         rank = 1 + self.context.rank
         self._broadcast = _open_group(address, rank, size, self.context.collective_timeout_s, self._device)
 
     def receive_broadcast(self, version: int, described: Described) -> None:
-        """Receive all tensors and load them as `version`."""
+        """Receives all tensors and loads them as `version`."""
         import torch
 
         with self.writing_weights(version):
@@ -166,7 +169,7 @@ class PlainVllmWorker(_Timed, VllmWorker):
             assert self._llm is not None
             self._llm.collective_rpc(_load_weights, args=(list(tensors.items()),))
             return
-        for piece in expand(self._slices):  # vLLM's CPU backend has no parameters left to load into
+        for piece in expand(self._slices):  # vLLM's CPU backend keeps no parameters to load into
             if piece.name in tensors:
                 part = tensors[piece.name][tuple(slice(start, stop) for start, stop in piece.box)]
                 local_view(self.weight_tensors()[piece.tensor], piece).copy_(part)
@@ -177,7 +180,7 @@ def _load_weights(worker: Any, tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _open_group(address: str, rank: int, size: int, timeout_s: float, device: torch.device) -> Any:
-    """A process group beside the default one."""
+    """Opens a process group in addition to the default one."""
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -207,25 +210,25 @@ def _by_tensor(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
 
 
 def _assemble(parts: Sequence[Tensor], slices: Sequence[Sequence[WeightSlice]]) -> dict[str, Tensor]:
-    """The Hugging Face tensors that lie in one tensor of a stage."""
+    """Returns the Hugging Face tensors contained in one tensor of a stage."""
     import torch
 
-    used = list(zip(parts, slices, strict=False))  # one part where all hold the same
+    used = list(zip(parts, slices, strict=False))  # one part if all ranks hold the same
     shapes: dict[str, list[int]] = {}
-    for _, pieces in used:
-        for piece in pieces:
+    for _, held in used:
+        for piece in held:
             ends = [stop for _, stop in piece.box]
             shapes[piece.name] = [max(pair) for pair in zip(ends, shapes.get(piece.name, ends), strict=True)]
     wholes = {name: torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device) for name, shape in shapes.items()}
-    for part, pieces in used:
-        for piece in pieces:
+    for part, held in used:
+        for piece in held:
             box = tuple(slice(start, stop) for start, stop in piece.box)
             wholes[piece.name][box].copy_(local_view(part, piece))
     return wholes
 
 
 def _runs(described: Described, device: torch.device) -> Iterator[Described]:
-    """What goes together: tensors until one reaches the size of a packed buffer."""
+    """Groups tensors into packed buffers: each ends with the tensor that reaches the buffer's size."""
     run: Described = []
     limit, size = _packed_bytes(device), 0
     for item in described:

@@ -1,9 +1,9 @@
-"""The reference policy's weights in host memory, swapped in, or as a second copy on the GPU: what each costs.
+"""Compares the reference policy's weights in host memory, swapped in, with a second copy on the GPU.
 
     dagrl bench reference_weights [--model qwen3-0.6b] [--rows 16] [--length 1024] [--json F]
 
-One worker on one GPU computes the same log-probabilities with the policy's own weights and with the reference's, in turn,
-for `policy.reference_weights` `host` and `device`. `swap_ms` is what the reference costs over the policy.
+One worker on one GPU computes the same log-probabilities with the policy's weights and with the reference's, in turn, for
+`policy.reference_weights` `host` and `device`. `swap_ms` is the extra time of the reference over the policy.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from bench.models import SHAPES, write_model
+from dagrl.bench.models import SHAPES, write_model
+from dagrl.bench.train_inputs import add_model_arguments, measure_and_report, one_gpu_config, single_worker, train_batch
 
 if TYPE_CHECKING:
     from dagrl.config import Config
-    from dagrl.shapes import Batch
-    from workers.megatron import MegatronWorker
+    from dagrl.runtime.shapes import Batch
+    from dagrl.workers.megatron import MegatronWorker
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Row:
-    """Medians over rounds; `weights_gib` of the model, `held_gib` of GPU memory at rest, `peak_gib` under the reference."""
+class ReferenceRow:
+    """Medians over rounds; `weights_gib` of the model, `held_gib` of GPU memory at rest, `peak_gib` with the reference in
+    use."""
 
     where: str
     model: str
@@ -45,26 +47,20 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench reference_weights`."""
-    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a batch")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    """Adds the options of `dagrl bench reference_weights`."""
+    add_model_arguments(parser, SHAPES, "qwen3-0.6b", rows=16, length=1024)
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
-    from bench.train_inputs import measure_and_report
-
-    measure_and_report(options, measure, print_table, without_gpu="without one both ways are the same")
+    """Measures, prints the table and writes the requested file."""
+    measure_and_report(options, measure, print_table, without_gpu="on a CPU both settings are the same")
 
 
-def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
-    """Both ways on one worker, one after the other."""
-    from bench.train_inputs import single_worker, train_batch
-    from dagrl.shapes import Batch
-    from workers.megatron import MegatronWorker
+def measure(options: argparse.Namespace, directory: Path) -> list[ReferenceRow]:
+    """Measures both settings on one worker, one after the other."""
+    from dagrl.runtime.shapes import Batch
+    from dagrl.workers.megatron import MegatronWorker
 
     model = write_model(SHAPES[options.model], directory, "cuda")
     batch = train_batch(options.rows, options.length, vocabulary=150_000)
@@ -79,21 +75,13 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
 
 
 def worker_config(model: Path, options: argparse.Namespace, where: Literal["host", "device"]) -> Config:
-    """BF16 weights on one GPU."""
-    from dagrl.config import Config
-
-    policy = {
-        "model_name": str(model),
-        "precision": "bfloat16",
-        "logprob_batch_size": 8,
-        "max_total_sequence_length": options.length,
-        "reference_weights": where,
-    }
-    return Config.model_validate({"name": "reference", "algorithm": "sft", "data": {}, "policy": policy})
+    """Returns a configuration with BF16 weights and the reference's weights in `where`."""
+    policy = {"precision": "bfloat16", "logprob_batch_size": 8, "reference_weights": where}
+    return one_gpu_config(model, options.length, policy)
 
 
-def measure_one(worker: MegatronWorker, rows: Batch, where: str, options: argparse.Namespace) -> Row:
-    """Policy and reference in turn; the first round warms up."""
+def measure_one(worker: MegatronWorker, rows: Batch, where: str, options: argparse.Namespace) -> ReferenceRow:
+    """Measures policy and reference in turn; the first round warms up."""
     import torch
 
     held = torch.cuda.memory_allocated()
@@ -108,9 +96,9 @@ def measure_one(worker: MegatronWorker, rows: Batch, where: str, options: argpar
     policy, reference = (samples[1:] for samples in taken.values())
     first, second = results["policy"], results["reference"]
     assert first is not None and second is not None
-    np.testing.assert_array_equal(first["logprobs"], second["logprobs"])  # nothing was trained in between
+    np.testing.assert_array_equal(first["logprobs"], second["logprobs"])  # no training in between
     low, high = np.percentile(reference, [25, 75])
-    return Row(
+    return ReferenceRow(
         where=where,
         model=options.model,
         tokens=options.rows * options.length,
@@ -125,8 +113,8 @@ def measure_one(worker: MegatronWorker, rows: Batch, where: str, options: argpar
     )
 
 
-def print_table(rows: list[Row]) -> None:
-    """The rows, for people."""
+def print_table(rows: list[ReferenceRow]) -> None:
+    """Prints the rows."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,14 +1,14 @@
-"""Refits of models of real size: how long the weights take from Megatron's modules to vLLM's, and by other ways.
+"""Measures refits of full-size models: how long the weights take from Megatron's modules to vLLM's, and by other methods.
 
-    dagrl bench refit --json F --plot F              all cases that fit the GPUs of this host, two sides of equal size
+    dagrl bench refit --json F --plot F              all cases that fit this host's GPUs, two sides of equal size
     dagrl bench refit --cases "4B TP2->TP2" --rounds 50
     dagrl bench refit --cases "4B TP1->TP1 colocated"   two processes on one GPU, over CUDA IPC
-    dagrl bench refit --trial                        a tiny model in processes on the CPU, to try the benchmark itself
+    dagrl bench refit --trial                        a tiny model on the CPU, to try the benchmark
 
-A row of the JSON file is one way of one case: seconds (median, 90th percentile) of the slowest rank from a common start
-until the last byte is in place, bytes that a generation rank holds, the share of the raw bandwidth of NCCL's point-to-point
-messages measured just before between the same pairs (of plain copies where both sides share a GPU), staging memory, how long
-a rank of generation stands still, and how many parameters were not what they must be.
+A row of the JSON file is one method of one case. It has the seconds (median, 90th percentile) of the slowest rank from a
+common start until the last byte is in place, the bytes a generation rank holds, the share of the raw bandwidth of NCCL's
+point-to-point messages between the same pairs, measured just before (of plain copies if both sides share a GPU), staging
+memory, the pause of a generation rank, and the number of wrong parameters.
 """
 
 from __future__ import annotations
@@ -22,51 +22,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.deadline import TIME_IS_UP
-from bench.refit_cases import CASES, TRIALS, Case, largest_that_fit, trials
-from bench.refit_report import Row, label, plot, print_table, report
-from bench.report import command_line
+from dagrl.bench.deadline import TIME_IS_UP
+from dagrl.bench.refit_cases import CASES, TRIALS, RefitCase, largest_that_fit, trials
+from dagrl.bench.refit_report import RefitRow, label, plot, print_table, report
+from dagrl.bench.report import command_line
 from dagrl.errors import ConfigError, RunError
 
-SPARE_S = 1.5  # between the end of all ranks and their death
+SPARE_S = 1.5  # for processes to exit before they are killed
 OVERTIME_S = 25.0
-"""After the deadline, for a way that takes longer than those before it: more than a channel's deadline, after which a rank
-that hangs says so, and with the plot less than what `bench.gpu.run_all` leaves a measurement after its deadline."""
+"""Time after the deadline for a method that takes longer than the earlier ones. It exceeds a channel's deadline, after
+which a hanging rank reports itself. With the plot it stays below the time that `dagrl.bench.gpu.run_all` grants a job
+after its deadline."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench refit`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this file, as they come")
-    parser.add_argument("--plot", type=Path, help="draw the times to this file (png, svg)")
+    """Adds the options of `dagrl bench refit`."""
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after each")
+    parser.add_argument("--plot", type=Path, help="plot the times to this file (png, svg)")
     parser.add_argument(
-        "--cases", nargs="*", default=[], help='only cases whose names begin so, e.g. "4B" "30B EP2->TP2 fp8"'
+        "--cases", nargs="*", default=[], help='only cases with these name prefixes, e.g. "4B" "30B EP2->TP2 fp8"'
     )
-    parser.add_argument("--rounds", type=int, default=20, help="measured refits of each way")
-    parser.add_argument("--bucket-bytes", type=int, help="of a bucket; by default what a run would choose")
-    parser.add_argument("--direct-bytes", type=int, help="of what goes straight from and into tensors, at least")
-    parser.add_argument("--tune", action="store_true", help="first try ways of overlapping, and go on with the best")
-    parser.add_argument("--described", action="store_true", help="tensors of the described shapes instead of real modules")
-    parser.add_argument("--no-rivals", action="store_true", help="without broadcasts")
+    parser.add_argument("--rounds", type=int, default=20, help="measured refits per method")
+    parser.add_argument("--bucket-bytes", type=int, help="bytes per bucket; default: the value of a run")
+    parser.add_argument("--direct-bytes", type=int, help="smallest slice sent without staging")
+    parser.add_argument("--no-rivals", action="store_true", help="skip the broadcasts")
     parser.add_argument(
-        "--deadline", type=float, default=900.0, metavar="S", help="begin no way that would not end in S seconds; say which"
+        "--deadline", type=float, default=900.0, metavar="S", help="skip methods that would not finish within S seconds"
     )
-    parser.add_argument("--trial", action="store_true", help="a tiny model on the CPU, to try the benchmark itself")
+    parser.add_argument("--trial", action="store_true", help="measure a tiny model on the CPU")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for; RunError when a way failed or gave wrong parameters."""
+    """Measures, prints the table and writes the requested files. Raises RunError if a method failed or left wrong
+    parameters."""
     gpus, memory, kinds = _gpus()
     if not options.trial and not gpus:
-        raise ConfigError(
-            "a refit between GPUs is measured on one or more, and none is here; --trial runs a tiny model on CPUs"
-        )
+        raise ConfigError("found no GPU; use a host with GPUs, or --trial for a tiny model on the CPU")
     cases, left_out = (trials(options.cases), {}) if options.trial else largest_that_fit(gpus, memory, options.cases)
     if not cases and not left_out:
         names = dict.fromkeys(case.name for case in (TRIALS if options.trial else CASES))
-        raise ConfigError(f"--cases {' '.join(options.cases)}: no case begins so; there are {', '.join(names)}")
-    rows: list[Row] = []
+        raise ConfigError(f"--cases {' '.join(options.cases)}: no case has this prefix; choose from {', '.join(names)}")
+    rows: list[RefitRow] = []
 
-    def keep(row: Row) -> None:
+    def keep(row: RefitRow) -> None:
         if "left_out" in row:
             left_out[label(row)] = str(row["left_out"])
         else:
@@ -91,16 +89,16 @@ def run(options: argparse.Namespace) -> None:
     check(rows)
 
 
-def check(rows: Sequence[Row]) -> None:
-    """Raise RunError naming the ways that failed, or whose destinations hold what they must not."""
+def check(rows: Sequence[RefitRow]) -> None:
+    """Raises RunError with the methods that failed or left wrong parameters."""
     failed = [
         label(row) if "name" in row else str(row["error"]) for row in rows if row.get("error") or row.get("wrong_parameters")
     ]
     if failed:
-        raise RunError(f"{len(failed)} ways of the refit benchmark failed, see their rows: {', '.join(failed)}")
+        raise RunError(f"{len(failed)} methods of the refit benchmark failed, see their rows: {', '.join(failed)}")
 
 
-def _line(row: Row) -> str:
+def _line(row: RefitRow) -> str:
     if "median_s" in row:
         return f"{label(row)}: {row['median_s'] * 1e3:.2f} ms, {row['gb_per_s']:.1f} GB/s"
     if "left_out" in row:
@@ -109,7 +107,7 @@ def _line(row: Row) -> str:
 
 
 def _gpus() -> tuple[int, int, str]:
-    """How many GPUs, the memory of the smallest in bytes, and their names."""
+    """Returns the number of GPUs, the memory of the smallest in bytes, and their names."""
     import torch
 
     if not torch.cuda.is_available():
@@ -119,23 +117,22 @@ def _gpus() -> tuple[int, int, str]:
     return len(found), min(one.total_memory for one in found), f"{len(found)} x {' and '.join(names)}"
 
 
-def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, deadline: float) -> None:
-    """Some cases with as many ranks on as many GPUs, in processes of their own."""
-    from bench.refit_rank import PORTS_A_CASE, Settings, run_rank
+def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, keep: Any, deadline: float) -> None:
+    """Measures cases of the same number of ranks and GPUs, in processes of their own."""
+    from dagrl.bench.refit_rank import PORTS_A_CASE, Settings, run_rank
 
     size = cases[0].ranks
     control, *ports = _free_ports(1 + PORTS_A_CASE * len(cases))
     settings = Settings(
         cases,
         not options.trial,
-        not (options.described or options.trial),
+        not options.trial,
         options.rounds,
         control,
         ports,
         options.bucket_bytes,
         options.direct_bytes,
         rivals=not (options.no_rivals or options.trial),
-        tune=options.tune,
         until=deadline,
     )
     context = multiprocessing.get_context("spawn")
@@ -155,11 +152,11 @@ def _measure(cases: Sequence[Case], options: argparse.Namespace, keep: Any, dead
 
 
 def _listen(connection: Any, size: int, keep: Any, deadline: float) -> None:
-    """Rows, until every rank has ended."""
+    """Passes on rows until every rank has ended."""
     running = size
     while running:
         if not connection.poll(max(0.0, deadline - time.monotonic())):
-            keep({"error": f"{running} ranks did not end in time and were stopped"})
+            keep({"error": f"{running} ranks did not finish in time and were killed"})
             return
         try:
             row = connection.recv()

@@ -1,18 +1,18 @@
-"""What the refit benchmark measures: models, pairs of layouts, and which of them fit the GPUs that are there."""
+"""The cases of the refit benchmark: models, pairs of layouts, and which of them fit the host's GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.models import SHAPES
+from dagrl.bench.models import SHAPES
 from dagrl.config import Json
-from dagrl.layout import ParallelLayout
 from dagrl.refit import TIED_HEAD
 from dagrl.refit.slices import WeightSlice
-from workers.families.vllm import VllmRank
-from workers.megatron.weights import megatron_weight_slices
-from workers.vllm.weights import vllm_weight_slices
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm.weights import vllm_weight_slices
 
 NAMES = {"4B": "qwen3-4b", "30B": "qwen3-30b-a3b"}
 
@@ -25,14 +25,14 @@ TRIAL: dict[str, Json] = {
     "num_key_value_heads": 2,
     "vocab_size": 1024,
 }
-"""A model small enough to try the benchmark itself, on any machine."""
+"""A model small enough to run on any machine."""
 
 
 @dataclass(frozen=True)
-class Case:
+class RefitCase:
     """One model in one pair of layouts.
 
-    `train` and `generation` each take as many GPUs as their layout has ranks; colocated, they share them.
+    `train` and `generation` each take one GPU per rank; colocated, they share GPUs.
     """
 
     model: str
@@ -45,18 +45,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As NeMo-RL's and other tables have it: `4B TP2PP2->TP4`."""
+        """Name in the style of NeMo-RL's tables: `4B TP2PP2->TP4`."""
         to = "EP" if self.expert_parallel else "TP"
         where = " Megatron" if self.to_megatron else " colocated" if self.colocated else ""
         return f"{self.model} {_sizes(self.train)}->{to}{self.tp}{where}"
 
     @property
     def dtype(self) -> str:
-        """Of the generation side's linear layers."""
+        """Data type of the generation side's linear layers."""
         return "fp8" if self.fp8 else "bf16"
 
     def is_wanted(self, wanted: Sequence[str]) -> bool:
-        """Whether its name and dtype begin as one of `wanted`, or nothing is wanted in particular."""
+        """Returns whether the name and dtype start with one of `wanted`; an empty `wanted` selects all."""
         return not wanted or f"{self.name} {self.dtype}".startswith(tuple(wanted))
 
     @property
@@ -66,103 +66,103 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Of both sides together."""
+        """Ranks of both sides together."""
         return self.train.world_size + self.tp
 
     @property
     def gpus(self) -> int:
-        """Of both sides together."""
+        """GPUs of both sides together."""
         return self.train.world_size if self.colocated else self.ranks
 
     @property
     def generation(self) -> ParallelLayout:
-        """The other side's layout, as Megatron's where that is what it is."""
+        """The generation side's layout, if it is built from Megatron modules."""
         return ParallelLayout(tp=self.tp)
 
     @property
     def aliases(self) -> Mapping[str, str] | None:
-        """What feeds a head of its own where embeddings are tied."""
+        """The parameter that feeds a separate head if embeddings are tied."""
         return TIED_HEAD if self.config["tie_word_embeddings"] else None
 
     def sources(self) -> list[list[WeightSlice]]:
-        """What each train rank holds."""
+        """Returns the slices of each train rank."""
         return [megatron_weight_slices(self.config, self.train, rank) for rank in range(self.train.world_size)]
 
     def destinations(self) -> list[list[WeightSlice]]:
-        """What each generation rank holds."""
+        """Returns the slices of each generation rank."""
         if self.to_megatron:
             return [megatron_weight_slices(self.config, self.generation, rank) for rank in range(self.tp)]
         return [vllm_weight_slices(self.config, self.vllm_rank(rank)) for rank in range(self.tp)]
 
     def vllm_rank(self, rank: int) -> VllmRank:
-        """A generation rank, as the weight layout knows it."""
+        """Returns a generation rank in the terms of the weight layout."""
         return VllmRank(self.tp, rank, expert_parallel=self.expert_parallel, fp8=self.fp8)
 
 
 def _sizes(layout: ParallelLayout) -> str:
-    """Axes that are larger than one; expert parallelism says more than the data parallelism that it lies in."""
+    """Formats axes larger than one; expert parallelism replaces the data parallelism that contains it."""
     axes = [("TP", layout.tp), ("PP", layout.pp), ("EP", layout.ep), ("DP", layout.dp if layout.ep == 1 else 1)]
     return "".join(f"{axis}{size}" for axis, size in axes if size > 1) or "TP1"
 
 
-def _cases() -> Iterator[Case]:
-    """Sides of 1, 2 and 4 GPUs; what serves two cases is built once for both where they follow each other."""
-    yield Case("4B", ParallelLayout(), 1, colocated=True)
-    yield Case("4B", ParallelLayout(), 1, fp8=True, colocated=True)
+def _cases() -> Iterator[RefitCase]:
+    """Yields cases with sides of 1, 2 and 4 GPUs. Consecutive cases share a side where possible, so it is built once."""
+    yield RefitCase("4B", ParallelLayout(), 1, colocated=True)
+    yield RefitCase("4B", ParallelLayout(), 1, fp8=True, colocated=True)
     for half in (1, 2, 4):
         same, experts = ParallelLayout(tp=half), ParallelLayout(dp=half, ep=half)
-        yield Case("4B", same, half)
-        yield Case("4B", same, half, fp8=True)
-        yield Case("30B", experts, half)
-        yield Case("30B", experts, half, fp8=True, expert_parallel=half > 2)  # 768 / 4 is not a multiple of 128
+        yield RefitCase("4B", same, half)
+        yield RefitCase("4B", same, half, fp8=True)
+        yield RefitCase("30B", experts, half)
+        yield RefitCase("30B", experts, half, fp8=True, expert_parallel=half > 2)  # FP8 blocks: 128 does not divide 768 / 4
         if half == 2:
-            yield Case("4B", ParallelLayout(pp=2), 2)
-            yield Case("4B", ParallelLayout(dp=2), 2)
-            yield Case("4B", ParallelLayout(pp=2), 2, to_megatron=True)
+            yield RefitCase("4B", ParallelLayout(pp=2), 2)
+            yield RefitCase("4B", ParallelLayout(dp=2), 2)
+            yield RefitCase("4B", ParallelLayout(pp=2), 2, to_megatron=True)
         if half == 4:
-            yield Case("4B", ParallelLayout(tp=2, pp=2), 4)
-            yield Case("4B", ParallelLayout(tp=2, dp=2), 4)
-            yield Case("4B", ParallelLayout(tp=2, pp=2), 4, to_megatron=True)
-        yield Case("4B", same, half, to_megatron=True)
+            yield RefitCase("4B", ParallelLayout(tp=2, pp=2), 4)
+            yield RefitCase("4B", ParallelLayout(tp=2, dp=2), 4)
+            yield RefitCase("4B", ParallelLayout(tp=2, pp=2), 4, to_megatron=True)
+        yield RefitCase("4B", same, half, to_megatron=True)
 
 
 CASES = tuple(_cases())
 TRIALS = (
-    Case("trial", ParallelLayout(pp=2), 2),
-    Case("trial", ParallelLayout(tp=2), 2, fp8=True),
-    Case("trial", ParallelLayout(tp=2, pp=2), 4, to_megatron=True),
-    Case("trial", ParallelLayout(), 1, colocated=True),
+    RefitCase("trial", ParallelLayout(pp=2), 2),
+    RefitCase("trial", ParallelLayout(tp=2), 2, fp8=True),
+    RefitCase("trial", ParallelLayout(tp=2, pp=2), 4, to_megatron=True),
+    RefitCase("trial", ParallelLayout(), 1, colocated=True),
 )
 
 
-def trials(wanted: Sequence[str] = ()) -> list[Case]:
-    """The trials that `wanted` chooses by the beginning of their names."""
+def trials(wanted: Sequence[str] = ()) -> list[RefitCase]:
+    """Returns the trials whose names start with one of `wanted`."""
     return [case for case in TRIALS if case.is_wanted(wanted)]
 
 
-def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -> tuple[list[Case], dict[str, str]]:
-    """The cases for `gpus` that each have `memory_bytes`, and why each of the others is left out.
+def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -> tuple[list[RefitCase], dict[str, str]]:
+    """Returns the cases that fit `gpus` GPUs of `memory_bytes` each, and the reason for each one left out.
 
-    `wanted` chooses by the beginning of names.
+    `wanted` selects cases by name prefix.
     """
-    chosen: list[Case] = []
+    chosen: list[RefitCase] = []
     left_out: dict[str, str] = {}
     for case in CASES:
         label = f"{case.name} {case.dtype}"
         if not case.is_wanted(wanted):
             continue
         if case.gpus > gpus:
-            left_out[label] = f"needs {case.gpus} GPUs, {gpus} are there"
+            left_out[label] = f"needs {case.gpus} GPUs, found {gpus}"
         elif _bytes_of_a_rank(case) > 0.93 * memory_bytes:
-            left_out[label] = f"needs {_bytes_of_a_rank(case) / 1e9:.0f} GB a GPU, {memory_bytes / 1e9:.0f} are there"
+            left_out[label] = f"needs {_bytes_of_a_rank(case) / 1e9:.0f} GB per GPU, found {memory_bytes / 1e9:.0f}"
         else:
             chosen.append(case)
     return chosen, left_out
 
 
-def _bytes_of_a_rank(case: Case) -> float:
-    """Of one GPU: weights in bfloat16, of both sides where they share it, and room for staging and the largest parameter."""
-    from bench.models import parameter_shapes
+def _bytes_of_a_rank(case: RefitCase) -> float:
+    """Returns the bytes one GPU needs: bfloat16 weights, of both sides if they share it, and 4 GB of staging and slack."""
+    from dagrl.bench.models import parameter_shapes
 
     elements = 0
     for shape in parameter_shapes(case.config).values():

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark in step: barriers, values gathered, and starts at one instant, over a store of their own."""
+"""Coordinates the ranks of a benchmark over their own store: barriers, gathered values, common starts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 Value = TypeVar("Value")
-_AHEAD_S = 0.002  # how far ahead a common start lies: more than a store needs to tell everybody
+_AHEAD_S = 0.002  # delay of a common start; the store reaches all ranks in less
 _POLL_S = 2e-4
 
 
 class Control:
-    """One rank of `size`; all ranks must call the same methods in the same order. Ranks share the host's clock."""
+    """One rank of `size`. All ranks must call the same methods in the same order. Ranks share the host's clock."""
 
     def __init__(self, port: int, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
@@ -29,30 +29,32 @@ class Control:
         return f"step/{self._number}"
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Returns when all ranks have arrived."""
         key, deadline = self._key(), time.monotonic() + self._timeout_s
         arrived = self._store.add(key, 1)
         while arrived < self.size:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.rank}: {self.size - arrived} ranks did not come within {self._timeout_s} s")
+                raise TimeoutError(
+                    f"rank {self.rank}: {self.size - arrived} ranks did not arrive within {self._timeout_s} s"
+                )
             time.sleep(_POLL_S)
             arrived = self._store.add(key, 0)
 
     def gather(self, value: Value) -> list[Value]:
-        """The value of every rank."""
+        """Returns every rank's value."""
         key = self._key()
         self._store.set(f"{key}/{self.rank}", pickle.dumps(value).hex())
         return [pickle.loads(bytes.fromhex(self._store.get(f"{key}/{rank}").decode())) for rank in range(self.size)]  # noqa: S301
 
     def leave(self) -> None:
-        """Return when this rank may end: the one that serves the store goes last."""
+        """Returns when this rank may end. Rank 0 serves the store and leaves last."""
         left, deadline = self._store.add("left", 1), time.monotonic() + self._timeout_s
         while self.rank == 0 and left < self.size and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             left = self._store.add("left", 0)
 
     def start_together(self) -> None:
-        """Return at the same instant on all ranks, without sleeping towards the end."""
+        """Returns at the same instant on all ranks; spins at the end instead of sleeping."""
         self.barrier()
         key = self._key()
         if self.rank == 0:
@@ -62,7 +64,7 @@ class Control:
             pass
 
     def seconds(self, act: Callable[[], object], rounds: int, warmup: int) -> list[float]:
-        """Seconds of each round, those of the slowest rank, sorted; all ranks start each round at one instant."""
+        """Returns the slowest rank's seconds of each round, sorted. All ranks start each round at the same instant."""
         taken = []
         for _ in range(warmup + rounds):
             self.start_together()

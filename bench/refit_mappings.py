@@ -1,11 +1,14 @@
-"""Models of the size at which they are trained, and the mappings of NeMo-RL's pull request 2413, without any weights."""
+"""Full-size models and the mappings of NeMo-RL's pull request 2413, without weights."""
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
-from dagrl.layout import ParallelLayout
+from dagrl.config import Config, Json
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.megatron import MegatronWorker
 
 Hf = dict[str, Any]
 
@@ -30,6 +33,7 @@ QWEN3_30B: Hf = {
     "intermediate_size": 6144,
     "moe_intermediate_size": 768,
     "num_experts": 128,
+    "num_experts_per_tok": 8,
     "vocab_size": 151936,
 }
 QWEN3_235B: Hf = {
@@ -78,7 +82,7 @@ NEMOTRON_NANO: Hf = {  # Nemotron 3 Nano 30B-A3B
     "moe_shared_expert_intermediate_size": 3712,
     "vocab_size": 131072,
 }
-NEMOTRON_SUPER: Hf = {  # Nemotron 3 Super 120B-A12B: experts in a latent space
+NEMOTRON_SUPER: Hf = {  # Nemotron 3 Super 120B-A12B, with latent experts
     **NEMOTRON_NANO,
     "hidden_size": 4096,
     "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
@@ -91,9 +95,17 @@ NEMOTRON_SUPER: Hf = {  # Nemotron 3 Super 120B-A12B: experts in a latent space
 }
 
 
+class PlannedWorker(MegatronWorker):
+    """A train worker for plans alone: accepts the models whose weights are described but that do not train yet."""
+
+    @staticmethod
+    def check(config: Config, hf_config: abc.Mapping[str, Json]) -> None:
+        """Accepts every model."""
+
+
 @dataclass(frozen=True)
-class Mapping:
-    """One row: a model, the train layout, and the generation's tensor-parallel size, replicas and FP8."""
+class RefitMapping:
+    """One row: a model, the train layout, and the generation side's tensor-parallel size, replicas and FP8."""
 
     model: Hf
     train: ParallelLayout
@@ -103,7 +115,7 @@ class Mapping:
 
     @property
     def hosts(self) -> list[int]:
-        """The host of each rank, 8 GPUs each, none of both sides."""
+        """The host of each rank: 8 GPUs per host, no host shared by both sides."""
         train, generation = self.train.world_size, self.tp * self.dp
         return [rank // 8 for rank in range(train)] + [-(-train // 8) + rank // 8 for rank in range(generation)]
 
@@ -116,34 +128,38 @@ class Mapping:
 _EP4TP2DP2 = ParallelLayout(tp=2, dp=4, ep=4, etp=1)
 _EP4TP2PP2 = ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)
 _EP8PP2 = ParallelLayout(pp=2, dp=8, ep=8, etp=1)
+_EP16TP4PP8 = ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11)
+_EP16PP16 = ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2)
 LARGEST = [
-    Mapping(QWEN3_235B, ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11), 8, 16),
-    Mapping(DEEPSEEK_V3, ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2), 32, 8),
+    RefitMapping(
+        QWEN3_235B, ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11), 8, 16
+    ),
+    RefitMapping(DEEPSEEK_V3, ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2), 32, 8),
 ]
 TABLE = [
-    Mapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8),
-    Mapping(QWEN3_4B, ParallelLayout(dp=8), 8, 1),
-    Mapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2),
-    Mapping(QWEN3_4B, ParallelLayout(pp=4, dp=2), 4, 2),
-    Mapping(QWEN3_4B, ParallelLayout(tp=2, pp=2, dp=2), 4, 2),
-    Mapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2),
+    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8),
+    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 8, 1),
+    RefitMapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2),
+    RefitMapping(QWEN3_4B, ParallelLayout(pp=4, dp=2), 4, 2),
+    RefitMapping(QWEN3_4B, ParallelLayout(tp=2, pp=2, dp=2), 4, 2),
+    RefitMapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2),
     *(
-        Mapping(QWEN3_30B, train, tp, dp)
+        RefitMapping(QWEN3_30B, train, tp, dp)
         for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2)
         for tp, dp in ((4, 4), (2, 8), (8, 2))
     ),
-    Mapping(NEMOTRON_NANO, ParallelLayout(tp=2, dp=4, ep=8, etp=1), 4, 2),
-    Mapping(NEMOTRON_SUPER, ParallelLayout(tp=2, pp=2, dp=8, ep=8, etp=1), 8, 2),
-    Mapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2, fp8=True),
-    Mapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2, fp8=True),
-    Mapping(QWEN3_30B, _EP4TP2DP2, 2, 8, fp8=True),
-    Mapping(QWEN3_30B, _EP8PP2, 2, 8, fp8=True),
+    RefitMapping(NEMOTRON_NANO, ParallelLayout(tp=2, dp=4, ep=8, etp=1), 4, 2),
+    RefitMapping(NEMOTRON_SUPER, ParallelLayout(tp=2, pp=2, dp=8, ep=8, etp=1), 8, 2),
+    RefitMapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2, fp8=True),
+    RefitMapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2, fp8=True),
+    RefitMapping(QWEN3_30B, _EP4TP2DP2, 2, 8, fp8=True),
+    RefitMapping(QWEN3_30B, _EP8PP2, 2, 8, fp8=True),
     *LARGEST,
 ]
 
 
 def parameters(model: Hf) -> int:
-    """Parameters of the model, counted from its published sizes: the truth for the bytes of a plan. Qwen3 and DeepSeek."""
+    """Counts the model's parameters from its published sizes, the reference for a plan's bytes. Qwen3 and DeepSeek only."""
     hidden, vocabulary, count = model["hidden_size"], model["vocab_size"], model["num_hidden_layers"]
     total: int = vocabulary * hidden * (1 if model.get("tie_word_embeddings") else 2) + hidden
     for layer in range(count):

@@ -1,12 +1,12 @@
-"""What planning a refit costs: `dagrl inspect --phase refit` of models at full size, in seconds and memory, without weights.
+"""Measures refit planning: `dagrl inspect --phase refit` of full-size models, in seconds and memory, without weights.
 
     dagrl bench refit_plan --json F                              all mappings of `refit_mappings.py`
     dagrl bench refit_plan --mappings 235b dsv3 --rounds 5
 
-Every round is a process of its own that does all that the command does: imports, phase graphs and their picture,
-descriptions of all ranks, the plan, its summary. Mappings take turns. The median and the slowest round are told, on the
-clock (`wall_s`) and of the processor (`cpu_s`, which is what stays comparable where other jobs run too: `load` is how many
-there were on average, this one included), and the most memory that any round held.
+Every round is a separate process that does everything the command does: imports, phase graphs and their drawing,
+descriptions of all ranks, the plan and its summary. Mappings take turns. The report has the median and the slowest round:
+wall time (`wall_s`), processor time (`cpu_s`, which stays comparable while other jobs run), the peak memory of any round,
+and `load`, the median load average including the benchmark.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from typing import Any
 
 import yaml
 
-from bench.refit_mappings import TABLE
-from bench.refit_mappings import Mapping as Case
-from bench.report import Report, command_line
-from bench.report import Row as ReportRow
+from dagrl.bench.refit_mappings import TABLE, RefitMapping
+from dagrl.bench.report import BenchReport, ReportRow, command_line
 from dagrl.errors import ConfigError, RunError
 
 _LIMIT_S, _POLL_S = 300.0, 0.05
@@ -36,8 +34,8 @@ _TITLE = re.compile(r"refit of ([\d,.]+) MB from (\d+) to (\d+) ranks, (\d+) buc
 
 
 @dataclass(frozen=True)
-class Round:
-    """One process: seconds on the clock and of the processor, memory at its peak, and what it printed of the plan."""
+class InspectRun:
+    """One process: wall and processor seconds, peak memory, and the plan's figures from its output."""
 
     wall_s: float
     cpu_s: float
@@ -46,21 +44,21 @@ class Round:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench refit_plan`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--mappings", nargs="*", default=[""], help="only mappings whose names begin so: 4b 30b 235b dsv3")
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each mapping")
+    """Adds the options of `dagrl bench refit_plan`."""
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--mappings", nargs="*", default=[""], help="name prefixes of mappings: 4b 30b 235b dsv3")
+    parser.add_argument("--rounds", type=int, default=3, help="processes per mapping")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measures, prints the table and writes the requested file."""
     cases = [case for case in TABLE if str(case).startswith(tuple(options.mappings))]
     if not cases or options.rounds < 1:
         raise ConfigError(
-            f"--mappings {' '.join(options.mappings)} --rounds {options.rounds} leave nothing to measure; there are "
+            f"--mappings {' '.join(options.mappings)} --rounds {options.rounds} match no mapping; mappings: "
             f"{', '.join(map(str, TABLE))}"
         )
-    rounds: dict[str, list[Round]] = {str(case): [] for case in cases}
+    rounds: dict[str, list[InspectRun]] = {str(case): [] for case in cases}
     loads: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
         for _ in range(options.rounds):
@@ -70,11 +68,11 @@ def run(options: argparse.Namespace) -> None:
     rows = [_row(case, rounds[str(case)], median(loads)) for case in cases]
     _print(rows)
     if options.json:
-        Report(rows, command_line()).write(options.json)
+        BenchReport(rows, command_line()).write(options.json)
 
 
-def configuration(case: Case) -> dict[str, Any]:
-    """A run of a mapping, as a configuration file has it."""
+def configuration(case: RefitMapping) -> dict[str, Any]:
+    """Returns the run configuration of a mapping, as in a configuration file."""
     train = case.train
     megatron = {
         "data_parallel_size": train.dp,
@@ -87,20 +85,21 @@ def configuration(case: Case) -> dict[str, Any]:
     }
     vllm = {"tensor_parallel_size": case.tp, "data_parallel_size": case.dp, "precision": "fp8" if case.fp8 else None}
     policy = {
+        "worker": "dagrl.bench.refit_mappings:PlannedWorker",
         "precision": "bfloat16",
         "random_init": {"tokenizer_characters": "0123456789+=", "hf_config": case.model},
         "megatron_cfg": megatron,
         "generation": {"vllm_cfg": vllm},
     }
-    return {"name": str(case), "algorithm": "grpo", "policy": policy, "data": {"task": "dagrl.tasks:arithmetic"}}
+    return {"name": str(case), "algorithm": "grpo", "policy": policy, "data": {"task": "dagrl.rl.tasks:arithmetic"}}
 
 
-def _inspect(case: Case, directory: Path) -> Round:
-    """Run the command once, in a process of its own. Raises RunError when it fails or does not end."""
+def _inspect(case: RefitMapping, directory: Path) -> InspectRun:
+    """Runs the command once in its own process. Raises RunError if it fails or does not end."""
     config, output = directory / f"{case}.yaml", directory / "output"
     config.write_text(yaml.safe_dump(configuration(case)))
-    words = ["inspect", str(config), "--phase", "refit", "-o", str(directory / "refit.svg")]
-    program = f"import sys; from dagrl.cli import main; sys.exit(main({words!r}))"
+    words = ["inspect", str(config), "--phase", "refit", "-o", str(directory / "refit.mmd")]
+    program = f"import sys; from dagrl.cli.main import main; sys.exit(main({words!r}))"
     start = time.perf_counter()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     files = [(os.POSIX_SPAWN_OPEN, 1, str(output), flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
@@ -109,12 +108,12 @@ def _inspect(case: Case, directory: Path) -> Round:
     wall, text = time.perf_counter() - start, output.read_text()
     title = _TITLE.search(text)
     if status or title is None:
-        raise RunError(f"dagrl inspect of {case} ended with {status}, or without a plan: {text[-2000:]}")
-    return Round(wall, used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss, title.groups())
+        raise RunError(f"dagrl inspect of {case} ended with {status}, or printed no plan: {text[-2000:]}")
+    return InspectRun(wall, used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss, title.groups())
 
 
 def _end_of(pid: int, deadline: float) -> tuple[int, Any]:
-    """Exit code and resources of a process, killed at the deadline; those of this one alone, which `subprocess` hides."""
+    """Returns a process's exit code and own resource usage, which `subprocess` hides. Kills it at the deadline."""
     while True:
         found, status, used = os.wait4(pid, os.WNOHANG)
         if found:
@@ -125,7 +124,7 @@ def _end_of(pid: int, deadline: float) -> tuple[int, Any]:
         time.sleep(_POLL_S)
 
 
-def _row(case: Case, rounds: Sequence[Round], load: float) -> ReportRow:
+def _row(case: RefitMapping, rounds: Sequence[InspectRun], load: float) -> ReportRow:
     megabytes, sources, destinations, buckets = rounds[0].plan
     return {
         "mapping": str(case),

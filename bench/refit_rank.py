@@ -1,7 +1,7 @@
-"""One rank of the refit benchmark: it holds its side of every case, carries it in every way, and compares what arrived.
+"""One rank of the refit benchmark: holds its side of every case, transfers it by every method, and checks the result.
 
-Every method is measured in the same processes, over the same tensors: all ranks start at one instant, the slowest counts.
-After each, every element held by a destination is compared with what it must be (`refit_truth.py`).
+All methods run in the same processes, over the same tensors. All ranks start at the same instant, and the slowest counts.
+After each method, every element of a destination is compared with its expected value (`refit_truth.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from bench.deadline import TIME_IS_UP, Deadline
-from bench.refit_cases import Case
-from bench.refit_control import Control
-from bench.refit_rivals import (
+from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline
+from dagrl.bench.refit_cases import RefitCase
+from dagrl.bench.refit_control import Control
+from dagrl.bench.refit_report import RefitRow
+from dagrl.bench.refit_rivals import (
     PACKED_BYTES,
     RAW_BYTES,
     Broadcast,
@@ -29,35 +30,30 @@ from bench.refit_rivals import (
     copied_bytes_per_second,
     raw_bytes_per_second,
 )
-from bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
-from bench.refit_truth import clear, fill, wrong
-from bench.refit_tune import best_way
+from dagrl.bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
+from dagrl.bench.refit_truth import clear, fill, wrong
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import MAILBOX_SLOTS
-from dagrl.refit import RefitReceiver, RefitSender, plan_refit
-from dagrl.refit.commit import one_part_of_a_refit
+from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
+from dagrl.refit.carry.autotune import TRIALS
 from dagrl.refit.connect import ChannelKind
-from dagrl.refit.fastest import TRIALS
-from dagrl.refit.moves import move_bytes
-from dagrl.refit.run import Record
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.verify import Verify
+from dagrl.refit.transfers import move_bytes
 
 PORTS_A_CASE = 4
-"""For the process groups of the train side, of a generation side that is Megatron's, and of both; and for the channel."""
+"""Ports for the process groups of the train side, of a Megatron generation side, and of both; and for the channel."""
 
 FIRST_REFITS = 1 + 2 * TRIALS
-"""Of one end, until it has opened connections and found the faster way."""
+"""Refits of one end until it has opened its connections and chosen the faster method."""
 
-Row = dict[str, Any]
-Said = Callable[[Row], None]
+SayRow = Callable[[RefitRow], None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks are told; `ports` are `PORTS_A_CASE` for each case."""
+    """Settings of all ranks; `ports` holds `PORTS_A_CASE` ports per case."""
 
-    cases: Sequence[Case]
+    cases: Sequence[RefitCase]
     on_gpus: bool
     real: bool
     rounds: int
@@ -67,14 +63,13 @@ class Settings:
     direct_bytes: int | None = None
     timeout_s: float = 20.0
     rivals: bool = True
-    tune: bool = False
-    until: float = math.inf  # of the monotonic clock, which all processes of a host share: ways end before
+    until: float = math.inf  # on the monotonic clock, which a host's processes share: methods end before it
 
 
 class Rank:
-    """One rank of some cases, all with as many ranks on as many GPUs."""
+    """One rank of cases that all have the same number of ranks and GPUs."""
 
-    def __init__(self, settings: Settings, rank: int, say: Said) -> None:
+    def __init__(self, settings: Settings, rank: int, say: SayRow) -> None:
         self.settings, self.rank = settings, rank
         self.size = settings.cases[0].ranks
         self.device = torch.device("cuda", rank % settings.cases[0].gpus) if settings.on_gpus else torch.device("cpu")
@@ -85,30 +80,30 @@ class Rank:
         self._channel_address = ""
         self._say = say if rank == 0 else lambda row: None
         self._built: tuple[Any, Side] | None = None
-        self._tuned = False
-        self._deadline = Deadline(settings.until - time.monotonic())
+        self._deadline = BenchDeadline(settings.until - time.monotonic())
 
     def run(self) -> None:
-        """All cases; one that fails is told and left."""
+        """Runs all cases; a case that fails is reported and skipped."""
         for number, case in enumerate(self.settings.cases):
             ports = self.settings.ports[PORTS_A_CASE * number :][:PORTS_A_CASE]
             *self._group_addresses, self._channel_address = (f"127.0.0.1:{port}" for port in ports)
-            if self._is_late(case, "all ways"):
+            if self._is_late(case, "all methods"):
                 continue
             with self._together(case, "prepare"):
                 self._run_case(case)
         self.control.leave()
 
-    def _is_late(self, case: Case, method: str) -> bool:
-        """Whether a way would not end in time, as any rank sees it; then that it is left out is told."""
+    def _is_late(self, case: RefitCase, method: str) -> bool:
+        """Returns whether any rank lacks the time for a method, and reports it as left out."""
         late = not all(self.control.gather(self._deadline.allows(method)))
         if late:
             self._say({"name": case.name, "dtype": case.dtype, "method": method, "left_out": TIME_IS_UP})
         return late
 
     @contextmanager
-    def _together(self, case: Case, method: str) -> Iterator[None]:
-        """Errors of any rank, told by rank 0; then all go on. Nobody is left waiting longer than the deadlines allow."""
+    def _together(self, case: RefitCase, method: str) -> Iterator[None]:
+        """Gathers the errors of all ranks; rank 0 reports them and all continue. No rank waits longer than the deadlines
+        allow."""
         error = ""
         try:
             yield
@@ -118,7 +113,7 @@ class Rank:
         if errors:
             self._say({"name": case.name, "dtype": case.dtype, "method": method, "error": "\n".join(errors)})
 
-    def _run_case(self, case: Case) -> None:
+    def _run_case(self, case: RefitCase) -> None:
         started = time.perf_counter()
         if case.to_megatron:
             self._run_resharding(case)
@@ -129,13 +124,13 @@ class Rank:
         self._say({"name": case.name, "dtype": case.dtype, "note": f"built in {time.perf_counter() - started:.1f} s"})
         self._measure(case, side, self._is_first(case))
 
-    def _is_first(self, case: Case) -> bool:
-        """Of its model and dtype: measured in all ways, the others only as they are replayed."""
+    def _is_first(self, case: RefitCase) -> bool:
+        """Returns whether the case is the first of its model and dtype: it runs all methods, later ones only the default."""
         kind = (case.model, case.fp8, False)
         return case == next(one for one in self.settings.cases if (one.model, one.fp8, one.to_megatron) == kind)
 
-    def _run_resharding(self, case: Case) -> None:
-        from bench.refit_resharding import Resharding
+    def _run_resharding(self, case: RefitCase) -> None:
+        from dagrl.bench.refit_resharding import Resharding
 
         self._let_go()
         leave_vllm()
@@ -151,8 +146,8 @@ class Rank:
             del resharding
             self._let_go()
 
-    def _side(self, case: Case) -> Side:
-        """This rank's side; the one built last is used again where it is the same."""
+    def _side(self, case: RefitCase) -> Side:
+        """Returns this rank's side; reuses the last one built if it is the same."""
         train = case.train.world_size
         is_train, rank = self.rank < train, self.rank % train
         key = (case.model, case.train) if is_train else (case.model, case.tp, case.fp8, case.expert_parallel)
@@ -176,7 +171,7 @@ class Rank:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def _channel(self, case: Case) -> Iterator[Channel]:
+    def _channel(self, case: RefitCase) -> Iterator[Channel]:
         kind: ChannelKind = "ipc" if case.colocated else "nccl" if self.settings.on_gpus else "gloo"
         channel = open_channel(ChannelSpec(kind, self._channel_address, self.rank, case.ranks, self.settings.timeout_s))
         try:
@@ -184,19 +179,16 @@ class Rank:
         finally:
             channel.close()
 
-    def _measure(self, case: Case, side: Side, thorough: bool) -> None:
-        """Ways of one case: recorded and not, verified, and by broadcasts."""
-        self.control.barrier()  # a side may have been built in a moment, the other not
+    def _measure(self, case: RefitCase, side: Side, thorough: bool) -> None:
+        """Runs the methods of one case: default, recorded and not recorded, verified, and broadcasts."""
+        self.control.barrier()  # one side may take much longer to build
         with self._channel(case) as channel:
             facts = {
                 **self._raw(case, channel),
                 "holders": sorted({one for one in self.control.gather(side.holder)}),
             }
-            if self.settings.tune and thorough and not self._tuned:
-                self._tuned = True
-                best_way(lambda way: self._refit(case, side, channel, way.name, "off", True, facts))
-            methods: list[tuple[str, Verify, Record]] = [("dagrl", "off", "auto")]
-            if thorough and self.device.type == "cuda" and not case.colocated:  # only NCCL's messages can be recorded
+            methods: list[tuple[str, Verify, RecordMode]] = [("dagrl", "off", "auto")]
+            if thorough and self.device.type == "cuda" and not case.colocated:  # only NCCL messages can be recorded
                 methods += [("dagrl CUDA graph", "off", True), ("dagrl launches", "off", False)]
             if thorough:
                 methods += [("dagrl verify=checksum", "checksum", "auto"), ("dagrl verify=bitwise", "bitwise", "auto")]
@@ -210,19 +202,19 @@ class Rank:
         has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
         shared = ("shared buffer a parameter", "packed shared buffers")
         names = shared if case.colocated else ("broadcast a parameter", "packed broadcast")
-        ways = [(names[0], 0, False), (names[1], PACKED_BYTES, False)]
+        rivals = [(names[0], 0, False), (names[1], PACKED_BYTES, False)]
         if "num_experts" in case.config:
-            ways = ways[:1]  # 18,867 parameters: calls of a loader would take minutes, packing some seconds to prepare
+            rivals = rivals[:1]  # 18,867 parameters: a loader's calls would take minutes, packing seconds to prepare
         elif has_loader:
-            ways += [(f"{method}, load_weights", size, True) for method, size, _ in ways]
-        for method, size, load in ways:
+            rivals += [(f"{method}, load_weights", size, True) for method, size, _ in rivals]
+        for method, size, load in rivals:
             if self._is_late(case, method):
                 continue
             with self._together(case, method):
                 self._broadcast(case, side, method, size, load, facts)
 
-    def _raw(self, case: Case, channel: Channel) -> dict[str, Any]:
-        """What the channel's messages reach between the pairs that carry most; on one GPU, what copies on it reach."""
+    def _raw(self, case: RefitCase, channel: Channel) -> dict[str, Any]:
+        """Measures the channel's raw bandwidth between the busiest pairs; on one GPU, the bandwidth of copies."""
         half = case.train.world_size
         pairs = {rank: half + rank % case.tp for rank in range(half)}
         sizes = RAW_BYTES if self.device.type == "cuda" else (1 << 20,)
@@ -236,7 +228,14 @@ class Rank:
         }
 
     def _refit(
-        self, case: Case, side: Side, channel: Channel, method: str, verify: Verify, record: Record, facts: Mapping[str, Any]
+        self,
+        case: RefitCase,
+        side: Side,
+        channel: Channel,
+        method: str,
+        verify: Verify,
+        record: RecordMode,
+        facts: Mapping[str, Any],
     ) -> float:
         start = time.perf_counter()
         plan = plan_refit(
@@ -248,12 +247,12 @@ class Rank:
             direct_bytes=self.settings.direct_bytes,
             mailboxes=case.colocated,
         )
-        mine, planned = plan.for_rank(self.rank), time.perf_counter()
+        mine, planned = plan.for_rank(self.rank, verify, record), time.perf_counter()
         end: RefitSender | RefitReceiver
         if self.rank < case.train.world_size:
-            end = RefitSender(mine, side.tensors, channel, verify, record)
+            end = RefitSender(mine, side.tensors, channel)
         else:
-            end = RefitReceiver(mine, side.tensors, channel, verify, record)
+            end = RefitReceiver(mine, side.tensors, channel)
         prepared = time.perf_counter()
         spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
         mailboxes = MAILBOX_SLOTS * max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
@@ -279,23 +278,23 @@ class Rank:
         return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
 
     def _pause(self, channel: Channel, carry: Callable[[], object]) -> float:
-        """Seconds that a generation rank stands still, with the commit: median of the slowest.
+        """Returns the seconds that a generation rank pauses, including the commit: the median of the slowest rank.
 
-        Modules that no engine has processed have no hooks; `RefitReport.pause_s` has theirs, and the engine's own work.
+        Modules without an engine have no hooks; `RefitReport.pause_s` includes them and the engine's own work.
         """
         receives = self.rank >= self.settings.cases[0].train.world_size
         taken = []
         for _ in range(5):
             self.control.barrier()
             start = time.perf_counter()
-            with one_part_of_a_refit(channel, wait=receives):
+            with commit_together(channel, wait=receives):
                 carry()
             spent = self.control.gather(time.perf_counter() - start if receives else 0.0)
             taken.append(max(spent))
         return sorted(taken)[len(taken) // 2]
 
     def _stages(self, end: RefitSender | RefitReceiver, channel: Channel) -> dict[str, float]:
-        """Seconds of packing, messages and unpacking, each alone; the slowest rank's."""
+        """Returns the seconds of packing, messages and unpacking, each alone, of the slowest rank."""
         if self.device.type != "cuda":
             return {}
 
@@ -318,7 +317,7 @@ class Rank:
         return {"pack_s": max(p for p, _ in alone), "wire_s": taken[1], "unpack_s": max(u for _, u in alone)}
 
     def _event_seconds(self, act: Callable[[], object]) -> float:
-        """By CUDA events, once warm."""
+        """Returns the seconds by CUDA events, after one warm-up call."""
         act()
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
@@ -327,7 +326,7 @@ class Rank:
         torch.cuda.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
-    def _broadcast(self, case: Case, side: Side, method: str, size: int, load: bool, facts: Mapping[str, Any]) -> None:
+    def _broadcast(self, case: RefitCase, side: Side, method: str, size: int, load: bool, facts: Mapping[str, Any]) -> None:
         kind = SharedBuffers if case.colocated else Broadcast
         broadcast = kind(case, side, self.control, self.device, size, load)
         try:
@@ -337,7 +336,7 @@ class Rank:
 
     def _time(
         self,
-        case: Case,
+        case: RefitCase,
         method: str,
         side: Side,
         carry: Callable[[], object],
@@ -345,7 +344,7 @@ class Rank:
         verified: bool = False,
         few: bool = False,
     ) -> float:
-        """Measure `carry`, compare what arrived, and tell the row; the median."""
+        """Measures `carry`, checks the result, reports the row and returns the median."""
         is_receiver = self.rank >= case.train.world_size
         if is_receiver:
             clear(side.tensors)
@@ -376,14 +375,14 @@ class Rank:
 
 
 def _bytes(slices: Sequence[WeightSlice]) -> int:
-    """What a destination holds, however it gets it."""
+    """Returns the bytes a destination holds."""
     return sum(move_bytes(held.box, held.dtype or "bfloat16", held.scales is not None) for held in slices)
 
 
 def run_rank(settings: Settings, rank: int, connection: Any) -> None:
-    """A process of the benchmark; rows go to `connection`."""
+    """Runs one process of the benchmark and sends its rows to `connection`."""
     if rank < settings.cases[0].train.world_size:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # as Megatron's workers have it
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # as in Megatron's workers
     torch.set_num_threads(1)
     try:
         Rank(settings, rank, connection.send).run()

@@ -1,4 +1,4 @@
-"""What the refit benchmark leaves behind: a table, a report of cases, and a plot."""
+"""The output of the refit benchmark: a table, a report of cases, and a plot."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report import Report
+from dagrl.bench.report import BenchReport
 
-Row = Mapping[str, Any]
+RefitRow = Mapping[str, Any]
 
 
-def report(rows: Sequence[Row], command: str, left_out: Mapping[str, str]) -> Report:
-    """The measured rows; what failed by its name."""
+def report(rows: Sequence[RefitRow], command: str, left_out: Mapping[str, str]) -> BenchReport:
+    """Returns the report of the measured rows, with failures by name."""
     failed = {label(row): str(row["error"]) for row in rows if "error" in row}
-    return Report([row for row in rows if "median_s" in row], command, left_out=left_out, failed=failed)
+    return BenchReport([row for row in rows if "median_s" in row], command, left_out=left_out, failed=failed)
 
 
-def label(row: Row) -> str:
-    """What a row is about: its case, dtype and method, as far as it has them."""
+def label(row: RefitRow) -> str:
+    """Returns what a row is about: its case, dtype and method, as far as known."""
     return " ".join(str(row[key]) for key in ("name", "dtype", "method") if key in row) or "the benchmark"
 
 
-def print_table(rows: Sequence[Row], left_out: Mapping[str, str]) -> None:
-    """A line for each way of each case; errors and what was left out below."""
+def print_table(rows: Sequence[RefitRow], left_out: Mapping[str, str]) -> None:
+    """Prints a line per case and method, then errors and left-out cases."""
     from rich.console import Console
     from rich.table import Table
 
@@ -56,7 +56,7 @@ def print_table(rows: Sequence[Row], left_out: Mapping[str, str]) -> None:
         console.print(f"left out: {name}: {reason}")
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: RefitRow) -> list[str]:
     stages = "/".join(f"{row[key] * 1e3:.2f}" for key in ("pack_s", "wire_s", "unpack_s")) if "wire_s" in row else ""
     return [
         row["name"],
@@ -75,14 +75,14 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def plot(path: Path, rows: Sequence[Row], title: str) -> None:
-    """Milliseconds of every way, a panel for each case, on a logarithmic axis; the link's own time as a line."""
+def plot(path: Path, rows: Sequence[RefitRow], title: str) -> None:
+    """Plots milliseconds of every method on a logarithmic axis, one panel per case, with the link's own time as a line."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    cases: dict[tuple[str, str], list[Row]] = {}
+    cases: dict[tuple[str, str], list[RefitRow]] = {}
     for row in rows:
         if "median_s" in row:
             cases.setdefault((row["name"], row["dtype"]), []).append(row)
@@ -106,7 +106,7 @@ def plot(path: Path, rows: Sequence[Row], title: str) -> None:
             panel.axvline(raw["bytes_into_rank"] / raw["raw_gb_per_s"] / 1e6, color="black", linewidth=0.8, linestyle=":")
         panel.set_xscale("log")
         panel.set_xlim(0.5 * min(every), 2.5 * max(every))
-        panel.set_title(f"{name} {dtype}, {some[0]['bytes_into_rank'] / 1e9:.2f} GB into a rank", fontsize=8, loc="left")
+        panel.set_title(f"{name} {dtype}, {some[0]['bytes_into_rank'] / 1e9:.2f} GB per rank", fontsize=8, loc="left")
         panel.tick_params(labelsize=7, which="both")
         panel.invert_yaxis()
     panels[-1, 0].set_xlabel("ms; dotted: the same bytes at the link's raw speed", fontsize=8)

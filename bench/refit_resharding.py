@@ -1,8 +1,8 @@
-"""Megatron-Core's own resharding, and a refit of ours over the same tensors: from Megatron modules to Megatron modules.
+"""Megatron-Core's own resharding next to dagrl's refit over the same tensors, from Megatron modules to Megatron modules.
 
-Each side builds its modules among its own ranks, in a layout of its own; then all ranks meet in one world, whose groups say
-to the resharding how each side lies. `megatron.core.resharding` (0.16) wants a model of each side on every rank; where a
-rank has none, a module without parameters stands for it.
+Each side builds its modules among its own ranks, in its own layout. Then all ranks join one world, whose groups tell the
+resharding each side's layout. `megatron.core.resharding` (0.16) wants a model of each side on every rank; a module without
+parameters stands in for a missing one.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.refit_cases import Case
-from bench.refit_sides import megatron_model, modules_side
-from dagrl.layout import ParallelLayout
+from dagrl.bench.refit_cases import RefitCase
+from dagrl.bench.refit_sides import megatron_model, modules_side
+from dagrl.runtime.layout import ParallelLayout
 
 _AXES = ("tp", "cp", "dp", "pp")
 
 
 class Resharding:
-    """One rank of both models; `side` is what it holds of them. Collective over all ranks, as is `run`.
+    """One rank of both models; `side` is its share. Creating it and `run` are collective over all ranks.
 
-    The ranks of each side meet at one of the first two `addresses`, all of them at the third.
+    Each side's ranks meet at one of the first two `addresses`, all ranks at the third.
     """
 
-    def __init__(self, case: Case, rank: int, addresses: Sequence[str], device: torch.device, timeout_s: float) -> None:
-        import megatron.core.resharding  # noqa: F401  # before modules are adapted to a machine without GPUs
+    def __init__(self, case: RefitCase, rank: int, addresses: Sequence[str], device: torch.device, timeout_s: float) -> None:
+        import megatron.core.resharding  # noqa: F401  # must precede the adaptation to machines without GPUs
 
         first = case.train.world_size
         self._is_source, self._device = rank < first, device
@@ -45,7 +45,7 @@ class Resharding:
         self._groups = _groups(case, rank)
 
     def swap(self) -> Callable[[], Any]:
-        """One resharding of all weights; returns when they have arrived on this rank."""
+        """Returns a function that reshards all weights once and returns when they have arrived on this rank."""
         from megatron.core.resharding import swap_model_weights
 
         chunk = self._model.chunks[0]
@@ -63,18 +63,18 @@ class Resharding:
         return run
 
     def close(self) -> None:
-        """Leave the common world."""
+        """Leaves the common world."""
         from megatron.core.resharding import clear_service_cache
 
-        from workers.megatron import groups
+        from dagrl.workers.megatron import groups
 
-        clear_service_cache()  # services keep groups of a world
+        clear_service_cache()  # cached services hold the world's groups
         self._model = self._groups = None
         groups.end_groups()
 
 
-def _groups(case: Case, rank: int) -> Any:
-    """The groups of this rank's side, made in the common world: all ranks make those of both sides, in one order."""
+def _groups(case: RefitCase, rank: int) -> Any:
+    """Returns the groups of this rank's side in the common world. All ranks create both sides' groups, in one order."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     mine = {}
@@ -88,7 +88,7 @@ def _groups(case: Case, rank: int) -> Any:
 
 
 def _along(layout: ParallelLayout, axis: str) -> Iterator[list[int]]:
-    """The ranks that differ in nothing but `axis`, for each place on the others."""
+    """Yields the groups of ranks whose coordinates differ only along `axis`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)

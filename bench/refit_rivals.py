@@ -1,9 +1,9 @@
-"""What a refit is measured against, in the same run: the link itself, and broadcasts of whole parameters.
+"""Baselines of a refit, measured in the same run: the link itself, and broadcasts of whole parameters.
 
-A parameter is broadcast by the rank that holds most of it, so that only what tensor parallelism cut is gathered before;
-every receiver gets the whole model. Then either vLLM's `load_weights` puts it in its place, as its examples do, or, kinder
-than what is in use, prepared copies of slices. Calls from a driver for each parameter, usual too, are left out. Where both
-sides share a GPU the link is the GPU's own memory, and buffers that both map by CUDA IPC take the place of broadcasts.
+The rank that holds most of a parameter broadcasts it, so only tensor-parallel shards are gathered first; every receiver gets
+the whole model. Then either vLLM's `load_weights` writes it, as in vLLM's examples, or prepared copies of slices do, which
+is faster than current practice. Calls from a driver per parameter, also common, are left out. If both sides share a GPU, the
+link is the GPU's own memory, and buffers that both map by CUDA IPC replace broadcasts.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from bench.refit_cases import Case
-from bench.refit_control import Control
-from bench.refit_sides import Side
+from dagrl.bench.refit_cases import RefitCase
+from dagrl.bench.refit_control import Control
+from dagrl.bench.refit_sides import Side
 from dagrl.channels import Channel
-from dagrl.refit.pack import view
+from dagrl.refit.carry.pack import view
 from dagrl.refit.slices import WeightSlice, expand, volume
 
 RAW_BYTES = (256 << 20, 2 << 30)
 _IN_A_ROW = 4 << 30
-PACKED_BYTES = 1 << 30  # of a bucket, as vLLM's packed broadcast has it; two of them take turns
+PACKED_BYTES = 1 << 30  # per bucket, as in vLLM's packed broadcast; two alternate
 
 
 def raw_bytes_per_second(
     channel: Channel, control: Control, pairs: Mapping[int, int], device: torch.device, sizes: Sequence[int] = RAW_BYTES
 ) -> dict[int, float]:
-    """For each size of message: bytes a second into a receiver, while all `pairs` (sender: receiver) send at once."""
+    """Returns, per message size, the bytes per second into a receiver while all `pairs` (sender: receiver) send at once."""
     rank = channel.spec.rank
     sources = {receiver: sender for sender, receiver in pairs.items()}
     found: dict[int, float] = {}
@@ -53,7 +53,7 @@ def raw_bytes_per_second(
 
 
 def copied_bytes_per_second(control: Control, device: torch.device, sizes: Sequence[int] = RAW_BYTES) -> dict[int, float]:
-    """For each size: bytes a second that rank 0 copies on the device while the others wait."""
+    """Returns, per size, the bytes per second that rank 0 copies on the device while the others wait."""
     found: dict[int, float] = {}
     for size in sizes:
         there, here = (torch.empty(size if control.rank == 0 else 0, dtype=torch.uint8, device=device) for _ in range(2))
@@ -73,7 +73,7 @@ def copied_bytes_per_second(control: Control, device: torch.device, sizes: Seque
 
 @dataclass
 class _Bundle:
-    """Whole parameters that one rank sends to all, side by side in one buffer of `elements`."""
+    """Whole parameters that one rank sends to all, packed into one buffer of `elements`."""
 
     root: int
     elements: int = 0
@@ -83,7 +83,7 @@ class _Bundle:
 
 @dataclass
 class _Bound:
-    """What one rank does for one bundle: copies before and after the broadcast, and what it sends to the root or gets."""
+    """One rank's work for one bundle: copies before and after the broadcast, and messages to or from the root."""
 
     root: int
     message: torch.Tensor
@@ -94,15 +94,15 @@ class _Bound:
 
 
 class Broadcast:
-    """A refit by broadcasts: one parameter at a time (`bundle_bytes` 0), or packed, two buffers in turn.
+    """A refit by broadcasts: one parameter at a time (`bundle_bytes` 0), or packed into two alternating buffers.
 
-    With `load` receivers give what came to their model's `load_weights`.
+    With `load`, receivers pass the tensors to their model's `load_weights`.
     """
 
     _least_slots = 1
 
     def __init__(
-        self, case: Case, side: Side, control: Control, device: torch.device, bundle_bytes: int = 0, load: bool = False
+        self, case: RefitCase, side: Side, control: Control, device: torch.device, bundle_bytes: int = 0, load: bool = False
     ) -> None:
         self._rank, self._control, self._senders = control.rank, control, case.train.world_size
         self._load = side.model.load_weights if load and self._is_receiver else None
@@ -133,7 +133,7 @@ class Broadcast:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of all buffers of a rank."""
+        """Bytes of all buffers of a rank."""
         return sum(buffer.nbytes for buffer in (*self._buffers, *self._scratch))
 
     def _bind(self, bundle: _Bundle, side: Side, wanted: Mapping[str, Sequence[WeightSlice]], slot: int) -> _Bound:
@@ -162,7 +162,7 @@ class Broadcast:
         return _Bound(bundle.root, buffer[: bundle.elements], packs, bound, ([], []) if loads else unpacks, loads)
 
     def run(self) -> None:
-        """Carry the whole model; returns when it has arrived on this rank."""
+        """Transfers the whole model; returns when it has arrived on this rank."""
         current = torch.cuda.current_stream()
         for stream in self._streams:
             stream.wait_stream(current)
@@ -178,7 +178,7 @@ class Broadcast:
         nccl, communicator = self._nccl, self._communicator
         _copy(*bound.packs)
         for peer, buffer, places, live in bound.gathers:
-            if self._rank == bound.root:  # `places` are in the buffer, `live` in the whole parameters
+            if self._rank == bound.root:  # `places` are views of the buffer, `live` of the whole parameters
                 communicator.recv(buffer.data_ptr(), buffer.nbytes, nccl.NCCL_UINT8, peer, stream)
                 _copy(live, places)
             else:
@@ -188,20 +188,23 @@ class Broadcast:
         self._put(bound)
 
     def _put(self, bound: _Bound) -> None:
-        """A receiver's part: from the buffer to where it is read."""
+        """Copies from the buffer to the parameters, on a receiver."""
         _copy(*bound.unpacks)
         if self._load is not None:
             self._load(bound.loads)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Releases the communicator."""
         torch.cuda.synchronize()
         self._communicator.destroy()
 
 
 class SharedBuffers(Broadcast):
-    """The same between one train and one generation worker on one GPU: the first packs, the second maps the buffers by
-    torch's CUDA IPC. They wait for each other once a bundle, so that one packs while the other unpacks."""
+    """The same between one train and one generation worker on one GPU, over buffers shared by torch's CUDA IPC.
+
+    The sender packs and the receiver maps the buffers. They synchronize once per bundle, so one packs while the other
+    unpacks.
+    """
 
     _least_slots = 2
 
@@ -213,7 +216,7 @@ class SharedBuffers(Broadcast):
             self._buffers = [rebuild(*arguments) for rebuild, arguments in handles]
 
     def run(self) -> None:
-        """Carry the whole model; returns when it has arrived on this rank."""
+        """Transfers the whole model; returns when it has arrived on this rank."""
         for bound in self._bound:
             if not self._is_receiver:
                 _copy(*bound.packs)
@@ -225,15 +228,15 @@ class SharedBuffers(Broadcast):
         self._control.barrier()
 
     def close(self) -> None:
-        """Let go of the buffers, the receiver first."""
+        """Releases the buffers, the receiver first."""
         if self._is_receiver:
             self._bound, self._buffers = [], []
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         self._control.barrier()
 
 
-def _bundles(case: Case, limit: int) -> list[_Bundle]:
-    """All parameters of the model, each in the bundle of the rank that holds most of it."""
+def _bundles(case: RefitCase, limit: int) -> list[_Bundle]:
+    """Returns all parameters of the model, each in a bundle of the rank that holds most of it."""
     holders: dict[str, dict[Any, tuple[int, WeightSlice]]] = defaultdict(dict)
     for rank, slices in enumerate(case.sources()):
         for one in expand(slices):
@@ -274,7 +277,7 @@ def _live(side: Side, one: WeightSlice) -> torch.Tensor:
 def _staged(
     scratch: torch.Tensor, parts: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """A buffer for all of `parts`, the place of each in it, and the parts."""
+    """Returns a buffer for all of `parts`, a view of it for each, and the parts."""
     places, offset = [], 0
     for part in parts:
         places.append(scratch[offset : offset + part.numel()].view(part.shape))

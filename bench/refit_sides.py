@@ -1,6 +1,6 @@
-"""The two sides of a refit benchmark: Megatron-Core's modules and vLLM's, of real size, on the GPUs of their ranks.
+"""The two sides of a refit benchmark: full-size Megatron-Core and vLLM modules on their ranks' GPUs.
 
-Where there is no GPU, or vLLM cannot build a model, tensors of exactly the described shapes stand in, which the results say.
+Without a GPU, or if vLLM cannot build a model, tensors of the described shapes replace the modules; the results say so.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
-from bench.refit_cases import Case
-from bench.refit_truth import described
+from dagrl.bench.refit_cases import RefitCase
+from dagrl.bench.refit_truth import described
 from dagrl.config import PolicyConfig
-from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import STACKED, WeightSlice, numbered
-from dagrl.worker import WorkerContext
-from workers.vllm.weights import local_name
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.vllm.weights import local_name
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 @dataclass
 class Side:
-    """What one rank holds: tensors by the names in `slices`, whose they are, and the model if it is vLLM's."""
+    """One rank's tensors, by the names in `slices`, who holds them, and the model if it is vLLM's."""
 
     slices: Sequence[WeightSlice]
     tensors: Mapping[str, torch.Tensor]
@@ -37,25 +37,26 @@ class Side:
 
 
 def described_side(slices: Sequence[WeightSlice], device: torch.device, holder: str) -> Side:
-    """Tensors of the described shapes alone."""
+    """Returns a side of tensors with the described shapes."""
     return Side(slices, described(slices, device), holder)
 
 
-def megatron_side(case: Case, rank: int, address: str, device: torch.device) -> Side:
-    """This train rank's Megatron-Core modules; the train ranks meet at `address` and part again."""
+def megatron_side(case: RefitCase, rank: int, address: str, device: torch.device) -> Side:
+    """Returns this train rank's Megatron-Core modules. Collective over the train ranks, which meet at `address`."""
     return modules_side(case.sources()[rank], megatron_model(case, case.train, rank, address, device))
 
 
 def modules_side(slices: Sequence[WeightSlice], model: Any) -> Side:
-    """The parameters of `model`, made by `megatron_model`, that `slices` speak of."""
+    """Returns the parameters of `model`, from `megatron_model`, that `slices` name."""
     return Side(slices, named_tensors(slices, model.parameters()), "Megatron-Core modules")
 
 
-def megatron_model(case: Case, layout: ParallelLayout, rank: int, address: str, device: torch.device) -> Any:
-    """What rank `rank` of `layout` has of the model. The ranks of the layout meet at `address`, and have parted again."""
-    from workers.megatron import cpu, groups
-    from workers.megatron.architecture import read_architecture
-    from workers.megatron.model import build_model
+def megatron_model(case: RefitCase, layout: ParallelLayout, rank: int, address: str, device: torch.device) -> Any:
+    """Builds the model of rank `rank` of `layout`. Collective; the ranks meet at `address` and leave their groups
+    afterwards."""
+    from dagrl.workers.megatron import cpu, groups
+    from dagrl.workers.megatron.architecture import read_architecture
+    from dagrl.workers.megatron.model import build_model
 
     cpu.adapt()
     policy = PolicyConfig(model_name=case.model, precision="bfloat16")
@@ -66,8 +67,8 @@ def megatron_model(case: Case, layout: ParallelLayout, rank: int, address: str, 
         groups.end_groups()
 
 
-def vllm_side(case: Case, rank: int, device: torch.device) -> Side:
-    """This generation rank's vLLM modules, their parameters as vLLM's own loader fills them."""
+def vllm_side(case: RefitCase, rank: int, device: torch.device) -> Side:
+    """Returns this generation rank's vLLM modules, with the parameters that vLLM's own loader fills."""
     slices = case.destinations()[rank]
     try:
         model = _vllm_model(case, rank, device)
@@ -78,8 +79,8 @@ def vllm_side(case: Case, rank: int, device: torch.device) -> Side:
         return described_side(slices, device, f"tensors of vLLM's shapes (its modules: {reason})")
 
 
-def _vllm_model(case: Case, rank: int, device: torch.device) -> Any:
-    """Each rank builds its own model: sizes and rank are set on vLLM's groups, which nothing uses while a model is built."""
+def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> Any:
+    """Builds one rank's model alone: sets size and rank on vLLM's groups, which nothing uses during construction."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -96,7 +97,7 @@ def _vllm_model(case: Case, rank: int, device: torch.device) -> Any:
     with set_current_vllm_config(config):
         if not torch.distributed.is_initialized():
             parallel_state.init_distributed_environment(1, 0, f"file://{directory}/store", device.index, "nccl")
-        parallel_state.destroy_model_parallel()  # of a model before: only one with experts has a group for them
+        parallel_state.destroy_model_parallel()  # left by an earlier model; only models with experts have an expert group
         parallel_state.initialize_model_parallel(1, 1)
         groups = [parallel_state.get_tp_group()]
         if "num_experts" in case.config:
@@ -109,7 +110,7 @@ def _vllm_model(case: Case, rank: int, device: torch.device) -> Any:
 
 
 def leave_vllm() -> None:
-    """Leave the process group that vLLM's modules were built in, if there is one."""
+    """Leaves the process group in which vLLM's modules were built, if any."""
     if torch.distributed.is_initialized():
         from vllm.distributed import parallel_state
 
@@ -117,8 +118,8 @@ def leave_vllm() -> None:
         parallel_state.destroy_distributed_environment()
 
 
-def _fp8(case: Case) -> dict[str, Any]:
-    """What the `config.json` of a checkpoint in blockwise FP8 says; routers stay as they are."""
+def _fp8(case: RefitCase) -> dict[str, Any]:
+    """Returns the quantization section of a blockwise FP8 checkpoint's `config.json`; routers stay unquantized."""
     layers = case.config["num_hidden_layers"] if "num_experts" in case.config else 0
     assert isinstance(layers, int)
     kept = {"modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]} if layers else {}
@@ -126,7 +127,7 @@ def _fp8(case: Case) -> dict[str, Any]:
 
 
 def named_tensors(slices: Sequence[WeightSlice], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those that `slices` speak of; the rest is let go."""
+    """Returns the tensors that `slices` name. Raises KeyError if the modules lack one."""
     names: dict[str, None] = {}
     for held in slices:
         tensors = [held.tensor] if held.scales is None else [held.tensor, held.scales.tensor]

@@ -1,7 +1,7 @@
-"""The truth of a refit benchmark: what every element of a model is, computed from its place alone, on any rank.
+"""Expected values of a refit benchmark: every element's bits follow from its parameter's name and its global index.
 
-Every element's bits are a function of its parameter's name and its index in the global tensor. So each rank fills what it
-holds, and checks what it got, without a full tensor anywhere and without looking at how the bytes travelled.
+Each rank fills its sources and checks its destinations by itself, without a full tensor anywhere and independently of how
+the bytes were sent.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dagrl.refit.pack import views
-from dagrl.refit.quantize import BLOCK, scale_shape
+from dagrl.refit.carry.pack import views
+from dagrl.refit.fp8 import BLOCK, scale_shape
 from dagrl.refit.slices import STACKED, Box, WeightSlice, numbered
 
 _STEPS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 _SIGN_AND_FRACTION, _EXPONENT = 0x81FF, 0x3C00
-"""Of a bfloat16: the bits that vary (sign, fraction, two of the exponent), and those that are set: 2^-7 to 2^-3."""
+"""Bits of a bfloat16 that vary (sign, fraction, two of the exponent) and bits that are set: values from 2^-7 to 2^-3."""
 
 
 def expected(
     held: WeightSlice, version: int, device: torch.device, aliases: Mapping[str, str] | None = None
 ) -> torch.Tensor:
-    """The bfloat16 elements of a slice, of its extents; those of a stack differ by the names of its parameters."""
+    """Returns a slice's bfloat16 elements; those of a stack follow from the names of its parameters."""
     name, box = (aliases or {}).get(held.name, held.name), held.box
     names, inner = [name], box
     if STACKED in name:
@@ -38,13 +38,13 @@ def expected(
 
 
 def _parts(tensors: Mapping[str, torch.Tensor], held: WeightSlice, truth: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """The live views that hold a slice, each beside its part of the truth."""
+    """Returns the live views that hold a slice, each with its expected values."""
     found = views(tensors, held.tensor, held.local, [stop - start for start, stop in held.box])
     return list(zip(found, truth, strict=True)) if STACKED in held.tensor else [(found[0], truth)]
 
 
 def fill(tensors: Mapping[str, torch.Tensor], slices: Sequence[WeightSlice], version: int) -> None:
-    """Write what a source of `slices` holds at `version`."""
+    """Writes the contents of a source of `slices` at `version`."""
     device = next(iter(tensors.values())).device
     for held in slices:
         parts = _parts(tensors, held, expected(held, version, device))
@@ -52,7 +52,7 @@ def fill(tensors: Mapping[str, torch.Tensor], slices: Sequence[WeightSlice], ver
 
 
 def clear(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make sure that what is found later was written later."""
+    """Overwrites all tensors, so that values found later were written later."""
     for tensor in tensors.values():
         tensor.detach().view(torch.uint8).fill_(0xA5)
 
@@ -63,7 +63,7 @@ def wrong(
     version: int,
     aliases: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The parameters (or stacks of them) of which a destination of `slices` does not hold `version`, bit for bit."""
+    """Returns the parameters (or stacks) of `slices` whose destination differs from `version` in any bit."""
     device = next(iter(tensors.values())).device
     return [held.name for held in slices if not _holds(tensors, held, expected(held, version, device, aliases))]
 
@@ -78,9 +78,9 @@ def _holds(tensors: Mapping[str, torch.Tensor], held: WeightSlice, truth: torch.
 
 
 def _quantized(truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`truth` in e4m3, blocks of 128x128 by float32 scales: each operation rounded once, by way of float64.
+    """Quantizes `truth` to e4m3 in blocks of 128x128 with float32 scales; float64 makes each operation round once.
 
-    Torch on GPUs divides by a number by multiplying with its inverse, which may be off by one in the last place.
+    On GPUs torch divides by a number by multiplying with its inverse, which may be off by one in the last place.
     """
     *lead, rows, columns = truth.shape
     down, right = scale_shape((rows, columns))
@@ -93,7 +93,7 @@ def _quantized(truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def described(slices: Sequence[WeightSlice], device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of exactly the sizes that `slices` speak of, uninitialised."""
+    """Returns uninitialized tensors of the sizes in `slices`."""
     sizes: dict[str, list[int]] = {}
     dtypes: dict[str, torch.dtype] = {}
 

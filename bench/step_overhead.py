@@ -1,14 +1,14 @@
-"""What a GRPO step costs beyond its workers' own time: the step's time less that of the slowest worker, phase by phase.
+"""Measures what a GRPO step costs on top of its workers' own time: the step's time minus that of the slowest worker.
 
     dagrl bench step_overhead --workers 8,64,128 --json F --plot F [--steps N]
-    dagrl bench step_overhead --kind sft                a step of SFT in which workers compute for a second
+    dagrl bench step_overhead --kind sft                an SFT step in which workers compute for a second
 
-The phases, the scheduler, both executors and the batches are those of a run. `grpo`: quanta of generation, log-probabilities
-of the policy and the reference, an optimizer step, a refit, one after the other; half of the workers train, half generate.
-`sft`: an optimizer step of all. The workers are processes that stand in for ranks, in shards of up to eight: a phase sleeps
-for as long as a GPU might compute, and returns what a rank would, so that any number fits one host. `busy` is wall time that
-the slowest worker spent inside its methods, read from its clock. With real workers that is not a GPU's time: what a method
-does on the CPU, reading its batch and launching kernels, counts as the worker's own, and the rest is what dagrl adds.
+Phases, scheduler, both executors and batches are those of a run. `grpo` runs quanta of generation, log-probabilities of the
+policy and the reference, an optimizer step and a refit, one after another; half of the workers train, half generate. `sft`
+runs one optimizer step on all workers. Workers are processes in shards of up to eight. A phase sleeps for as long as a GPU
+might compute and returns what a rank would return, so any number of workers fits one host. `busy` is the wall time that the
+slowest worker spent inside its methods, by its own clock. With real workers this is not GPU time: work on the CPU, such as
+reading the batch and launching kernels, counts as the worker's own, and the rest is what dagrl adds.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from pathlib import Path
 
 import numpy as np
 
-from bench.deadline import Deadline, add_deadline
-from bench.report import write_rows
+from dagrl.bench.deadline import BenchDeadline, add_deadline
+from dagrl.bench.report import report_while_measuring
 from dagrl.errors import LayoutError
-from dagrl.generation import FinishedRequest, Generated, merge_generated, pack_generated
-from dagrl.layout import ParallelLayout
-from dagrl.phase import Phase
-from dagrl.refit.run import RefitReport, merge_reports
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.shapes import Batch, Bucket
+from dagrl.graphs.generate import generate
+from dagrl.graphs.logprobs import logprobs, reference_logprobs
+from dagrl.graphs.refit import refit
+from dagrl.graphs.train import sft_step, train_step
+from dagrl.refit import RefitReport, merge_reports
+from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, pack_generated
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.worker import WorkerContext, in_warmup
+from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
-from dagrl.worker import WorkerContext, in_warmup
-from dagrl.worker_group import WorkerGroup
-from graphs.generate import generate
-from graphs.logprobs import logprobs, reference_logprobs
-from graphs.refit import refit
-from graphs.train import sft_step, train_step
 
 EXECUTORS = ("compiled", "eager")
 ROLES = {"grpo": ("train", "generation"), "sft": ("train",)}
 SHARD = 8
-"""Workers of a shard, as many as tensor and pipeline parallelism may have of one host."""
+"""Workers per shard: the most that tensor and pipeline parallelism use within one host."""
 
 ROWS, TOKENS, NEW_TOKENS, QUANTA = 32, 1024, 512, 8
-"""Of one shard: sequences of a step, their width, and generated tokens each; quanta of a step."""
+"""Per shard: sequences per step, tokens per sequence, generated tokens per sequence; quanta per step."""
 
 SECONDS = {
     "generate": 0.05,
@@ -59,8 +61,8 @@ SECONDS = {
 DEADLINE_S = 240.0
 
 
-class StandIn:
-    """A rank of a train or a generation worker that waits where a GPU would compute."""
+class SleepingWorker:
+    """A train or generation rank that sleeps where a GPU would compute."""
 
     def __init__(self, context: WorkerContext, config: object) -> None:
         self.context = context
@@ -68,21 +70,17 @@ class StandIn:
         self._reports = where.tp == 0 and where.pp == context.layout.pp - 1
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        """As many numbers as a GRPO step reports."""
+        """Returns as many metrics as a GRPO step reports."""
         _compute("sft_step" if loss == "sft" else "train_step")
         names = [f"metric {number}" for number in range(12)]
         return StepMetrics(dict.fromkeys(names, 1.0), {"largest": 1.0}, {"lr": 1.0}) if self._reports else StepMetrics()
 
-    def logprobs(self, batch: Batch, model: str) -> Batch | None:
-        """Log-probabilities and entropies of the shard's rows, from one worker."""
+    def keep_logprobs(self, batch: Batch, model: str) -> None:
+        """Computes the log-probabilities of the shard's rows, which stay with the workers."""
         _compute("logprobs" if model == "policy" else "reference_logprobs")
-        if not self._reports:
-            return None
-        values = np.zeros(batch["tokens"].shape, np.float32)
-        return Batch({"lengths": batch["lengths"], "logprobs": values, "entropy": values}, batch.scalars)
 
     def generate(self, batch: Batch) -> Generated:
-        """Every request of the batch, finished."""
+        """Returns every request of the batch, finished."""
         _compute("generate")
         rows = [row for row, length in enumerate(batch["lengths"].tolist()) if length]
         made = [
@@ -92,28 +90,24 @@ class StandIn:
         return pack_generated(made, [], 16)
 
     def send_weights(self, version: int) -> RefitReport:
-        """A part of a refit."""
+        """Stands in for the sending side of a refit."""
         _compute("refit")
         return RefitReport(version, 1, 0, SECONDS["refit"], SECONDS["refit"])
 
     def receive_weights(self, version: int) -> RefitReport:
-        """The other part."""
+        """Stands in for the receiving side of a refit."""
         return self.send_weights(version)
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
-        """As the Megatron worker does it."""
+        """Merges like the Megatron worker."""
         return merge_step_metrics(parts)
 
-    def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
-        """As the Megatron worker does it."""
-        return next((part for part in parts if part is not None), None)
-
     def merge_generated(self, parts: list[Generated]) -> Generated:
-        """As the vLLM worker does it."""
+        """Merges like the vLLM worker."""
         return merge_generated(parts)
 
     def merge_reports(self, parts: list[RefitReport]) -> RefitReport:
-        """As both workers do it."""
+        """Merges like both workers."""
         return merge_reports(parts)
 
 
@@ -123,8 +117,8 @@ def _compute(phase: str) -> None:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Medians over steps, in seconds: a step, its slowest workers' own time, the rest; and the quartiles of the rest."""
+class StepOverheadRow:
+    """Medians over steps in seconds: the step, its slowest workers' own time, and the difference with its quartiles."""
 
     kind: str
     executor: str
@@ -139,12 +133,12 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench step_overhead`."""
-    parser.add_argument("--kind", choices=ROLES, default="grpo", help="the step that is measured")
+    """Adds the options of `dagrl bench step_overhead`."""
+    parser.add_argument("--kind", choices=ROLES, default="grpo", help="the kind of step")
     parser.add_argument("--workers", type=_numbers, default=[8], help="numbers of workers over all roles, e.g. 8,64,128")
-    parser.add_argument("--steps", type=int, default=20, help="steps that count, of each executor")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
+    parser.add_argument("--steps", type=int, default=20, help="counted steps per executor")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--plot", type=Path, help="plot the rows to this file (png, svg)")
     add_deadline(parser)
 
 
@@ -152,25 +146,20 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers separated by commas, as 8,64,128") from error
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers separated by commas, e.g. 8,64,128") from error
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measures, prints the table and writes the requested files."""
     layouts = {workers: layout_of(options.kind, workers) for workers in options.workers}
-    deadline, results = Deadline(options.deadline), []
-    for workers in deadline.each(layouts, "{} workers".format):
-        results += measure(options.kind, layouts[workers], options.steps)
-        write_rows(options.json, results, deadline.left_out)
-    write_rows(options.json, results, deadline.left_out)
-    print_table(results)
-    deadline.tell()
-    if options.plot and results:
-        plot(results, options.plot)
+    deadline = BenchDeadline(options.deadline)
+    turns = deadline.each(layouts, "{} workers".format)
+    measured = accumulate((measure(options.kind, layouts[workers], options.steps) for workers in turns), add)
+    report_while_measuring(options, deadline, measured, print_table, plot)
 
 
 def layout_of(kind: str, workers: int) -> ParallelLayout:
-    """Of each role. Raises LayoutError for a number of workers that the shards of all roles do not add up to."""
+    """Returns the layout of each role. Raises LayoutError if the roles' shards cannot add up to `workers`."""
     roles = len(ROLES[kind])
     each = workers // roles
     width = max(1, min(SHARD, each))
@@ -182,38 +171,38 @@ def layout_of(kind: str, workers: int) -> ParallelLayout:
     return ParallelLayout(dp=each // width, tp=width)
 
 
-def measure(kind: str, layout: ParallelLayout, steps: int) -> list[Result]:
-    """Both executors in turn, on the same workers."""
+def measure(kind: str, layout: ParallelLayout, steps: int) -> list[StepOverheadRow]:
+    """Measures both executors in turn, on the same workers."""
     samples: dict[str, list[tuple[float, float]]] = {executor: [] for executor in EXECUTORS}
     with groups(kind, layout) as made:
         for executor in EXECUTORS:
             with scheduler_of(kind, made, executor) as scheduler:
-                one_step(kind, scheduler, 0, layout.dp)  # the first of a new graph
+                one_step(kind, scheduler, 0, layout.dp)  # the first step of a new graph does not count
                 for step in range(steps):
                     samples[executor].append(one_step(kind, scheduler, step, layout.dp))
         workers = sum(len(group.actors) for group in made)
-    return [_result(kind, executor, workers, taken) for executor, taken in samples.items()]
+    return [_row(kind, executor, workers, taken) for executor, taken in samples.items()]
 
 
 @contextmanager
 def groups(kind: str, layout: ParallelLayout) -> Iterator[list[WorkerGroup]]:
-    """A cluster of its own with the workers of each role."""
-    from dagrl.cluster import ray_cluster
+    """Yields the workers of each role, on a Ray cluster of their own."""
     from dagrl.config import ClusterConfig
+    from dagrl.run.cluster import ray_cluster
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), num_gpus=0), {"OMP_NUM_THREADS": "1"}))
         made = []
         for role in ROLES[kind]:
-            made.append(WorkerGroup.create(role, StandIn, layout, None, start_timeout_s=DEADLINE_S))
+            made.append(WorkerGroup.create(role, SleepingWorker, layout, None, start_timeout_s=DEADLINE_S))
             stack.callback(made[-1].shutdown, 2.0)
         yield made
 
 
 @contextmanager
 def scheduler_of(kind: str, made: Sequence[WorkerGroup], executor: str) -> Iterator[Scheduler]:
-    """The phases of a step, compiled and warm."""
+    """Yields a scheduler with the phases of a step, compiled and warmed up."""
     bucket, rows_bytes = Bucket(ROWS, TOKENS), ROWS * (TOKENS + NEW_TOKENS) * 24 + (1 << 16)
     options = SchedulerOptions(executor=executor, fallback="error", compile_s=DEADLINE_S, warmup_s=DEADLINE_S)  # type: ignore[arg-type]
     with Scheduler(made, options) as scheduler:
@@ -228,7 +217,7 @@ def scheduler_of(kind: str, made: Sequence[WorkerGroup], executor: str) -> Itera
 
 
 def one_step(kind: str, scheduler: Scheduler, step: int, shards: int) -> tuple[float, float]:
-    """Seconds of a step, and of its slowest workers' own time."""
+    """Returns the seconds of a step and of its slowest workers' own time."""
     inputs = grpo_inputs(step, ROWS * shards) if kind == "grpo" else [(sft_step, _batch(ROWS * shards, ("loss_mask",)))]
     started, replays = time.perf_counter(), []
     for phase, value in inputs:
@@ -239,21 +228,21 @@ def one_step(kind: str, scheduler: Scheduler, step: int, shards: int) -> tuple[f
 
 
 def grpo_inputs(step: int, rows: int) -> list[tuple[Phase, Batch | int]]:
-    """What the phases of a step are given, in their order."""
+    """Returns the phases of a step in order, each with its input."""
     sequences = _batch(rows, ())
-    names = ("loss_mask", "advantages", "generation_logprobs", "prev_logprobs", "reference_logprobs")
+    names, row_ids = ("loss_mask", "advantages", "generation_logprobs"), np.arange(rows)
     quanta = [(generate, _requests(sequences, part)) for part in np.array_split(np.arange(rows), QUANTA)]
     return [
         *quanta,
-        (logprobs, sequences),
-        (reference_logprobs, sequences),
-        (train_step, _batch(rows, names)),
+        (logprobs, sequences.with_fields(row_ids=row_ids)),
+        (reference_logprobs, sequences.with_fields(row_ids=row_ids)),
+        (train_step, _batch(rows, names).with_fields(row_ids=row_ids)),
         (refit, step),
     ]
 
 
 def _batch(rows: int, fields: Sequence[str]) -> Batch:
-    """Full rows of tokens, with fields for training if there are any."""
+    """Returns full rows of tokens, with the training fields named by `fields`."""
     lengths = np.full(rows, TOKENS)
     tokens, floats = np.ones((rows, TOKENS), np.int64), np.ones((rows, TOKENS), np.float32)
     sequences = Batch({"tokens": tokens, "lengths": lengths})
@@ -271,19 +260,19 @@ def _requests(sequences: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]])
     )
 
 
-def _result(kind: str, executor: str, workers: int, samples: Sequence[tuple[float, float]]) -> Result:
+def _row(kind: str, executor: str, workers: int, samples: Sequence[tuple[float, float]]) -> StepOverheadRow:
     table = np.asarray(samples)
     overhead = table[:, 0] - table[:, 1]
     low, middle, high = np.percentile(overhead, [25, 50, 75])
     step = float(np.median(table[:, 0]))
-    return Result(
+    return StepOverheadRow(
         kind, executor, workers, len(samples), step, float(np.median(table[:, 1])),
         float(middle), float(low), float(high), float(middle) / step,
     )  # fmt: skip
 
 
-def print_table(results: Sequence[Result]) -> None:
-    """The rows, for people."""
+def print_table(results: Sequence[StepOverheadRow]) -> None:
+    """Prints the rows."""
     from rich.console import Console
     from rich.table import Table
 
@@ -298,8 +287,8 @@ def print_table(results: Sequence[Result]) -> None:
     Console(width=110).print(table)
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Overhead over the number of workers."""
+def plot(results: Sequence[StepOverheadRow], path: Path) -> None:
+    """Plots the overhead over the number of workers."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -312,7 +301,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
         spread = [[(row.overhead_s - row.overhead_low_s) * 1e3 for row in rows]]
         spread.append([(row.overhead_high_s - row.overhead_s) * 1e3 for row in rows])
         axes.errorbar([row.workers for row in rows], middle, yerr=spread, marker="o", capsize=3, label=executor)
-    axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms a step", title="step less slowest workers")
+    axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms per step", title="step minus slowest workers")
     counts = sorted({row.workers for row in results})
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.grid(alpha=0.3)

@@ -1,15 +1,15 @@
-"""Training steps through dagrl and by a plain Megatron loop, side by side: throughput, MFU, memory, and equal losses.
+"""Compares training steps through dagrl with a plain Megatron loop: throughput, MFU, memory, and equal losses.
 
     dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--json F] [--plot F]
 
-A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `0.6b:dp2d` (d: distributed optimizer), `0.6b:dp1m` (m: the plain
-loop has Megatron's cross-entropy, else the same loss as dagrl's worker), `0.6b:tp2g` (g: with CUDA graphs of microbatches),
-`4b:dp1!` (!: without the plain loop), `30b@6:dp4ep4` (a model cut to 6 layers). The workers of dagrl, under Ray, and the
-processes of the plain loop (`bench.train_plain`, under torchrun) live side by side, build the case from the same
-checkpoint, and take turns of a few steps. Weights are random, of the real shape, in bfloat16 with float32 master weights.
-dagrl's time is that of a whole replay, batch sent and metrics read; the plain loop's that of a step with its batch on the
-device. Losses are compared by relative norm with those of the first case of the model that has one GPU. Without GPUs it
-runs as well (`--tiny`), for a look at what it does.
+A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `30b@6:dp4ep4` (a model shortened to 6 layers). Suffixes:
+`0.6b:dp2d` uses the distributed optimizer; `0.6b:dp1m` gives the plain loop Megatron's cross-entropy instead of the loss of
+dagrl's worker; `0.6b:tp2g` replays microbatches as CUDA graphs; `4b:dp1!` leaves out the plain loop. dagrl's workers under
+Ray and the plain loop's processes (`dagrl.bench.train_plain`, under torchrun) run at the same time, build the case from the
+same checkpoint, and take turns of a few steps. Weights are random, of the real shape, in bfloat16 with float32 master
+weights. dagrl's time is a whole replay: it sends the batch and reads the metrics. The plain loop's step starts with its
+batch on the device. Losses are compared, by relative norm, with those of the model's first case on one GPU. `--tiny` also
+runs without GPUs, to try the benchmark.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from bench.deadline import Deadline, add_deadline
-from bench.models import SHAPES, Shape, write_model
-from bench.report import Report, command_line
-from bench.train_inputs import train_batch
-from bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
+from dagrl.bench.deadline import BenchDeadline, add_deadline
+from dagrl.bench.models import SHAPES, ModelShape, write_model
+from dagrl.bench.report import BenchReport, command_line
+from dagrl.bench.train_inputs import train_batch
+from dagrl.bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
 from dagrl.config import Config
 from dagrl.errors import ConfigError, RunError
-from dagrl.layout import ParallelLayout
-from dagrl.shapes import Batch
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "30b": "qwen3-30b-a3b"}
 _CASE = re.compile(r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?!?)")
@@ -44,14 +44,14 @@ _SIZE = re.compile(r"(dp|tp|pp|cp|ep)(\d+)")
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model in a layout. `own_loss`: the plain loop has Megatron's; `alone`: it is left out, for want of memory.
+class TrainCase:
+    """A model in a layout. `own_loss`: the plain loop uses Megatron's loss. `alone`: no plain loop, to save memory.
 
-    `graphs`: dagrl's workers replay microbatches as CUDA graphs, which the plain loop does not.
+    `graphs`: dagrl's workers replay microbatches as CUDA graphs; the plain loop does not.
     """
 
     name: str
-    shape: Shape
+    shape: ModelShape
     layout: ParallelLayout
     sharded: bool
     own_loss: bool
@@ -60,8 +60,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One case and who ran it. Medians of steps in milliseconds, spread (difference of the quartiles), peaks in GiB.
+class TrainRow:
+    """One case and who ran it: medians in milliseconds, spread (interquartile range), peaks in GiB.
 
     `overhead_ms` is the part of dagrl's step in which none of its workers ran.
     """
@@ -85,24 +85,24 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dagrl bench train`."""
-    parser.add_argument("--cases", nargs="+", default=["0.6b:dp1"], metavar="MODEL:LAYOUT")
-    parser.add_argument("--rows", type=int, default=16, help="sequences of a step, over all workers")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--micro", type=int, default=2, help="sequences of a microbatch")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a turn")
-    parser.add_argument("--turns", type=int, default=2)
+    """Adds the options of `dagrl bench train`."""
+    parser.add_argument("--cases", nargs="+", default=["0.6b:dp1"], metavar="MODEL:LAYOUT", help="cases to measure")
+    parser.add_argument("--rows", type=int, default=16, help="sequences per step, over all workers")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--micro", type=int, default=2, help="sequences per microbatch")
+    parser.add_argument("--steps", type=int, default=3, help="steps per turn")
+    parser.add_argument("--turns", type=int, default=2, help="turns per case")
     add_deadline(parser)
     parser.add_argument("--tiny", action="store_true", help="two narrow layers and a small vocabulary, in float32")
-    parser.add_argument("--json", type=Path, help="write the rows to this file, after every case")
-    parser.add_argument("--plot", type=Path, help="draw the rows to this file (png, svg)")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after every case")
+    parser.add_argument("--plot", type=Path, help="plot the rows to this file (png, svg)")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measures, prints the table and writes the requested files. Raises RunError if a case failed."""
     cases = [parse_case(text, options.tiny) for text in options.cases]
-    deadline, problems = Deadline(options.deadline), dict[str, str]()
-    rows: list[Row] = []
+    deadline, problems = BenchDeadline(options.deadline), dict[str, str]()
+    rows: list[TrainRow] = []
     workers = max(case.layout.world_size for case in cases)
     with ExitStack() as stack:
         models = writing(cases, options, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
@@ -111,16 +111,16 @@ def run(options: argparse.Namespace) -> None:
         plain.connect()
         wait(models.values())
 
-        def keep(rows: Sequence[Row]) -> None:
+        def keep(rows: Sequence[TrainRow]) -> None:
             if options.json:
                 found = [asdict(row) for row in rows]
-                report = Report(found, command_line(), ours.hardware, left_out=deadline.left_out, failed=problems)
+                report = BenchReport(found, command_line(), ours.hardware, left_out=deadline.left_out, failed=problems)
                 report.write(options.json)
 
         for case in deadline.each(cases, lambda case: case.name):
             try:
                 rows += measure(case, options, models[case.shape.name].result(), ours, plain)
-            except Exception:  # the next case may well run
+            except Exception:  # reported; the next case may still run
                 problems[case.name] = traceback.format_exc()
             rows = compared(rows)
             keep(rows)
@@ -133,24 +133,24 @@ def run(options: argparse.Namespace) -> None:
         raise RunError(f"{len(problems)} of {len(cases)} cases failed, see above: {', '.join(problems)}")
 
 
-def parse_case(text: str, tiny: bool) -> Case:
-    """A case from its name. Raises ConfigError for what is not one."""
+def parse_case(text: str, tiny: bool) -> TrainCase:
+    """Parses a case's name. Raises ConfigError if it is malformed or names an unknown model."""
     match = _CASE.fullmatch(text)
     if match is None or match["model"] not in MODELS:
-        raise ConfigError(f"case {text!r}: expected MODEL:LAYOUT, as 0.6b:tp2pp2; models: {', '.join(MODELS)}")
+        raise ConfigError(f"case {text!r}: expected MODEL:LAYOUT, e.g. 0.6b:tp2pp2; models: {', '.join(MODELS)}")
     shape = SHAPES[MODELS[match["model"]]]
     shape = shape.narrowed() if tiny else shape
     shape = shape.with_layers(int(match["layers"])) if match["layers"] else shape
     sizes = {name: int(size) for name, size in _SIZE.findall(match["layout"])}
     layout = ParallelLayout(**sizes, etp=1) if "ep" in sizes else ParallelLayout(**sizes)
     sharded, own_loss, graphs, alone = (mark in match["end"] for mark in "dmg!")
-    return Case(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, alone)
+    return TrainCase(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, alone)
 
 
 def writing(
-    cases: Sequence[Case], options: argparse.Namespace, directory: Path, stack: ExitStack
+    cases: Sequence[TrainCase], options: argparse.Namespace, directory: Path, stack: ExitStack
 ) -> dict[str, Future[Path]]:
-    """The checkpoints of all models by name, being written by a thread while workers start."""
+    """Writes all models' checkpoints in a thread while workers start; returns their paths by name."""
     import torch
 
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", "float32" if options.tiny else "bfloat16"
@@ -159,8 +159,11 @@ def writing(
     return {name: pool.submit(write_model, shape, directory, device, dtype) for name, shape in shapes.items()}
 
 
-def measure(case: Case, options: argparse.Namespace, model: Path, ours: DagrlSteps, plain: PlainSteps) -> list[Row]:
-    """Rows of dagrl and, unless the case is alone, of the plain loop; both build the case before the first turn."""
+def measure(
+    case: TrainCase, options: argparse.Namespace, model: Path, ours: DagrlSteps, plain: PlainSteps
+) -> list[TrainRow]:
+    """Returns the rows of dagrl and, unless the case is `alone`, of the plain loop. Both build the case before the first
+    turn."""
     config = case_config(case, model, options)
     batch = train_batch(options.rows, options.length, vocabulary=int(str(case.shape.config["vocab_size"])))
     plain.chunked = not case.own_loss
@@ -171,7 +174,7 @@ def measure(case: Case, options: argparse.Namespace, model: Path, ours: DagrlSte
         contender.ready()
     try:
         for contender in contenders:
-            contender.take(1)  # kernels are chosen, memory is found
+            contender.take(1)  # choose kernels, allocate memory
         taken: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
         for _ in range(options.turns):
             for contender in contenders:
@@ -182,8 +185,8 @@ def measure(case: Case, options: argparse.Namespace, model: Path, ours: DagrlSte
             contender.end()
 
 
-def case_config(case: Case, model: Path, options: argparse.Namespace) -> Config:
-    """The run's configuration that both read."""
+def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Config:
+    """Returns the configuration that both read."""
     policy = {
         "model_name": str(model),
         "precision": "float32" if options.tiny else "bfloat16",
@@ -199,17 +202,19 @@ def case_config(case: Case, model: Path, options: argparse.Namespace) -> Config:
     return Config.model_validate({"name": "train", "algorithm": "sft", "data": {}, "policy": policy})
 
 
-def as_row(case: Case, contender: Contender, turns: Sequence[Any], batch: Batch, config: Config, ours: DagrlSteps) -> Row:
-    """One row from the turns of a contender."""
-    from workers.megatron.architecture import read_architecture
-    from workers.megatron.flops import peak_tflops, step_tflop
+def as_row(
+    case: TrainCase, contender: Contender, turns: Sequence[Any], batch: Batch, config: Config, ours: DagrlSteps
+) -> TrainRow:
+    """Returns one row from a contender's turns."""
+    from dagrl.workers.megatron.architecture import read_architecture
+    from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
     seconds = [value for turn in turns for value in turn.seconds]
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     gpus = case.layout.world_size
     tflops = step_tflop(read_architecture(case.shape.config), batch["lengths"]) / middle / gpus
     peak = peak_tflops(ours.device_name, config.policy.precision, config.policy.megatron_cfg.peak_tflops)
-    return Row(
+    return TrainRow(
         case=case.name,
         who=contender.name,
         gpus=gpus,
@@ -227,8 +232,8 @@ def as_row(case: Case, contender: Contender, turns: Sequence[Any], batch: Batch,
     )
 
 
-def compared(rows: Sequence[Row]) -> list[Row]:
-    """Rows with losses against one GPU's, and dagrl's time against the plain loop's."""
+def compared(rows: Sequence[TrainRow]) -> list[TrainRow]:
+    """Fills in `loss_error`, against one GPU, and `of_plain`, against the plain loop."""
     single = {row.case.split(":")[0]: row for row in reversed(rows) if row.gpus == 1 and row.who == "dagrl"}
     plain = {row.case: row for row in rows if row.who == "plain"}
     found = []
@@ -244,8 +249,8 @@ def compared(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def print_table(rows: Sequence[Row], hardware: str, problems: Mapping[str, str]) -> None:
-    """The rows, for people, and what did not run."""
+def print_table(rows: Sequence[TrainRow], hardware: str, problems: Mapping[str, str]) -> None:
+    """Prints the rows and the failures."""
     from rich.console import Console
     from rich.table import Table
 
@@ -268,8 +273,8 @@ def print_table(rows: Sequence[Row], hardware: str, problems: Mapping[str, str])
         console.print(f"{case}:\n{problem}", markup=False)
 
 
-def plot(rows: Sequence[Row], hardware: str, path: Path) -> None:
-    """Tokens a second and GPU, with the MFU beside each bar."""
+def plot(rows: Sequence[TrainRow], hardware: str, path: Path) -> None:
+    """Plots tokens per second and GPU, with the MFU next to each bar."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -280,7 +285,7 @@ def plot(rows: Sequence[Row], hardware: str, path: Path) -> None:
     colors = ["#4477aa" if row.who == "dagrl" else "#bbbbbb" for row in rows]
     bars = axes.barh(names, [row.tokens_per_s_per_gpu for row in rows], color=colors)
     axes.bar_label(bars, ["" if row.mfu is None else f"{row.mfu:.1%}" for row in rows], padding=3, fontsize=8)
-    axes.set(xlabel="tokens/s/GPU (beside the bars: MFU)", title=hardware)
+    axes.set(xlabel="tokens/s/GPU (next to the bars: MFU)", title=hardware)
     axes.invert_yaxis()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -1,11 +1,11 @@
-"""What train benchmarks share: how they run, batches of full rows, and a worker in this process without Ray."""
+"""Shared by the training benchmarks: the command's frame, full batches, and a worker in this process without Ray."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,33 +13,30 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from bench.report import Report, command_line, hardware
+from dagrl.bench.report import BenchReport, RowT, command_line, hardware
 from dagrl.errors import ConfigError
-from dagrl.layout import ParallelLayout
-from dagrl.ports import reserve_port
-from dagrl.shapes import Array, Batch
-from dagrl.worker import WorkerContext
-from workers.megatron import MegatronWorker
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.shapes import Array, Batch
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.megatron import MegatronWorker
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from dagrl.config import Config
 
 Worker = TypeVar("Worker", bound=MegatronWorker)
-Row = TypeVar("Row", bound="DataclassInstance")
 
 
 def measure_and_report(
     options: argparse.Namespace,
-    measure: Callable[[argparse.Namespace, Path], list[Row]],
-    print_table: Callable[[list[Row]], None],
+    measure: Callable[[argparse.Namespace, Path], list[RowT]],
+    print_table: Callable[[list[RowT]], None],
     *,
     without_gpu: str | None = None,
 ) -> None:
-    """Measure, with a directory for checkpoints; print the table; write what `--json` asks for.
+    """Measures with a temporary directory for checkpoints, prints the table and writes the file of `--json`.
 
-    `without_gpu` says why a measurement is of no use without one: ConfigError then.
+    Raises ConfigError if there is no GPU and `without_gpu` says why the benchmark needs one.
     """
     import torch
 
@@ -51,11 +48,11 @@ def measure_and_report(
     print_table(rows)
     if options.json:
         where = torch.cuda.get_device_name() if gpu else hardware()
-        Report([asdict(row) for row in rows], command_line(), hardware=where).write(options.json)
+        BenchReport([asdict(row) for row in rows], command_line(), hardware=where).write(options.json)
 
 
 def train_batch(rows: int, length: int, vocabulary: int, seed: int = 0) -> Batch:
-    """Random tokens; every row is full, and every token but the first counts."""
+    """Returns random tokens in full rows; every token but the first counts in the loss."""
     tokens = np.random.default_rng(seed).integers(0, vocabulary, (rows, length))
     mask = np.ones((rows, length), np.float32)
     mask[:, 0] = 0
@@ -64,9 +61,27 @@ def train_batch(rows: int, length: int, vocabulary: int, seed: int = 0) -> Batch
     return Batch(fields, scalars)
 
 
+def add_model_arguments(
+    parser: argparse.ArgumentParser, models: Iterable[str], default: str, rows: int, length: int
+) -> None:
+    """Adds `--model`, `--rows`, `--length` and `--json`."""
+    parser.add_argument("--model", choices=sorted(models), default=default)
+    parser.add_argument("--rows", type=int, default=rows, help="sequences per step")
+    parser.add_argument("--length", type=int, default=length, help="tokens of the longest sequence")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+
+
+def one_gpu_config(model: Path, length: int, policy: Mapping[str, object]) -> Config:
+    """Returns the configuration of one Megatron worker on `model`, with the keys of `policy`."""
+    from dagrl.config import Config
+
+    section = {"model_name": str(model), "max_total_sequence_length": length, **policy}
+    return Config.model_validate({"name": "bench", "algorithm": "sft", "data": {}, "policy": section})
+
+
 @contextmanager
 def single_worker(config: Config, kind: type[Worker]) -> Iterator[Worker]:
-    """A worker of a group of one, in this process."""
+    """Yields a worker of a one-worker group in this process."""
     for name, value in kind.environment(config).items():
         os.environ.setdefault(name, value)
     worker = kind(WorkerContext("train", 0, ParallelLayout(), config.seed, 120.0), config)

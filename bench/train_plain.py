@@ -1,12 +1,12 @@
-"""A plain Megatron-Core training loop, started by torchrun: what `bench train` measures dagrl against.
+"""A plain Megatron-Core training loop under torchrun, the baseline of `bench train`.
 
-    torchrun --nproc-per-node N -m bench.train_plain ADDRESS KEY
+    torchrun --nproc-per-node N -m dagrl.bench.train_plain ADDRESS KEY
 
-Every process connects to the benchmark at ADDRESS and obeys it: `build` a case, take `steps`, `end` it. The loop is what a
-Megatron user writes: a GPTModel, DistributedDataParallel, Megatron's optimizer and pipeline schedule, and one number read a
-step. The layers, the weights, the batch and the microbatches are those that dagrl's worker has, and so is torch's fused
-Adam; the batch lies on the device before the first step. The loss is either the worker's, whose output layer works in
-chunks, so that both take the same step, or Megatron's own cross-entropy over whole logits.
+Every process connects to the benchmark at ADDRESS and executes its commands: `build` a case, take `steps`, `end` it. The
+loop is what a Megatron user writes: a GPTModel, DistributedDataParallel, Megatron's optimizer and pipeline schedule, and one
+metric read per step. Layers, weights, batch, microbatches and torch's fused Adam are those of dagrl's worker; the batch is
+on the device before the first step. The loss is either the worker's, whose output layer works in chunks, so that both take
+the same step, or Megatron's own cross-entropy over whole logits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from dagrl.config import Config
-from dagrl.shapes import Batch
-from dagrl.worker import WorkerContext
-from workers.families.megatron import padded_vocabulary
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.families.megatron import padded_vocabulary
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Loop:
     forward: Callable[..., Any]
 
     def step(self) -> float:
-        """One optimizer step; the mean loss, on the last pipeline stage."""
+        """Takes one optimizer step and returns the mean loss, on the last pipeline stage."""
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -78,7 +78,7 @@ def _forward(microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[
 
 
 def _forward_chunked(layer: Any, microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    from workers.megatron.logprobs import token_logprobs
+    from dagrl.workers.megatron.logprobs import token_logprobs
 
     batch = next(microbatches)
     hidden = model(batch.tokens, batch.positions, batch.segments)
@@ -95,27 +95,28 @@ def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tenso
 
 
 def build(context: WorkerContext, config: Config, address: str, batch: Batch, chunked: bool) -> Loop:
-    """Groups, model with the checkpoint's weights, optimizer and batch of one rank; `batch` is its shard's.
+    """Builds one rank's groups, model with the checkpoint's weights, optimizer and microbatches of `batch`, its shard's
+    batch.
 
-    `chunked`: the loss is the worker's.
+    `chunked`: use the loss of dagrl's worker.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.transformer.moe import moe_utils
 
-    from workers.megatron import cpu
-    from workers.megatron.architecture import read_architecture
-    from workers.megatron.groups import start_groups
-    from workers.megatron.hf import load_hf, read_hf_config
-    from workers.megatron.microbatches import CutRule, Place, cut_batch
-    from workers.megatron.model import build_model, transformer_config
-    from workers.megatron.optimizer import create_state, make_scheduler, optimizer_config
-    from workers.megatron.weights import megatron_weight_slices, parameter_shapes
+    from dagrl.workers.megatron import cpu
+    from dagrl.workers.megatron.architecture import read_architecture
+    from dagrl.workers.megatron.groups import start_groups
+    from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
+    from dagrl.workers.megatron.microbatches import ParallelRank, SplitRule, split_batch
+    from dagrl.workers.megatron.model import build_model, transformer_config
+    from dagrl.workers.megatron.optimizer import create_state, make_scheduler, optimizer_config
+    from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
     cpu.adapt()
     _take_norms_at_once()
-    if not hasattr(moe_utils, "te_general_gemm"):  # as `workers.megatron.model.build_model`
+    if not hasattr(moe_utils, "te_general_gemm"):  # as in `dagrl.workers.megatron.model.build_model`
         moe_utils.te_general_gemm = None
     layout, device = context.layout, _device()
     start_groups(context, address, config.seed)
@@ -135,17 +136,18 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
         optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped], use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         create_state(part.optimizer)
-    rule = CutRule.of(config.policy, "train")
+    rule = SplitRule.of(config.policy, "train")
     groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
-    cut = cut_batch(batch, rule, Place(layout, context.coordinates, *groups, device))
+    cut = split_batch(batch, rule, ParallelRank(layout, context.coordinates, *groups, device))
     forward = partial(_forward_chunked, built.output_layer(1.0, None)) if built else _forward
     return Loop(wrapped, optimizer, make_scheduler(optimizer, config), cut, forward)
 
 
 def _take_norms_at_once() -> None:
-    """Where neither Transformer Engine nor Apex is installed, Megatron reads the norm of each gradient to the host alone.
+    """Computes all gradient norms in one call if neither Transformer Engine nor Apex is installed.
 
-    Nobody would measure against that: torch does what their kernels do.
+    Megatron would then copy each gradient's norm to the host separately. That would be an unfair baseline, and torch does
+    what the missing kernels do.
     """
     from megatron.core.optimizer import clip_grads
 
@@ -158,17 +160,17 @@ def _norm(chunk: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor:
 
 
 def _scale(chunk: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
-    """In place: Megatron gives the gradients as source and as destination."""
+    """Scales in place: Megatron passes the gradients as both source and destination."""
     assert all(source is target for source, target in zip(*tensors, strict=True))
     torch._foreach_mul_(tensors[0], factor)
 
 
 def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.device) -> Any:
-    """Megatron's GPTModel with its output layer."""
+    """Returns Megatron's GPTModel with its output layer."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from workers.megatron.model import inverse_frequencies, layer_specs
+    from dagrl.workers.megatron.model import inverse_frequencies, layer_specs
 
     model = GPTModel(
         config=settings,
@@ -186,8 +188,8 @@ def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.de
 
 
 def take_steps(loop: Loop, count: int) -> dict[str, Any]:
-    """Seconds and losses of `count` steps, and the peak of memory in bytes."""
-    from workers.megatron.cpu import cuda_type_names
+    """Returns the seconds and losses of `count` steps, and the peak of memory in bytes."""
+    from dagrl.workers.megatron.cpu import cuda_type_names
 
     seconds, losses = [], []
     with cuda_type_names():
@@ -210,10 +212,10 @@ def _device() -> torch.device:
 
 
 def serve(address: tuple[str, int], key: bytes) -> None:
-    """Obey the benchmark until it says goodbye; what fails is told and does not end the process."""
-    from workers.megatron.groups import end_groups
+    """Executes the benchmark's commands until it closes the session. An error is reported and does not end the process."""
+    from dagrl.workers.megatron.groups import end_groups
 
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # each case has a rendezvous of its own
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # each case has its own rendezvous
     connection = Client(address, authkey=key)
     connection.send(int(os.environ["RANK"]))
     loop: Loop | None = None

@@ -1,4 +1,4 @@
-"""Who takes the steps of `bench train`: dagrl's workers under Ray, and a plain Megatron loop under torchrun."""
+"""The two contenders of `bench train`: dagrl's workers under Ray, and a plain Megatron loop under torchrun."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any, Protocol
 
 from dagrl.config import Config
-from dagrl.deadline import Deadline
-from dagrl.layout import ParallelLayout
-from dagrl.ports import reserve_port
-from dagrl.shapes import Batch, Bucket, split_rows
-from dagrl.worker import WorkerContext
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.split import split_rows
+from dagrl.runtime.worker import WorkerContext
 
 DEADLINE_S = 60.0
 GPU_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -27,13 +28,13 @@ GPU_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of the steps of a turn."""
+    """The seconds of each step of a turn."""
 
     seconds: list[float]
 
 
 class Contender(Protocol):
-    """What `bench train` asks of each: `begin` may return before the case is built, `ready` waits for it."""
+    """What `bench train` runs. `begin` may return before the case is built; `ready` waits for it."""
 
     name: str
     losses: list[float]
@@ -51,7 +52,7 @@ class Contender(Protocol):
 
 
 class DagrlSteps:
-    """Replays of `sft_step` on worker groups around actors that are made once."""
+    """Replays `sft_step` on worker groups around actors that are started once."""
 
     name = "dagrl"
 
@@ -61,17 +62,17 @@ class DagrlSteps:
         self._workers = workers
         self._stack = ExitStack()
         self.losses: list[float] = []
-        self.overheads: list[float] = []  # seconds of each replay in which no worker ran
+        self.overheads: list[float] = []  # seconds per replay in which no worker ran
         cuda = torch.cuda.is_available()
         self.device = "cuda" if cuda else "cpu"
         self.device_name = torch.cuda.get_device_name() if cuda else ""
         self.hardware = f"{torch.cuda.device_count()} x {self.device_name}" if cuda else f"{os.cpu_count()} CPU cores"
 
     def __enter__(self) -> DagrlSteps:
-        from bench.train_worker import TrainBenchWorker
-        from dagrl.cluster import ray_cluster
+        from dagrl.bench.train_worker import TrainBenchWorker
         from dagrl.config import ClusterConfig
-        from dagrl.worker_group import Resources, WorkerGroup
+        from dagrl.run.cluster import ray_cluster
+        from dagrl.runtime.worker_group import Resources, WorkerGroup
 
         gpus = 1.0 if self.device == "cuda" else 0.0
         self._stack.enter_context(ray_cluster(ClusterConfig(num_cpus=max(4, os.cpu_count() or 4))))
@@ -88,7 +89,7 @@ class DagrlSteps:
         self._stack.close()
 
     def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None:
-        from dagrl.worker_group import WorkerGroup
+        from dagrl.runtime.worker_group import WorkerGroup
 
         self._case, self._batch, self._config = ExitStack(), batch, config
         self.losses, self.overheads = [], []
@@ -100,8 +101,8 @@ class DagrlSteps:
         ]
 
     def ready(self) -> None:
-        from dagrl.scheduler import Scheduler, SchedulerOptions
-        from graphs.train import sft_step
+        from dagrl.graphs.train import sft_step
+        from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 
         self.group.wait(self._building, Deadline(DEADLINE_S, "DEADLINE_S"), "become")
         options = SchedulerOptions(fallback="error", warmup_s=DEADLINE_S)
@@ -114,8 +115,8 @@ class DagrlSteps:
         self._scheduler.warmup()
 
     def take(self, steps: int) -> Turn:
+        from dagrl.graphs.train import sft_step
         from dagrl.telemetry.metrics import merge_step_metrics
-        from graphs.train import sft_step
 
         seconds = []
         for _ in range(steps):
@@ -137,7 +138,7 @@ class DagrlSteps:
 
 
 class PlainSteps:
-    """The processes of `bench.train_plain`; `chunked` says which loss they have."""
+    """Drives the processes of `dagrl.bench.train_plain`. `chunked` selects their loss."""
 
     name = "plain"
 
@@ -155,14 +156,14 @@ class PlainSteps:
         host, port = self._listener.address
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self._workers)]
-        command += ["--master-port", str(reserve_port()), "-m", "bench.train_plain", f"{host}:{port}", key]
-        self._torchrun = subprocess.Popen(command, env=environment)  # noqa: S603  # our own module
+        command += ["--master-port", str(reserve_port()), "-m", "dagrl.bench.train_plain", f"{host}:{port}", key]
+        self._torchrun = subprocess.Popen(command, env=environment)  # noqa: S603  # a module of this package
         return self
 
     def connect(self) -> None:
-        """Wait until all processes are there. RuntimeError when torchrun ended before, TimeoutError when it takes long."""
+        """Waits for all processes. Raises RuntimeError if torchrun ended first, TimeoutError after DEADLINE_S."""
         arrived: queue.Queue[Connection] = queue.Queue()
-        threading.Thread(target=self._accept, args=(arrived,), daemon=True).start()  # accepting has no deadline of its own
+        threading.Thread(target=self._accept, args=(arrived,), daemon=True).start()  # `accept` has no timeout
         connections: dict[int, Connection] = {}
         deadline = time.monotonic() + DEADLINE_S
         while len(connections) < self._workers:
@@ -179,9 +180,9 @@ class PlainSteps:
             arrived.put(self._listener.accept())
 
     def _check_coming(self, arrived: int, deadline: float) -> None:
-        there = f"{arrived} of {self._workers} processes of the plain loop are there"
+        there = f"{arrived} of {self._workers} processes of the plain loop have connected"
         if self._torchrun.poll() is not None:
-            raise RuntimeError(f"torchrun ended with code {self._torchrun.returncode} when {there}; its output is above")
+            raise RuntimeError(f"torchrun ended with code {self._torchrun.returncode} after {there}; see its output above")
         if time.monotonic() > deadline:
             raise TimeoutError(f"{there} after {DEADLINE_S:.0f} s")
 
@@ -189,7 +190,7 @@ class PlainSteps:
         for connection in self._connections:
             connection.send(None)
         if not self._connections:
-            self._torchrun.terminate()  # what never connected waits for nothing
+            self._torchrun.terminate()  # a process that never connected waits for no command
         try:
             self._torchrun.wait(20)
         except subprocess.TimeoutExpired:
@@ -224,7 +225,7 @@ class PlainSteps:
         self._answers()
 
     def _answers(self) -> list[Any]:
-        """What every process gave; TimeoutError, or RuntimeError with the first traceback."""
+        """Returns every process's result. Raises TimeoutError, or RuntimeError with the first traceback."""
         results, errors = [], []
         for rank, connection in enumerate(self._used):
             if not connection.poll(DEADLINE_S):

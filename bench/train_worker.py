@@ -1,33 +1,33 @@
-"""The worker of `bench train`: a MegatronWorker whose process serves one case after the other."""
+"""The worker of `bench train`: a MegatronWorker whose process runs one case after another."""
 
 from __future__ import annotations
 
 import gc
 
 from dagrl.config import Config
-from dagrl.worker import WorkerContext
-from workers.megatron import MegatronWorker
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.megatron import MegatronWorker
 
 
 class TrainBenchWorker(MegatronWorker):
-    """Its `setup` only imports; `become` sets up a worker of any layout, `leave` ends it."""
+    """Imports its dependencies in `setup`; `become` sets up a worker of any layout and `leave` releases it."""
 
     def setup(self, address: str) -> None:
-        """Import what a worker needs."""
-        from workers.megatron import cpu
+        """Imports what a worker needs."""
+        from dagrl.workers.megatron import cpu
 
         cpu.adapt()
-        import workers.megatron.optimizer
+        import dagrl.workers.megatron.optimizer
 
-        assert workers.megatron.optimizer
+        assert dagrl.workers.megatron.optimizer
 
     def become(self, context: WorkerContext, config: Config, address: str) -> None:
-        """A worker of `context.layout`, set up together with the others."""
+        """Sets up a worker of `context.layout`. Collective over the layout's workers."""
         self.__init__(context, config)  # type: ignore[misc]
         super().setup(address)
 
     def leave(self) -> None:
-        """Drop the model and leave its groups; the memory is given back."""
+        """Drops the model, leaves its process groups and frees the memory."""
         import torch
 
         self.shutdown()
@@ -37,7 +37,7 @@ class TrainBenchWorker(MegatronWorker):
             torch.cuda.reset_peak_memory_stats()
 
     def peak_memory(self) -> int:
-        """Bytes that tensors took at most."""
+        """Returns the peak of allocated GPU memory in bytes."""
         import torch
 
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0

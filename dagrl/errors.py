@@ -1,15 +1,15 @@
 """Every error that dagrl raises on purpose.
 
 DagrlError
-├── UserError                what the person at the keyboard can mend; the command exits with code 2
+├── UserError                what the user can fix; the command exits with code 2
 │   ├── ConfigError            a key, a type, a value or an import path in the configuration
 │   ├── LayoutError            parallel sizes that do not fit the model, the batch or the machine
-│   ├── DataError              a data file, a line of it, or a sequence that does not fit
+│   ├── DataError              a data file, one line of it, or a sequence that does not fit
 │   ├── GraphError             a phase that cannot be traced
-│   ├── RefitPlanError         weights that one side has and the other lacks, or boxes that do not cover
-│   ├── CheckpointError        a checkpoint that is missing, truncated or foreign
-│   └── MissingDependencyError an optional package; names the extra that brings it
-└── RunError                 what went wrong while running
+│   ├── RefitPlanError         weights that only one side has, or boxes that do not cover a parameter
+│   ├── CheckpointError        a checkpoint that is missing, truncated or from another run
+│   └── MissingDependencyError an optional package; names the extra that installs it
+└── RunError                 a failure during the run
     ├── WorkerError            workers raised or died in a plain call
     │   └── PhaseError           workers raised, died or hung in a phase
     ├── ChannelError           a channel broke, timed out, or was given something it cannot carry
@@ -29,15 +29,15 @@ class DagrlError(Exception):
 
 
 class UserError(DagrlError):
-    """An error that the user can mend; nothing has been started or lost."""
+    """An error that the user can fix. Nothing has been lost."""
 
 
 class ConfigError(UserError):
-    """The configuration names something that is unknown, of a wrong type or out of range."""
+    """The configuration names something unknown, of a wrong type or out of range."""
 
 
 class LayoutError(UserError):
-    """Parallel sizes that fit neither each other, the model, the batch nor the machine."""
+    """Parallel sizes that do not fit each other, the model, the batch or the machine."""
 
 
 class DataError(UserError):
@@ -65,7 +65,7 @@ class RunError(DagrlError):
 
 
 class ChannelError(RunError):
-    """A channel broke, or was asked for something that it cannot carry."""
+    """A channel broke, or was given something that it cannot carry."""
 
 
 class DeadlineError(RunError):
@@ -74,10 +74,11 @@ class DeadlineError(RunError):
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What one worker reported of its own failure; plain data, so that it travels through any graph edge.
+    """What one worker reported of its own failure. Plain data, so that any graph edge can carry it.
 
     `kind` is `raised`, `died` or `hung`. `traceback` is the worker's own traceback, or its stacks if it hung. In a plain
-    call, outside of any phase, `phase` is empty and `node` is the method. `pid` is 0 before it is known, as a worker starts.
+    call, outside any phase, `phase` is empty and `node` is the method. `pid` is 0 while a worker starts and its pid is
+    unknown.
     """
 
     role: str
@@ -101,7 +102,7 @@ class WorkerFailure:
 
 
 class WorkerError(RunError):
-    """Workers failed; `failures` holds one `WorkerFailure` for each that is known to have failed, the cause first."""
+    """Workers failed. `failures` holds one `WorkerFailure` per worker that is known to have failed, the cause first."""
 
     def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "") -> None:
         self.failures = failures
@@ -114,8 +115,8 @@ class WorkerError(RunError):
 class PhaseError(WorkerError):
     """A replay failed.
 
-    `breaks` says why the graphs must be compiled again before the next replay; empty when they need not, as no worker died
-    or hung.
+    `breaks` says why the graphs must be compiled again before the next replay. It is empty if they need not, because no
+    worker died or hung.
     """
 
     def __init__(self, failures: tuple[WorkerFailure, ...], advice: str = "", breaks: str = "") -> None:
@@ -125,18 +126,22 @@ class PhaseError(WorkerError):
 
 
 def error_text(error: BaseException) -> str:
-    """The type of an error and what it says; also of one whose own message cannot be made."""
+    """The type and message of an error, even if its `str()` raises."""
     try:
         return printable(f"{type(error).__name__}: {error}")
     except Exception as failed:
-        return f"{type(error).__name__}, of which str() raised {type(failed).__name__}"
+        return f"{type(error).__name__}, whose str() raised {type(failed).__name__}"
 
 
 def printable(text: str) -> str:
-    """A text as it can be written to a file or a terminal: half characters, of cut texts, as their numbers."""
+    """The text with lone surrogates (from cut texts) escaped, so that it can be written to a file or a terminal."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def cause_first(failures: Iterable[WorkerFailure]) -> tuple[WorkerFailure, ...]:
-    """Deaths before exceptions, which they bring about in the workers that wait for the dead; then by time."""
+    """Sorts deaths before exceptions, because a death makes the workers that wait for it raise; then by time."""
     return tuple(sorted(failures, key=lambda failure: (failure.kind != "died", failure.time_ns)))
+
+
+class StopRequestedError(Exception):
+    """A stop was requested (Ctrl-C or SIGTERM), and this is a safe point to leave the loop. Not a failure of the run."""

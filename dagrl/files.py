@@ -1,4 +1,4 @@
-"""Small file operations that a run relies on: files that appear whole or not at all, and nothing overwritten unseen."""
+"""File operations: write files as a whole or not at all, and never overwrite unseen."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 PART = ".part"
-"""Ends the name of a file that is being written, or was when the process was killed."""
+"""Suffix of a file that is being written, or was when the process was killed."""
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write `content` to `path` so that a crash leaves the old file or the new one, never a part under its name."""
+    """Writes `content` to `path`. After a crash, `path` is the old file or the new one, never a part of it."""
     part = path.with_name(path.name + PART)
     try:
         with naming(path), part.open("w", encoding="utf-8") as file:
@@ -37,7 +37,7 @@ def write_whole(path: Path, content: str) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError of the block name `path` if it names no file: those of writes, on a full disk, do not."""
+    """Names `path` in an OSError of the block that names no file, such as those of writes to a full disk."""
     try:
         yield
     except OSError as error:
@@ -46,12 +46,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames inside `directory` last through a power failure."""
+    """Makes renames inside `directory` survive a power failure."""
     _sync(directory)
 
 
 def sync_tree(directory: Path) -> None:
-    """Make all that is below `directory`, the files and their names, last through a power failure."""
+    """Makes all files below `directory`, and their names, survive a power failure."""
     for parent, _, names in os.walk(directory):
         for name in names:
             _sync(Path(parent, name))
@@ -67,12 +67,12 @@ def _sync(path: Path) -> None:
 
 
 def move_aside(path: Path) -> Path | None:
-    """Rename what lies at `path` to the first free of `run.1`, `run.2` (`trace.1.json`); None when nothing was there."""
+    """Renames `path` to the first free of `run.1`, `run.2` (`trace.1.json`). Returns None if there was nothing."""
     return path.rename(free_name(path)) if path.exists() else None
 
 
 def free_name(path: Path) -> Path:
-    """The first of `run.1`, `run.2` (`trace.1.json`) beside `path` that nothing has."""
+    """Returns the first of `run.1`, `run.2` (`trace.1.json`) next to `path` that does not exist."""
     stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     number = 1
     while (free := path.with_name(f"{stem}.{number}{suffix}")).exists():
@@ -81,9 +81,9 @@ def free_name(path: Path) -> Path:
 
 
 def replace_directory(partial: Path, target: Path) -> None:
-    """Give a directory that is complete its name; one that was there before goes, after it and never in part.
+    """Gives a complete directory its name, and then deletes the one that had it.
 
-    What is in it reaches the disk first: after a power failure nothing of that name is torn.
+    The content reaches the disk first, so that after a power failure no directory of that name is torn.
     """
     sync_tree(partial)
     old = Path(f"{target}.old")
@@ -98,9 +98,9 @@ def replace_directory(partial: Path, target: Path) -> None:
 
 
 def require_writable(directory: Path, key: str) -> None:
-    """Raise ConfigError, naming the configuration's `key`, unless files can be made in `directory`, or it in a parent.
+    """Raises ConfigError, naming the configuration's `key`, unless files can be created in `directory`.
 
-    It tries, in the nearest directory that is there, and leaves nothing: permissions alone do not tell.
+    Tries it in the nearest existing directory and leaves nothing, because permissions alone do not tell.
     """
     there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
@@ -111,10 +111,11 @@ def require_writable(directory: Path, key: str) -> None:
 
 @contextmanager
 def locked(file: Path, what: str, advice: str) -> Iterator[None]:
-    """Hold a lock on `file` for the block, and have it say by whom; ConfigError when another process has it.
+    """Holds a lock on `file` for the block and writes the holder into it. Raises ConfigError if another process has the
+    lock.
 
-    The lock is the open file's, which no child process inherits, so that it ends with this process however that ends. A
-    file system without locks is warned of.
+    The lock belongs to the open file, which child processes do not inherit, so it ends with this process in any case. Logs a
+    warning on a file system without locks.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -24,14 +24,14 @@ EXTRAS = {
     "datasets": ("datasets",),
     "cupy": ("cu13", "cu12"),
 }
-"""Top-level module of an optional package -> the extras of dagrl that bring it, the usual one first."""
+"""Top-level module of an optional package -> the extras of dagrl that install it, the usual one first."""
 
 
 def load_attribute(path: str, key: str) -> object:
-    """The object at `module:attribute`; the working directory is searched too, so that a user's own file is found.
+    """Returns the object at `module:attribute`. Also searches the working directory, for a user's own files.
 
-    Raises ConfigError, naming the configuration's `key`, when it is not there, and MissingDependencyError when the module
-    needs an optional package that is not installed.
+    Raises ConfigError, naming the configuration's `key`, if it is not there; MissingDependencyError if the module needs an
+    optional package that is not installed.
     """
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
@@ -44,7 +44,7 @@ def load_attribute(path: str, key: str) -> object:
 
 
 def load_class(path: str, key: str) -> type:
-    """The class at an import path; ConfigError when something else is there."""
+    """Returns the class at an import path. Raises ConfigError if it is not a class."""
     found = load_attribute(path, key)
     if not isinstance(found, type):
         raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a class is expected")
@@ -52,7 +52,7 @@ def load_class(path: str, key: str) -> type:
 
 
 def load_callable(path: str, key: str) -> Callable[..., Any]:
-    """The callable at an import path; ConfigError when something else is there."""
+    """Returns the callable at an import path. Raises ConfigError if it is not callable."""
     found = load_attribute(path, key)
     if not callable(found):
         raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a callable is expected")
@@ -61,24 +61,24 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
 
 @contextmanager
 def running(path: str, key: str) -> Iterator[None]:
-    """Around code of the user's that the configuration's `key` names: what it raises is a ConfigError with its traceback.
+    """For code of the user's that the configuration's `key` names: turns its exceptions into ConfigErrors with a traceback.
 
-    A UserError is told as it is.
+    UserErrors pass unchanged.
     """
     try:
         yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        below = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this function
+        below = error.__traceback__.tb_next if error.__traceback__ else None  # without this function's frame
         frames = "".join(traceback.format_exception(type(error), error, below)).rstrip()
         raise ConfigError(
-            f"{key}: {path} raised {type(error).__name__}: {error}; mend it, or name another\n{frames}"
+            f"{key}: {path} raised {type(error).__name__}: {error}; fix it, or name another\n{frames}"
         ) from error
 
 
 def require_package(module: str, key: str, otherwise: str = "") -> None:
-    """Raise MissingDependencyError, saying which extra to install, when the top-level `module` cannot be found."""
+    """Raises MissingDependencyError, naming the extra to install, if the top-level `module` cannot be found."""
     if importlib.util.find_spec(module) is None:
         raise MissingDependencyError(
             f"{key} needs the package {module!r}, which is not installed; {_install(module)}{otherwise}"
@@ -86,7 +86,7 @@ def require_package(module: str, key: str, otherwise: str = "") -> None:
 
 
 def did_you_mean(near: list[str]) -> str:
-    """`; did you mean 'a' or 'b'?`, or nothing when there are no near misses."""
+    """`; did you mean 'a' or 'b'?`, or nothing without near misses."""
     return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 
@@ -109,5 +109,5 @@ def _load_module(name: str, path: str, key: str) -> Any:
 
 
 def _install(module: str) -> str:
-    ways = [f"pip install 'dagrl[{extra}]'" for extra in EXTRAS.get(module, ())]
-    return f"install it with {' or '.join(ways)}" if ways else f"install {module}"
+    commands = [f"pip install 'dagrl[{extra}]'" for extra in EXTRAS.get(module, ())]
+    return f"install it with {' or '.join(commands)}" if commands else f"install {module}"

@@ -1,17 +1,13 @@
-"""A phase of your own, replayed in a loop of your own, on Ray actors that exist already: python examples/embed_phase.py."""
+"""Your own phase in your own loop, on Ray actors that you made: python examples/embed_phase.py."""
 
 import numpy as np
 import ray
 
-from dagrl.layout import ParallelLayout
-from dagrl.phase import Input, Shard, Value, phase
-from dagrl.scheduler import Scheduler
-from dagrl.shapes import Batch, Bucket, Field
-from dagrl.worker_group import WorkerGroup
+from dagrl import Batch, Bucket, Field, Input, ParallelLayout, Scheduler, Shard, Value, WorkerGroup, phase
 
 
 @ray.remote(num_cpus=0)
-class Regression:  # any class: dagrl asks nothing of it but the methods that phases name
+class Regression:  # any class with the methods that phases name
     def gradient(self, batch: Batch) -> float:
         error = batch["x"] * batch.scalars["slope"] - batch["y"]
         return float((2 * error * batch["x"]).sum())
@@ -34,7 +30,7 @@ def main() -> None:
         scheduler.warmup()
         x, slope = np.random.default_rng(0).normal(size=16).astype(np.float32), 0.0
         rows = Batch({"x": x, "y": 3 * x, "lengths": np.ones(16, np.int64)})
-        for _ in range(20):  # the loop is yours: `replay` splits the rows over both shards and joins what comes back
+        for _ in range(20):  # `replay` splits the rows over both shards; the result has a value of each
             slope -= 0.02 * sum(scheduler.replay(gradient, rows.with_scalars(slope=slope)).result())
         print(f"slope {slope:.3f}")
 

@@ -1,13 +1,15 @@
-"""A model of plain torch modules, cut into pipeline stages that the phase graph itself schedules (graphs/pipeline.py).
+"""A model of plain torch modules, split into pipeline stages that the phase graph schedules (graphs/pipeline.py).
 
-    python examples/pipeline.py
+    python examples/pipeline.py                   # on the CPU
+    python examples/pipeline.py --gpus --overlap  # on two GPUs, over NCCL, with transfers next to computation
 
-Two workers hold half of the layers each. Nothing in them knows of other stages: activations and gradients come in and go out
-of methods, the graph's edges carry them, and the order of the calls is 1F1B.
+Two workers hold half of the layers each and know nothing of other stages. Activations and gradients are arguments and
+results of their methods, the graph's edges carry them, and the calls come in 1F1B order.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 from dataclasses import dataclass
 
@@ -15,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
-from dagrl.layout import ParallelLayout
-from dagrl.scheduler import Scheduler
-from dagrl.shapes import Batch, Bucket
+from dagrl.graphs.pipeline import pipeline_phase, split_microbatches
+from dagrl.run.cluster import ray_cluster
+from dagrl.runtime.graph import SHARED_MEMORY
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.worker import WorkerContext, in_warmup
+from dagrl.runtime.worker_group import Resources, WorkerGroup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
-from dagrl.worker import WorkerContext, in_warmup
-from dagrl.worker_group import WorkerGroup
-from graphs.pipeline import pipeline_phase, split_microbatches
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ModelConfig:
 
 
 class Block(nn.Module):
-    """Mixes each token with the mean of those before it."""
+    """Mixes each token with the mean of the tokens before it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class Block(nn.Module):
 
 
 def make_layers(config: ModelConfig, seed: int) -> list[nn.Module]:
-    """All layers of the model, the same for the same seed."""
+    """Returns all layers of the model, equal for equal seeds."""
     torch.manual_seed(seed)
     blocks = [Block(config.width) for _ in range(config.blocks)]
     layers = [nn.Embedding(config.vocabulary, config.width), *blocks, nn.Linear(config.width, config.vocabulary)]
@@ -63,13 +66,13 @@ def make_layers(config: ModelConfig, seed: int) -> list[nn.Module]:
 
 
 def loss_of(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the negative log-likelihoods of the tokens that count. `logits` [batch, seq, vocabulary]."""
+    """Sum of the negative log-likelihoods of the unmasked tokens. `logits` [batch, seq, vocabulary]."""
     losses = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     return (losses * mask[:, 1:]).sum()
 
 
 class TorchStage:
-    """One pipeline stage: a `graphs.pipeline.PipelineWorker` over plain torch modules."""
+    """One pipeline stage: a `dagrl.graphs.pipeline.PipelineWorker` over plain torch modules."""
 
     def __init__(self, context: WorkerContext, config: ModelConfig) -> None:
         self.stage, self.stages = context.coordinates.pp, context.layout.pp
@@ -84,7 +87,7 @@ class TorchStage:
     def start_step(self, batch: Batch, microbatches: int) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.microbatches = split_microbatches(batch, microbatches)
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of the forwards whose backward is to come
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of the forwards without a backward so far
         self.loss = 0.0
 
     def forward(self, activations: Tensor | None, microbatch: int) -> Tensor | None:
@@ -132,13 +135,19 @@ def count_up(rows: int, length: int, vocabulary: int, seed: int) -> Batch:
 
 
 def main() -> None:
-    """Train for twenty steps on two workers."""
+    """Trains for twenty steps on two workers."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--gpus", action="store_true", help="run each stage on a GPU and send activations over NCCL")
+    parser.add_argument("--overlap", action="store_true", help="with --gpus: overlap transfers with computation")
+    given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = ModelConfig()
-    step = pipeline_phase(microbatches=4)
+    config = ModelConfig(device="cuda" if given.gpus else "cpu")
+    step = pipeline_phase(microbatches=4, transport="nccl" if given.gpus else SHARED_MEMORY)
+    options = SchedulerOptions(fallback="error", overlap_communication=given.overlap)
     with ray_cluster(ClusterConfig(num_cpus=2)):
-        group = WorkerGroup.create("train", TorchStage, ParallelLayout(dp=1, pp=2), config)
-        with Scheduler([group]) as scheduler:
+        resources = Resources(num_gpus=int(given.gpus))
+        group = WorkerGroup.create("train", TorchStage, ParallelLayout(dp=1, pp=2), config, resources=resources)
+        with Scheduler([group], options) as scheduler:
             scheduler.add(step, buckets=[Bucket(8, 16)], scalars={"global_valid_tokens": 120.0})
             scheduler.compile()
             scheduler.warmup()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dagrl.phase import Input, Shard, Value, phase
-from dagrl.shapes import Field
+from dagrl.runtime.phase import Input, Shard, Value, phase
+from dagrl.runtime.shapes import Field
 
 INPUTS = {
     "tokens": Field("int64"),
@@ -17,6 +17,6 @@ INPUTS = {
 
 @phase(inputs=INPUTS)
 def generate(generation: Shard, requests: Input) -> Value:
-    """Add requests, run a bounded number of engine steps, return what finished; equal on all ranks, or an error."""
+    """Adds requests, runs a bounded number of engine steps and returns what finished. Raises if the ranks differ."""
     finished = generation.map("generate", requests)
     return generation.reduce("merge_generated", finished)

@@ -1,9 +1,9 @@
-"""Training phases: an optimizer step, gradients for one, or the losses alone, over one data-parallel shard."""
+"""Training phases over one data-parallel shard: an optimizer step, gradients for one, or the losses alone."""
 
 from __future__ import annotations
 
-from dagrl.phase import Input, Shard, Value, join, phase
-from dagrl.shapes import Field
+from dagrl.runtime.phase import Input, Shard, Value, join, phase
+from dagrl.runtime.shapes import Field
 
 SFT_INPUTS = {"tokens": Field("int64"), "lengths": Field("int64", "row"), "loss_mask": Field("float32")}
 
@@ -11,8 +11,7 @@ GRPO_INPUTS = {
     **SFT_INPUTS,
     "advantages": Field("float32"),
     "generation_logprobs": Field("float32"),
-    "prev_logprobs": Field("float32"),
-    "reference_logprobs": Field("float32"),
+    "row_ids": Field("int64", "row"),  # of the log-probabilities that the workers hold
 }
 
 
@@ -32,12 +31,12 @@ def train_step(train: Shard, batch: Input) -> Value:
 
 @phase(inputs=GRPO_INPUTS)
 def accumulate_gradients(train: Shard, batch: Input) -> Value:
-    """Gradients of some of a GRPO step's sequences while others are generated; its `train_step` has the rest."""
+    """Accumulates gradients of a part of a GRPO step while other sequences are generated. `train_step` adds the rest."""
     return join(train.map("accumulate_gradients", batch, loss="grpo"))
 
 
 @phase(inputs=SFT_INPUTS)
 def evaluate(train: Shard, batch: Input) -> Value:
-    """The SFT loss of held-out demonstrations; nothing is trained."""
+    """The SFT loss of held-out demonstrations, without training."""
     metrics = train.map("evaluate", batch, loss="sft")
     return train.reduce("merge_metrics", metrics)

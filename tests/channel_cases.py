@@ -1,4 +1,4 @@
-"""What every channel must do, whatever carries it: cases that run in one process for each rank.
+"""Cases that every channel must pass, with one process per rank.
 
 `run_case` starts the processes and gives back what each rank returned. A case gets the rank's `Place` and returns
 something picklable. Used by tests/integration/test_channel_{gloo,ipc}.py and tests/gpu/test_channel_nccl.py.
@@ -26,11 +26,13 @@ import torch.distributed as dist
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import wait_all
 from dagrl.errors import ChannelError, DagrlError, RefitPlanError
-from dagrl.layout import ParallelLayout
-from dagrl.ports import reserve_port
-from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, plan_refit
-from dagrl.refit.commit import one_part_of_a_refit
-from tests.unit.weight_reference import (
+from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, plan_refit
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.ports import reserve_port
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm.weights import vllm_weight_slices
+from tests.unit.refit.weight_reference import (
     equal,
     hf_weights,
     megatron_tensors,
@@ -38,16 +40,13 @@ from tests.unit.weight_reference import (
     vllm_tensors,
     zeros_like,
 )
-from workers.families.vllm import VllmRank
-from workers.megatron.weights import megatron_weight_slices
-from workers.vllm.weights import vllm_weight_slices
 
 Kind = Literal["gloo", "nccl", "ipc", "ipc on a GPU", "ipc between GPUs"]
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank: its channel's spec, and a port for a default process group of each side."""
+    """One rank: its channel spec, and a port for each side's default process group."""
 
     spec: ChannelSpec
     side_ports: tuple[int, int]
@@ -69,7 +68,7 @@ Case = Callable[[Place], object]
 
 
 def run_case(case: Case, kind: Kind, size: int, channel_timeout_s: float = 20.0, limit_s: float = 60.0) -> list[object]:
-    """Run `case` on `size` ranks; a rank that died gives None, one that raised gives its error's text."""
+    """Runs `case` on `size` ranks. Returns None for a rank that died, the error text for one that raised."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.channel_cases"])
     ports, address = (reserve_port(), reserve_port()), f"127.0.0.1:{reserve_port()}"
@@ -101,7 +100,7 @@ def _result(connection: Connection, deadline: float) -> object:
 
 
 def _run(case: Case, place: Place, limit_s: float, connection: Connection) -> None:
-    faulthandler.dump_traceback_later(0.9 * limit_s)  # where it hangs
+    faulthandler.dump_traceback_later(0.9 * limit_s)  # shows where it hangs
     torch.set_num_threads(1)
     if place.device != "cpu":
         torch.cuda.set_device(place.device)
@@ -112,7 +111,7 @@ def _run(case: Case, place: Place, limit_s: float, connection: Connection) -> No
 
 
 def join_own_world(place: Place) -> None:
-    """A default process group of the rank's own side, as train and generation workers have."""
+    """Opens a default process group of the rank's side, as train and generation workers have."""
     half = place.size // 2
     side, rank = divmod(place.rank, half)
     address = f"tcp://127.0.0.1:{place.side_ports[side]}"
@@ -127,7 +126,7 @@ def own_world_works(place: Place) -> bool:
 
 
 def messages(place: Place) -> object:
-    """All pairs, several dtypes and sizes, in order, beside default process groups of each side."""
+    """All pairs, several dtypes and sizes, in order, while each side has a default process group."""
     join_own_world(place)
     channel = place.open()
     assert own_world_works(place)
@@ -150,7 +149,7 @@ def messages(place: Place) -> object:
 
 
 def order(place: Place) -> object:
-    """Messages of one pair arrive in the order sent, though the receives are posted first."""
+    """Messages of one pair arrive in the order sent, although the receives are posted first."""
     channel = place.open()
     values = [torch.full((4096,), float(index), device=place.device) for index in range(20)]
     if place.rank == 0:
@@ -167,7 +166,7 @@ def order(place: Place) -> object:
 
 
 def groups(place: Place) -> object:
-    """Groups of several messages to one peer, more of them than it has room for beside each other, both ways at once."""
+    """Groups of several messages to one peer, more than its mailbox holds, in both directions at once."""
     channel = place.open()
     sizes = [(1, 70_001, 3), (65_536,), (5, 5, 5, 40_000, 1), (2, 90_000)]
     for number, counts in enumerate(sizes * 3):
@@ -188,7 +187,7 @@ CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
 
 
 def mailboxes(place: Place) -> object:
-    """Growing messages over IPC, a release, and messages again; what of rank 0's memory was freed while rank 1 mapped it.
+    """Growing messages over IPC, a release, and more messages. Returns what rank 0 freed while rank 1 mapped it.
 
     Gives that list, and the memory files that rank 0 had open before the first message and after the release.
     """
@@ -201,7 +200,7 @@ def mailboxes(place: Place) -> object:
 
     def watched(segment: HostSegment) -> None:
         inode = f" {os.fstat(segment._descriptor).st_ino} " if segment._descriptor is not None else ""
-        if inode:  # the maker alone keeps one
+        if inode:  # only the owner keeps one
             maps = open(f"/proc/{peer}/maps").read()
             torn.extend(len(segment.bytes) for line in maps.splitlines() if "memfd:dagrl" in line and inode in line)
         close(segment)
@@ -228,12 +227,12 @@ def mailboxes(place: Place) -> object:
 
 
 def _memory_files() -> int:
-    """Memory shared with peers that this process has open."""
+    """Shared memory that this process has open."""
     held = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             held += "memfd:dagrl" in os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the directory's own
+        except FileNotFoundError:  # of the directory itself
             continue
     return held
 
@@ -247,12 +246,12 @@ def _refit_plan(size: int) -> tuple[RefitPlan, ParallelLayout]:
         [vllm_weight_slices(CONFIG, VllmRank(half, rank)) for rank in range(half)],
         dtype="float32",
         bucket_bytes=20_000,
-        direct_bytes=2_000,  # some of what each bucket has goes directly, at one end or both
+        direct_bytes=2_000,  # some messages of each bucket are direct, at one end or both
     ), layout
 
 
 def refit(place: Place) -> object:
-    """Three versions, each with other weights, end up where an independent slicing puts them."""
+    """Three versions with different weights arrive where an independent slicing puts them."""
     half = place.size // 2
     join_own_world(place)
     plan, layout = _refit_plan(place.size)
@@ -284,7 +283,7 @@ def refit(place: Place) -> object:
 
 
 def relayed(place: Place) -> object:
-    """One source, and three replicas on another host: each byte comes there once and is passed on."""
+    """One source, three replicas on another host: each byte is sent there once and relayed."""
     layout, wanted = ParallelLayout(), vllm_weight_slices(CONFIG, VllmRank())
     sources, hosts = [megatron_weight_slices(CONFIG, layout, 0)], [0, 1, 1, 1]
     plan = plan_refit(sources, [wanted] * 3, dtype="float32", bucket_bytes=20_000, hosts=hosts)
@@ -312,7 +311,7 @@ def relayed(place: Place) -> object:
 
 
 def other_version(place: Place) -> object:
-    """A sender of another version is refused, and nothing is written."""
+    """A sender of another version is rejected, and nothing is written."""
     plan, layout = _refit_plan(2)
     channel = place.open()
     weights = hf_weights(CONFIG)
@@ -333,12 +332,12 @@ def source_fails(place: Place) -> object:
 
 
 def destination_fails(place: Place) -> object:
-    """The same of the destination's."""
+    """In the second of three refits the destination's tensors no longer fit the plan."""
     return _with_a_failing_rank(place, 1)
 
 
 def _with_a_failing_rank(place: Place, failing: int) -> object:
-    """What each refit ended with, and after how many seconds."""
+    """Returns the outcome of each refit and its seconds."""
     plan, layout = _refit_plan(2)
     channel, weights = place.open(), hf_weights(CONFIG)
     tensors = vllm_tensors(weights, CONFIG, 1, 0) if place.rank else megatron_tensors(weights, CONFIG, layout, 0)
@@ -352,7 +351,7 @@ def _with_a_failing_rank(place: Place, failing: int) -> object:
             moved.data = torch.zeros(3, 3, device=place.device)
         start = time.monotonic()
         try:
-            with one_part_of_a_refit(channel, wait=True):
+            with commit_together(channel, wait=True):
                 _ = end.send(version) if isinstance(end, RefitSender) else end.receive(version)
             error = ""
         except DagrlError as caught:
@@ -364,7 +363,7 @@ def _with_a_failing_rank(place: Place, failing: int) -> object:
 
 
 def other_world(place: Place) -> object:
-    """A plan for another world than the channel's is refused before any byte moves."""
+    """A plan for another number of ranks is rejected before any byte is sent."""
     plan, _ = _refit_plan(4)
     try:
         RefitSender(plan.for_rank(place.rank), {}, place.open())
@@ -400,7 +399,7 @@ def killed_peer(place: Place) -> object:
 
 
 def killed_in_a_refit(place: Place) -> object:
-    """A source is killed in the middle of a refit; its receivers, and sources that send to them, get errors."""
+    """A source is killed during a refit. Its receivers, and sources that send to them, raise errors."""
     half = place.size // 2
     plan, layout = _refit_plan(place.size)
     channel = place.open()
@@ -417,20 +416,20 @@ def killed_in_a_refit(place: Place) -> object:
 
 
 def silent_peer(place: Place) -> object:
-    """Nobody sends: the deadline ends the wait."""
+    """No rank sends: the deadline ends the wait."""
     channel = place.open()
     if place.rank == 0:
         found = _error_of(lambda: _receive(channel, 1, place))
         channel.close()
         return found
-    for _ in range(3):  # until rank 0 has given up, which ends an agreement
-        if "could not do its part" in _error_of(channel.agree)[0]:
+    for _ in range(3):  # until rank 0 has aborted, which ends an agreement
+        if "rank 0 failed" in _error_of(channel.agree)[0]:
             break
     return "silent"
 
 
 def aborted(place: Place) -> object:
-    """`abort` from another thread of rank 0 frees rank 0 and every peer that waits for it, long before the deadline."""
+    """`abort` from another thread frees rank 0 and every peer that waits for it, long before the deadline."""
     channel = place.open()
     if place.rank == 0:
         threading.Timer(0.3, channel.abort, args=("the scheduler said so",)).start()
@@ -440,7 +439,7 @@ def aborted(place: Place) -> object:
 
 
 class _Interrupted(list[tuple[torch.Tensor, int]]):
-    """Messages of a group; the channel is aborted, by another thread, when the first of them has been looked at."""
+    """Messages of a group. Another thread aborts the channel after the first one has been read from the list."""
 
     channel: Channel
 
@@ -454,7 +453,7 @@ class _Interrupted(list[tuple[torch.Tensor, int]]):
 
 
 def aborted_while_posting(place: Place) -> object:
-    """A group is being posted when its channel is aborted: its poster raises, by the wait at the latest, and so do peers.
+    """A channel is aborted while a group is posted: the posting thread raises, at the latest in its wait, and so do peers.
 
     The error of each rank, that of whoever tries again, and descriptors and threads after each round.
     """
@@ -478,18 +477,18 @@ def _exchange(
 ) -> None:
     wait_all(channel.exchange(sends, receives))
     channel.synchronize()
-    if receives:  # they may all have come
+    if receives:  # all of them may have arrived
         channel.agree()
 
 
 def agreement(place: Place) -> object:
-    """Nobody goes on before the last rank agrees; what one refuses, nobody does; then all agree again; then one dies."""
+    """No rank returns before the last vote; a refusal reaches all; all agree again; then one rank dies."""
     channel = place.open()
     is_last = place.rank == place.size - 1
     if is_last:
         time.sleep(0.3)
     voted = torch.tensor([time.monotonic()], dtype=torch.float64, device=place.device)  # one clock for all processes
-    channel.agree(wait=place.rank != 1)  # rank 1 votes and goes on
+    channel.agree(wait=place.rank != 1)  # rank 1 votes and returns
     after = time.monotonic()
     refused = _error_of(lambda: channel.agree("it holds other weights" if is_last else ""))[0]
     last, others = place.size - 1, range(place.size - 1)
@@ -511,7 +510,7 @@ def absent_rank(place: Place) -> object:
 
 
 def reopened(place: Place) -> object:
-    """Opened and closed again and again at one address, a channel leaves no thread and no descriptor."""
+    """Opening and closing at one address repeatedly leaves no thread and no descriptor."""
     counts = []
     for _ in range(6):
         channel = place.open()
@@ -528,7 +527,7 @@ def reopened(place: Place) -> object:
 
 
 def _settled(expected: tuple[int, int]) -> tuple[int, int]:
-    """Descriptors and threads of this process, once there are no more than expected; those that end take a moment."""
+    """Returns descriptors and threads of this process, after waiting a moment for those that are ending."""
     until = time.monotonic() + (10.0 if any(expected) else 0.3)
     while True:
         count = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -538,14 +537,14 @@ def _settled(expected: tuple[int, int]) -> tuple[int, int]:
 
 
 def _meet(channel: Channel, place: Place) -> None:
-    """Both sides are here, so that neither closes while the other still works."""
+    """Waits for all ranks, so that no rank closes while another still works."""
     token = torch.zeros(1)
     for sender in (0, 1):
         (channel.send if place.rank == sender else channel.receive)(token, 1 - place.rank).wait()
 
 
 def refused(place: Place) -> object:
-    """Messages that cannot be carried."""
+    """Messages that a channel rejects."""
     channel = place.open()
     square = torch.zeros(4, 4, device=place.device)
     elsewhere = torch.zeros(4, device="meta")

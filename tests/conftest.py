@@ -10,8 +10,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from dagrl.cluster import ray_cluster
 from dagrl.config import ClusterConfig
+from dagrl.run.cluster import ray_cluster
 
 INDEPENDENT = (
     "async_grpo",
@@ -23,6 +23,7 @@ INDEPENDENT = (
     "refit_layouts",
     "replay_growth",
     "vllm_families",
+    "wheel",
 )
 APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
 """Where the tests of one of two processes are: as many as take half of the time, of those that share no pool of workers with

@@ -1,1 +1,30 @@
+"""The workers that dagrl ships: `megatron` trains, `vllm` generates."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dagrl.run.worker_protocols import (
+        BackgroundSaver,
+        GenerationWorker,
+        GrpoTrainWorker,
+        HuggingFaceExporter,
+        ModelHooks,
+        ReferenceHolder,
+        SleepingEngine,
+        StateOffloader,
+    )
+    from dagrl.runtime.worker import WorkerHooks
+    from dagrl.workers.megatron.worker import MegatronWorker
+    from dagrl.workers.vllm.worker import VllmWorker
+
+    def _megatron_fits(
+        worker: MegatronWorker,
+    ) -> tuple[
+        GrpoTrainWorker, BackgroundSaver, HuggingFaceExporter, ReferenceHolder, StateOffloader, ModelHooks, WorkerHooks
+    ]:
+        return worker, worker, worker, worker, worker, worker, worker
+
+    def _vllm_fits(worker: VllmWorker) -> tuple[GenerationWorker, SleepingEngine, ModelHooks, WorkerHooks]:
+        return worker, worker, worker, worker

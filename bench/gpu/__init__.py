@@ -1,1 +1,1 @@
-"""Measurements on hosts with GPUs; `run_all.sh` runs them all."""
+"""Benchmarks on hosts with GPUs; `run_all.sh` runs them all."""

@@ -1,8 +1,8 @@
-"""Workers that die once, by SIGKILL, at a place and a policy version that are named beforehand.
+"""Workers that kill themselves once, by SIGKILL, at a requested place and policy version.
 
-`DAGRL_DEATHS` is a directory; a file `<place>.<version>` in it asks for a death, and is renamed to `<place>.died`, with the
-time inside, when it happens. Places: `all_reduce` (a train worker goes while its peers wait for it in the reduction of
-gradients), `quantum` (a generation worker, three engine steps into a quantum), `refit` (a generation worker, when senders
+`DAGRL_DEATHS` is a directory. A file `<place>.<version>` in it requests a death; when it happens, the file is renamed to
+`<place>.died` and holds the time. Places: `all_reduce` (a train worker dies while its peers wait for it in the gradient
+reduction), `quantum` (a generation worker, three engine steps into a quantum), `refit` (a generation worker, while senders
 wait for it).
 """
 
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dagrl.worker import in_warmup
-from workers.megatron.worker import MegatronWorker
-from workers.vllm.worker import VllmWorker
+from dagrl.runtime.worker import in_warmup
+from dagrl.workers.megatron.worker import MegatronWorker
+from dagrl.workers.vllm.worker import VllmWorker
 
 DEATHS = "DAGRL_DEATHS"
 PLACES = ("all_reduce", "quantum", "refit")
@@ -26,23 +26,24 @@ STEPS_INTO_A_QUANTUM = 3
 
 
 def ask_for_death(directory: Path, place: str, version: int) -> None:
-    """Have a worker die at `place`, once `version` steps were trained (a refit: when generation is to get that version)."""
+    """Requests a worker's death at `place` after `version` trained steps (refit: when generation is to receive that
+    version)."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{place}.{version}").touch()
 
 
 def has_died(directory: Path, place: str) -> bool:
-    """Whether a worker died there."""
+    """Returns whether a worker died at `place`."""
     return (directory / f"{place}.died").exists()
 
 
 def died_at(directory: Path, place: str) -> float:
-    """Seconds since the epoch."""
+    """Returns the time of death, in seconds since the epoch."""
     return float((directory / f"{place}.died").read_text())
 
 
 def die_if_asked(place: str, version: int) -> None:
-    """The end of this process, if it was asked for."""
+    """Kills this process if its death was requested."""
     wish = Path(os.environ[DEATHS]) / f"{place}.{version}"
     if wish.exists():
         wish.write_text(repr(time.time()))
@@ -53,7 +54,7 @@ def die_if_asked(place: str, version: int) -> None:
 class DyingMegatronWorker(MegatronWorker):
     """The last train worker dies before its all-reduce."""
 
-    _steps = 0  # since this process began
+    _steps = 0  # steps of this process
 
     def setup(self, address: str) -> None:
         super().setup(address)

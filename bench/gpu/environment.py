@@ -1,6 +1,6 @@
-"""What a measurement ran on: GPUs, how they are linked, driver, processor, and the versions that matter.
+"""Describes the host of a benchmark: GPUs, links, driver, processor and package versions.
 
-python -m bench.gpu.environment [--json]        print it
+python -m dagrl.bench.gpu.environment [--json]        print it
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
-from bench.gpus import gpus
-from bench.report import commit, hardware, versions
+from dagrl.bench.gpus import gpus
+from dagrl.bench.report import commit, hardware, versions
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Of the GPUs that may be used, whatever the host has besides. `topology` is the matrix of `nvidia-smi topo -m`, of the
-    whole host; `variables` are those of NCCL, CUDA, vLLM and Ray that are set; `torch_gpus` is how many torch sees."""
+    """The visible GPUs and their host. `topology` is the matrix of `nvidia-smi topo -m`, for the whole host. `variables` are
+    the set variables of NCCL, CUDA, vLLM and Ray. `torch_gpus` is the number of GPUs that torch sees."""
 
     gpus: tuple[str, ...]
     memory_mib: tuple[int, ...]
@@ -34,13 +34,13 @@ class Environment:
 
     @property
     def slug(self) -> str:
-        """A directory's name: `4x-nvidia-h200`."""
+        """The name of the host's results directory: `4x-nvidia-h200`."""
         if not self.gpus:
             return "no-gpu"
         return f"{len(self.gpus)}x-" + re.sub(r"[^a-z0-9]+", "-", self.gpus[0].lower()).strip("-")
 
     def text(self) -> str:
-        """For people."""
+        """Returns the description as text."""
         lines = [f"{len(self.gpus)} GPUs: {', '.join(sorted(set(self.gpus))) or 'none'}, driver {self.driver or 'none'}"]
         lines += [self.processor, f"commit {self.commit}"]
         lines += [f"{memory} MiB of GPU memory" for memory in sorted(set(self.memory_mib))]
@@ -50,7 +50,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Of this machine."""
+    """Returns this machine's environment."""
     import torch
 
     cards, seen = gpus(), torch.cuda.device_count()
@@ -70,11 +70,11 @@ def environment() -> Environment:
 
 
 _KEPT = re.compile(r"(NCCL|CUDA_VISIBLE|CUDA_DEVICE_MAX|VLLM|RAY|TORCH_SYMM|NVSHMEM)_(?!.*(TOKEN|KEY|SECRET|PASSWORD))")
-"""Names of the variables that are noted: what changes a measurement, never a secret."""
+"""Variables to record: those that affect a measurement, never secrets."""
 
 
 def _output(*command: str) -> list[str]:
-    """Lines of a command's output; none where it is not installed, fails or takes too long."""
+    """Returns the lines of a command's output; none if it is missing, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return []
     try:

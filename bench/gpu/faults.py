@@ -1,11 +1,11 @@
-"""Workers killed with SIGKILL in a run: how long until the driver knows, until it trains again, and what of the losses.
+"""Kills workers with SIGKILL during a run: time until the driver knows, time until it trains again, and effect on losses.
 
-    python -m bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--deadline S] [--config YAML] [a.b=c ...]
+    python -m dagrl.bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--deadline S] [--config YAML] [a.b=c ...]
 
-One run is left alone. Another, of the same seed, loses a train worker in an all-reduce, a generation worker in a quantum and
-one in a refit, and goes on from its newest checkpoint each time (`on_failure: restart`). They run side by side, on GPUs of
-their own where there are enough. Losses after each restart are compared with those of the undisturbed run. When one of them
-fails, or the deadline passes, both are ended.
+Two runs with the same seed: one undisturbed; the other loses a train worker in an all-reduce, a generation worker in a
+quantum and one in a refit, and continues from its newest checkpoint each time (`on_failure: restart`). They run at the same
+time, on separate GPUs if there are enough. Losses after each restart are compared with those of the undisturbed run. If a
+run fails or the deadline passes, both are stopped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
-from bench.report import write_rows
+from dagrl.bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
+from dagrl.bench.report import write_rows
 from dagrl.errors import DagrlError, RunError
 
 if TYPE_CHECKING:
@@ -33,21 +33,20 @@ if TYPE_CHECKING:
 
 CONFIG = Path(__file__).with_name("faults.yaml")
 DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 7}
-"""Policy versions: a version `v` is what training step `v` made."""
+"""Policy version at each death; training step `v` makes version `v`."""
 
-END_S = 20.0  # for a run that was asked to stop
+END_S = 20.0  # for a run to stop
 
 Metrics = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One death. Seconds from the death to the driver's error, and to the end of the first training step afterwards.
+    """One death. Seconds from the death to the driver's error, and to the end of the first training step after it.
 
-    The step before that one is `resumed_from_step`, whose checkpoint the run went on from.
-
-    `loss_difference` and `grad_norm_difference` are the largest relative ones of the steps from the restart to the next
-    death, against the same steps of the undisturbed run; `phase` is where the driver's error says that it happened.
+    `resumed_from_step` is the step before that one, whose checkpoint the run resumed from. `loss_difference` and
+    `grad_norm_difference` are the largest relative differences between steps from the restart to the next death and the same
+    steps of the undisturbed run. `phase` is the phase named by the driver's error.
     """
 
     place: str
@@ -62,7 +61,7 @@ class Fault:
 
 
 def main() -> None:
-    """Run, print the table, write what was asked for."""
+    """Runs, prints the table and writes the requested file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     options = parser.parse_intermixed_args()
@@ -75,16 +74,16 @@ def main() -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this measurement."""
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys to set over those of the configuration")
-    parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--places", default=",".join(PLACES), help="where a worker dies, one after the other")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--deadline", type=float, default=540.0, metavar="S", help="end both runs after S seconds")
+    """Adds the options."""
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="configuration of both runs; default: %(default)s")
+    parser.add_argument("--places", default=",".join(PLACES), help="where workers die, in order; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--deadline", type=float, default=540.0, metavar="S", help="stop both runs after S seconds")
 
 
 def places_of(text: str) -> list[str]:
-    """The places of `--places`, in the order in which workers die there. Raises SystemExit for one that is none."""
+    """Returns the places of `--places`, in the order of the deaths. Raises SystemExit for an unknown one."""
     asked = text.split(",")
     if unknown := sorted(set(asked) - set(PLACES)):
         raise SystemExit(f"--places: found {', '.join(unknown)}; choose from {','.join(PLACES)}")
@@ -92,7 +91,7 @@ def places_of(text: str) -> list[str]:
 
 
 def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Fault]:
-    """Both runs, and what became of the disturbed one at each death. Raises RunError when one of them fails or is late."""
+    """Runs both and returns each fault. Raises RunError if a run fails or is late."""
     from dagrl.config.file import load_config
     from dagrl.config.settings import layouts
 
@@ -108,15 +107,17 @@ def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES
 
 
 def with_dying_workers(config: Config) -> Config:
-    """The configuration with workers that die when they are asked to."""
+    """Returns the configuration with workers that die on request."""
     assert config.policy.generation is not None
-    generation = config.policy.generation.model_copy(update={"worker": "bench.gpu.dying:DyingVllmWorker"})
-    policy = config.policy.model_copy(update={"worker": "bench.gpu.dying:DyingMegatronWorker", "generation": generation})
+    generation = config.policy.generation.model_copy(update={"worker": "dagrl.bench.gpu.dying:DyingVllmWorker"})
+    policy = config.policy.model_copy(
+        update={"worker": "dagrl.bench.gpu.dying:DyingMegatronWorker", "generation": generation}
+    )
     return config.model_copy(update={"policy": policy})
 
 
 def _run_all(configs: Sequence[Config], directory: Path, workers: int, deadline_s: float) -> None:
-    """Side by side, on GPUs of their own where there are enough."""
+    """Runs all configurations at the same time, on separate GPUs if there are enough."""
     from dagrl.machine import gpu_ids
 
     gpus = gpu_ids()
@@ -130,7 +131,7 @@ def _run_all(configs: Sequence[Config], directory: Path, workers: int, deadline_
 
 
 def run_together(runs: Sequence[BaseProcess], deadline_s: float) -> None:
-    """Start processes, and wait for all. Raises RunError when one fails or the deadline passes; then all are ended."""
+    """Starts processes and waits for all. If one fails or the deadline passes, stops all and raises RunError."""
     deadline = time.monotonic() + deadline_s
     for run in runs:
         run.start()
@@ -138,18 +139,18 @@ def run_together(runs: Sequence[BaseProcess], deadline_s: float) -> None:
         while True:
             running = [run for run in runs if run.exitcode is None]
             if failed := [run for run in runs if run.exitcode]:
-                raise RunError(f"run {failed[0].name} ended with exit code {failed[0].exitcode}; its messages are above")
+                raise RunError(f"run {failed[0].name} ended with exit code {failed[0].exitcode}; see its messages above")
             if not running:
                 return
             if not wait([run.sentinel for run in running], max(0.0, deadline - time.monotonic())):
                 names = ", ".join(run.name for run in running)
-                raise RunError(f"not at its end after {deadline_s:.0f} s: run {names}; give more by --deadline")
+                raise RunError(f"not finished after {deadline_s:.0f} s: run {names}; raise --deadline")
     finally:
         _end(runs)
 
 
 def _end(runs: Sequence[BaseProcess]) -> None:
-    """Have runs stop, which end their clusters then; kill those that do not."""
+    """Stops runs, which then end their clusters; kills those that do not stop."""
     for run in runs:
         run.terminate()
     deadline = time.monotonic() + END_S
@@ -160,15 +161,15 @@ def _end(runs: Sequence[BaseProcess]) -> None:
 
 
 def _run(config: Config, directory: Path, gpus: str) -> None:
-    """One run, in a process of its own, that notes when the driver hears of a failure."""
+    """Runs one configuration in its own process and records when the driver learns of a failure."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.environ[DEATHS] = str(directory / "deaths")
     from dagrl.errors import PhaseError
-    from dagrl.loops.grpo import run_grpo
-    from dagrl.loops.restart import run_with_restarts
-    from dagrl.loops.sft import run_sft
-    from dagrl.replay import Replay
+    from dagrl.run.loops.grpo import run_grpo
+    from dagrl.run.loops.sft import run_sft
+    from dagrl.run.restart import run_with_restarts
+    from dagrl.runtime.replay import Replay
 
     tell = Replay.fail
 
@@ -186,20 +187,20 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
 def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
     if not has_died(directory / "deaths", place):
         raise RunError(
-            f"no worker died in {place}, at policy version {DEATH_AT[place]}: the run did not come to it. It needs more "
-            "steps than that, and algorithm grpo for any place but all_reduce"
+            f"no worker died in {place}, at policy version {DEATH_AT[place]}: the run did not reach it. Use more steps, "
+            "and algorithm grpo for places other than all_reduce"
         )
     died = died_at(directory / "deaths", place)
     told = directory / "heard.jsonl"
     heard = next((line for line in (_lines(told) if told.exists() else ()) if line["time"] > died), None)
     if heard is None:
-        raise RunError(f"no replay of the driver failed after the death in {place}; its messages are above")
+        raise RunError(f"no replay failed after the death in {place}; see the driver's messages above")
     ours, theirs = (_steps(directory / name) for name in ("disturbed", "undisturbed"))
     later = places[places.index(place) + 1 :]
     until = died_at(directory / "deaths", later[0]) if later else math.inf
     compared = [step for step, line in ours.items() if died < line["time"] < until]
     if not compared:
-        raise RunError(f"no step was trained after the death in {place} and before the next: let them lie further apart")
+        raise RunError(f"no step was trained between the death in {place} and the next; move them further apart")
     first = min(compared)
     return Fault(
         place=place,
@@ -215,7 +216,7 @@ def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
 
 
 def _difference(found: float, expected: float) -> float:
-    """Relative; infinite where either is no number, which `max` could pass over."""
+    """Returns the relative difference; infinite if either is not finite, because `max` could skip a NaN."""
     if not (math.isfinite(found) and math.isfinite(expected)):
         return math.inf
     return abs(found - expected) / max(abs(expected), 1e-9)
@@ -230,7 +231,7 @@ def _lines(path: Path) -> list[Any]:
 
 
 def print_table(faults: Sequence[Fault]) -> None:
-    """The rows, for people."""
+    """Prints the rows."""
     from rich.console import Console
     from rich.table import Table
 

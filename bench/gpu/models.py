@@ -1,6 +1,6 @@
-"""Models of real shapes for the measurements, made on the spot: random weights on a GPU, and a tokenizer.
+"""Writes a full-size model for a benchmark: random weights drawn on a GPU, and a tokenizer.
 
-python -m bench.gpu.models qwen3-4b DIR          writes DIR/qwen3-4b, unless it is there; the weights last
+python -m dagrl.bench.gpu.models qwen3-4b DIR          writes DIR/qwen3-4b unless it exists; the weights last
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import json
 import sys
 from pathlib import Path
 
-from bench.models import SHAPES, write_model
-from dagrl.model_init import character_tokenizer
+from dagrl.bench.models import SHAPES, write_model
+from dagrl.run.model import character_tokenizer
 
 CHARACTERS = "0123456789+="
 
 
 def main(name: str, directory: str) -> None:
-    """Write a model with its tokenizer."""
+    """Writes a model with its tokenizer."""
     target = Path(directory) / name
     if not (target / "model.safetensors").exists():
         target.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The parts of `run_all`: what each runs, how many GPUs and cores it needs, and which files it leaves."""
+"""The jobs of `run_all`, in parts: the command, the GPUs and cores it needs, and the files it writes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIMIT_S = 560
-"""Of one piece: each fits into ten minutes, with the start of `run_all` and the end of what the piece leaves running."""
+"""Per job: it fits into ten minutes with the start of `run_all` and the end of processes that the job leaves."""
 
 TRAIN, GENERATION = "policy.megatron_cfg", "policy.generation.vllm_cfg"
 
@@ -23,15 +23,16 @@ TESTS_FOR_TWO = (
     "plain_broadcast",
     "vllm_tp",
 )
-"""Files of `tests/gpu` in which every test needs two GPUs."""
+"""Files of `tests/gpu` whose tests all need two GPUs."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One command of a part. In its words `{out}` becomes the results' directory, `{models}` one for models, which goes at
-    the end of `run_all`, and `{seconds}` what is left of the limit for measuring.
+class Job:
+    """One command of a part. In its words `{out}` stands for the results directory, `{models}` for a directory of models
+    that
+    is deleted at the end, and `{seconds}` for the time left to measure.
 
-    `bench` names the `dagrl bench` measurement that it needs; where that does not exist the piece is reported as missing.
+    `bench` names the `dagrl bench` measurement it needs; without it the job is reported as missing.
     """
 
     part: str
@@ -41,11 +42,11 @@ class Piece:
     cores: int = 1
     bench: str = ""
     limit_s: int = LIMIT_S
-    before: tuple[str, ...] = ()  # a command that makes ready what is not measured
+    before: tuple[str, ...] = ()  # a command that prepares the job
 
 
-def pieces(gpus: int) -> list[Piece]:
-    """All of them, in the order they run; those whose layout depends on the host are for `gpus` GPUs."""
+def jobs(gpus: int) -> list[Job]:
+    """Returns all jobs in order; those whose layout depends on the host are for `gpus` GPUs."""
     return [
         *_tests(),
         _bench("overhead", *DEADLINE, gpus=0, cores=4),
@@ -70,19 +71,19 @@ def _python(module: str, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", module, *words)
 
 
-def _bench(bench: str, *words: str, gpus: int, cores: int = 1, name: str = "", plot: bool = True) -> Piece:
+def _bench(bench: str, *words: str, gpus: int, cores: int = 1, name: str = "", plot: bool = True) -> Job:
     name = name or bench
     files = ("--json", f"{{out}}/{name}.json", *(("--plot", f"{{out}}/{name}.png") if plot else ()))
-    command = _python("dagrl.cli", "bench", bench, *words, *files)
-    return Piece(bench, name, command, gpus, cores, bench)
+    command = _python("dagrl.cli.main", "bench", bench, *words, *files)
+    return Job(bench, name, command, gpus, cores, bench)
 
 
-def _tests() -> list[Piece]:
-    """One piece a file, so that each has its own limit."""
+def _tests() -> list[Job]:
+    """Returns one job per file, each with its own limit."""
     names = sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
     command = _python("pytest", "-m", "gpu", "-q", "-rA")
     return [
-        Piece("tests", f"tests-{name}", (*command, f"tests/gpu/test_{name}.py"), 2 if name in TESTS_FOR_TWO else 1)
+        Job("tests", f"tests-{name}", (*command, f"tests/gpu/test_{name}.py"), 2 if name in TESTS_FOR_TWO else 1)
         for name in names
     ]
 
@@ -98,28 +99,28 @@ TRAINING: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("train-4b-8", 8, ("4b:dp1!", "4b:tp2pp2dp2d", "4b:tp4dp2d")),
     ("train-30b-8", 8, ("30b@4:dp1!", "30b@4:dp8ep8d", "30b@4:tp2dp4ep4d")),
 )
-"""Name, GPUs, and cases of `bench train`. Each begins with one GPU, to whose losses those of the others are compared;
-30B-A3B is cut to as many layers as one GPU of 80 GB can train."""
+"""Name, GPUs and cases of `bench train`. Each starts with a one-GPU case, whose losses are the reference for the others;
+30B-A3B is shortened to the layers that one GPU of 80 GB can train."""
 
 LARGE_MICROBATCHES = ("--rows", "24", "--micro", "6")
-"""For dense models: with less to do the GPUs wait for launches, and two processes differ by what the cores do meanwhile."""
+"""For dense models: with smaller microbatches GPUs wait for launches, and the two processes differ by CPU load."""
 
 
-def _training() -> list[Piece]:
+def _training() -> list[Job]:
     return [
         _bench("train", "--cases", *cases, *(() if "30b" in name else LARGE_MICROBATCHES), *DEADLINE, gpus=gpus, name=name)
         for name, gpus, cases in TRAINING
     ]
 
 
-WAYS = "plain Ray; sync; sync, overlapped; in flight, age 2; in flight, age 4"
-"""Of `bench compare`."""
+VARIANTS = "plain Ray; sync; sync, overlapped; in flight, age 2; in flight, age 4"
+"""Variants of `bench compare`."""
 
 
-def _steps(gpus: int) -> list[Piece]:
-    """Whole GRPO steps, half of the GPUs for each role, and for each of those as many sequences.
+def _steps(gpus: int) -> list[Job]:
+    """Returns whole GRPO steps: half of the GPUs per role, and a number of sequences proportional to them.
 
-    A 4B model trains on one GPU where there are two, which must have 141 GB, and is cut in two where there are more.
+    A 4B model trains on one GPU of a two-GPU host, which needs 141 GB, and at TP2 on larger hosts.
     """
     half = max(gpus // 2, 1)
     layout = (f"{TRAIN}.data_parallel_size={half}", f"{GENERATION}.data_parallel_size={half}")
@@ -128,14 +129,14 @@ def _steps(gpus: int) -> list[Piece]:
     large = (*_sequences(8 * half), *(cut if half > 1 else whole))
     small = (*_sequences(16 * half), *layout)
     return [
-        _step("compare", "qwen3-0.6b", ("--ways", WAYS, "--steps", "6", *small), gpus=2),
-        _step("compare", "qwen3-4b", ("--ways", WAYS, "--steps", "4", *large), gpus=2),
+        _step("compare", "qwen3-0.6b", ("--variants", VARIANTS, "--steps", "6", *small), gpus=2),
+        _step("compare", "qwen3-4b", ("--variants", VARIANTS, "--steps", "4", *large), gpus=2),
         _step("step", "qwen3-0.6b", ("--keep-weights", "--rounds", "1", *small), gpus=2),
     ]
 
 
 def _sequences(prompts: int) -> tuple[str, ...]:
-    """A batch of `prompts`, each eight times, and an epoch of one batch."""
+    """Returns the overrides for a batch of `prompts` with eight samples each, and one batch per epoch."""
     return (
         f"grpo.num_prompts_per_step={prompts}",
         f"policy.train_global_batch_size={8 * prompts}",
@@ -143,23 +144,23 @@ def _sequences(prompts: int) -> tuple[str, ...]:
     )
 
 
-def _step(bench: str, model: str, words: Sequence[str], gpus: int) -> Piece:
+def _step(bench: str, model: str, words: Sequence[str], gpus: int) -> Job:
     setting = ("--config", "bench/gpu/step.yaml", f"policy.model_name={{models}}/{model}")
-    piece = _bench(bench, *setting, *words, *DEADLINE, gpus=gpus, name=f"{bench}-{model}")
-    return replace(piece, before=_python("bench.gpu.models", model, "{models}"))
+    job = _bench(bench, *setting, *words, *DEADLINE, gpus=gpus, name=f"{bench}-{model}")
+    return replace(job, before=_python("dagrl.bench.gpu.models", model, "{models}"))
 
 
-def _faults(gpus: int) -> list[Piece]:
-    """Killed workers. On two GPUs an all-reduce takes both, so that there it is one of SFT."""
+def _faults(gpus: int) -> list[Job]:
+    """Returns the jobs that kill workers. On two GPUs an all-reduce needs both, so that one is SFT."""
 
-    def piece(name: str, *words: str) -> Piece:
+    def job(name: str, *words: str) -> Job:
         files = ("--json", f"{{out}}/{name}.json", *DEADLINE)
-        return Piece("faults", name, _python("bench.gpu.faults", *files, *words), gpus=2)
+        return Job("faults", name, _python("dagrl.bench.gpu.faults", *files, *words), gpus=2)
 
     if gpus >= 3:
-        return [piece("faults", _dp(2))]
+        return [job("faults", _dp(2))]
     sft = ("algorithm=sft", "sft.max_num_steps=8", _dp(2))
-    return [piece("faults-sft", "--places", "all_reduce", *sft), piece("faults", "--places", "quantum,refit")]
+    return [job("faults-sft", "--places", "all_reduce", *sft), job("faults", "--places", "quantum,refit")]
 
 
 ASYNC = (
@@ -172,8 +173,8 @@ ASYNC = (
 COLOCATED = "policy.generation.colocated.enabled=true"
 
 
-def _runs() -> list[Piece]:
-    """`dagrl train` end to end, SFT and then GRPO: layouts of both roles, loops and executors."""
+def _runs() -> list[Job]:
+    """Returns runs of `dagrl train`, SFT and then GRPO: layouts of both roles, loops and executors."""
     dense, moe = "examples/grpo_gpu.yaml", "bench/gpu/moe.yaml"
     rows: list[tuple[str, str, int, Sequence[str]]] = [
         ("sync", dense, 2, ()),
@@ -195,10 +196,10 @@ def _runs() -> list[Piece]:
         ("ep4-to-tp4", moe, 8, (_dp(4), _ep(4), _engine_tp(4))),
     ]
     return [
-        Piece(
+        Job(
             "runs",
             f"run-{name}",
-            _python("dagrl.cli", "train", config, "output_dir={out}/runs", f"name={name}", *words),
+            _python("dagrl.cli.main", "train", config, "output_dir={out}/runs", f"name={name}", *words),
             gpus,
         )
         for name, config, gpus, words in rows

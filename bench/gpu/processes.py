@@ -1,4 +1,4 @@
-"""Processes that a command leaves behind: Ray gives its workers process groups of their own, but not sessions."""
+"""Ends processes that a command leaves behind. Ray gives its workers their own process groups, but not sessions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ POLL_S = 0.1
 
 
 def session_of(leader: int) -> list[int]:
-    """Live processes of the session that `leader` opened, which may have ended (`/proc/<pid>/stat`, proc(5))."""
+    """Returns the live processes of the session that `leader` opened, even if it has ended (`/proc/<pid>/stat`, proc(5))."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = path.read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it ended in this moment
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
         state, _parent, _group, session = text.rpartition(")")[2].split()[:4]
         if int(session) == leader and state != "Z":
@@ -25,7 +25,7 @@ def session_of(leader: int) -> list[int]:
 
 
 def end_session(leader: int, grace_s: float, kill_s: float) -> list[int]:
-    """Wait for a session's processes to end by themselves, then kill them; those that are still there in the end."""
+    """Waits `grace_s` for a session's processes to end, then kills them. Returns those still alive after `kill_s`."""
     left = _wait(leader, grace_s)
     for pid in left:
         try:

@@ -1,11 +1,10 @@
-"""Runs every measurement and every GPU test that this host has GPUs for, and says what it left out.
+"""Runs every benchmark and GPU test that this host has GPUs for, and reports what it left out.
 
     bench/gpu/run_all.sh [--parts environment,tests,refit] [--out DIR] [--limit S] [--list]      (or: make gpu)
 
-Results go to `bench/results/<hardware>/<date>/`: a JSON file and a plot a measurement, the log of every piece, `pieces.json`
-and `README.md`, written anew after each piece, with the table of pieces and the hardware. A piece that fails or passes its
-limit (ten minutes, or what `--limit` says) is told there, and the next one runs. Parts that run later with the same
-directory are added.
+Results are written to `bench/results/<hardware>/<date>/`: a JSON file and a plot per benchmark, a log per job, `jobs.json`
+and a `README.md` with the table of jobs and the hardware, regenerated after each job. A job that fails or exceeds its limit
+(ten minutes, or `--limit`) is reported there, and the next one runs. Later runs into the same directory add their results.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from bench.gpu.environment import Environment, environment
-from bench.gpu.outcomes import FAILURES, STOPPED, Outcome, keep, own_directory
-from bench.gpu.parts import ROOT, Piece, pieces
-from bench.gpu.processes import end_session
-from dagrl.cli import BENCHES
+from dagrl.bench.gpu.environment import Environment, environment
+from dagrl.bench.gpu.outcomes import FAILURES, STOPPED, Outcome, keep, own_directory
+from dagrl.bench.gpu.parts import ROOT, Job, jobs
+from dagrl.bench.gpu.processes import end_session
+from dagrl.cli.main import BENCHES
 
 KEPT_OF_A_RUN = ("config.yaml", "metrics.jsonl", "metrics.png")
 PLOT_AND_END_S = 50.0
-"""Of a piece's limit, for what a measurement does after its deadline: end its workers, print, plot."""
+"""Part of a job's limit for the work after a benchmark's deadline: stop workers, print, plot."""
 
-SESSION_S = 10.0  # for the processes of a piece to end by themselves, and once more when they were killed
-NO_TESTS = 5  # pytest's exit code where nothing ran, as in a module that skips itself
+SESSION_S = 10.0  # for a job's processes to end by themselves, and again after they are killed
+NO_TESTS = 5  # pytest's exit code if no test ran, e.g. in a module that skips itself
 
 
 def main() -> int:
-    """Run; the exit code is the number of pieces that failed, 130 where a piece was stopped."""
+    """Runs the jobs. Returns the number of failed jobs, or 130 if a job was stopped."""
     options = _arguments()
     here = environment()
-    every = pieces(len(here.gpus))
-    wanted = [replace(piece, limit_s=options.limit or piece.limit_s) for piece in _wanted(options.parts, every)]
+    every = jobs(len(here.gpus))
+    wanted = [replace(job, limit_s=options.limit or job.limit_s) for job in _wanted(options.parts, every)]
     if options.list:
-        for piece in wanted:
-            print(f"{piece.part:20} {piece.name:28} {_obstacle(piece, here)}")
+        for job in wanted:
+            print(f"{job.part:20} {job.name:28} {_obstacle(job, here)}")
         return 0
     _require_torch(here)
     out = own_directory(options.out or ROOT / "bench" / "results" / here.slug / datetime.now(UTC).strftime("%Y-%m-%d"))
@@ -64,9 +63,9 @@ def main() -> int:
     print(f"{here.text()}\nresults: {out}\n", flush=True)
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="dagrl-models-") as models:
-        for piece in wanted:
+        for job in wanted:
             with _room_of_its_own(out) as room:
-                outcomes.append(_survived(piece, here, room, Path(models)))
+                outcomes.append(_survived(job, here, room, Path(models)))
                 _tell(outcomes[-1], room)
                 keep(outcomes[-1], room, [known.name for known in every], here, out)
                 if outcomes[-1].result == STOPPED:
@@ -75,13 +74,13 @@ def main() -> int:
 
 
 def stop(number: int, frame: object) -> None:
-    """SIGTERM is a Ctrl-C: the piece that runs ends, and what it wrote is kept, before this process ends."""
+    """Handles SIGTERM like Ctrl-C: the running job ends and its files are kept before this process ends."""
     raise KeyboardInterrupt
 
 
 @contextmanager
 def _room_of_its_own(out: Path) -> Iterator[Path]:
-    """A directory for what one piece writes, beside the results, so that a piece that fails spoils none of them."""
+    """Yields a job's own directory next to the results, so that a failed job damages none of them."""
     room = out / "unfinished"
     shutil.rmtree(room, ignore_errors=True)
     room.mkdir()
@@ -93,81 +92,85 @@ def _room_of_its_own(out: Path) -> Iterator[Path]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", help="names of parts or pieces (see --list), separated by commas; all by default")
-    parser.add_argument("--out", type=Path, help="another directory for the results")
-    parser.add_argument("--limit", type=_limit, metavar="S", help="seconds of each piece, by default its own (ten minutes)")
-    parser.add_argument("--list", action="store_true", help="say what would run, and stop")
+    parser.add_argument("--parts", help="parts or jobs (see --list), separated by commas; default: all")
+    parser.add_argument("--out", type=Path, help="directory for the results")
+    parser.add_argument("--limit", type=_limit, metavar="S", help="limit per job in seconds; default: ten minutes")
+    parser.add_argument("--list", action="store_true", help="list the jobs that would run")
     return parser.parse_args()
 
 
 def _limit(text: str) -> int:
     seconds = int(text)
     if seconds <= PLOT_AND_END_S:
-        raise argparse.ArgumentTypeError(f"{seconds} s: a measurement needs {PLOT_AND_END_S:.0f} s to end; give it more")
+        raise argparse.ArgumentTypeError(
+            f"found {seconds} s; use more than the {PLOT_AND_END_S:.0f} s that a job needs to end"
+        )
     return seconds
 
 
 def _require_torch(here: Environment) -> None:
-    """Nothing is proved by tests that skip: end where the GPUs are not torch's."""
+    """Exits if torch does not see all GPUs, because skipped tests prove nothing."""
     if here.torch_gpus < len(here.gpus):
         raise SystemExit(
             f"nvidia-smi shows {len(here.gpus)} GPUs, and torch {here.versions['torch']} of {sys.executable} sees "
-            f"{here.torch_gpus}; activate an environment with a CUDA build of torch that fits the driver, and begin again"
+            f"{here.torch_gpus}; activate an environment with a CUDA build of torch that fits the driver"
         )
 
 
-def _wanted(names: str | None, every: Sequence[Piece]) -> list[Piece]:
+def _wanted(names: str | None, every: Sequence[Job]) -> list[Job]:
     if names is None:
         return list(every)
     asked = names.split(",")
     unknown = [name for name in asked if name != "environment" and not any(name in (p.part, p.name) for p in every)]
     if unknown:
-        raise SystemExit(f"there are no parts {unknown}; there are {sorted({piece.part for piece in every})}")
-    return [piece for piece in every if piece.part in asked or piece.name in asked]
+        raise SystemExit(
+            f"--parts: found {', '.join(unknown)}; choose from {', '.join(sorted({job.part for job in every}))}"
+        )
+    return [job for job in every if job.part in asked or job.name in asked]
 
 
-def _obstacle(piece: Piece, here: Environment) -> str:
-    """Why a piece cannot run here; empty when it can."""
-    if piece.part == "tests" and find_spec("pytest") is None:
+def _obstacle(job: Job, here: Environment) -> str:
+    """Returns why a job cannot run here; empty if it can."""
+    if job.part == "tests" and find_spec("pytest") is None:
         return "missing: pytest is not installed (dagrl[dev])"
-    if piece.bench and piece.bench not in BENCHES:
-        return f"missing: there is no `dagrl bench {piece.bench}`"
-    if piece.gpus > len(here.gpus):
-        return f"left out: needs {piece.gpus} GPUs, this host has {len(here.gpus)}"
+    if job.bench and job.bench not in BENCHES:
+        return f"missing: there is no `dagrl bench {job.bench}`"
+    if job.gpus > len(here.gpus):
+        return f"left out: needs {job.gpus} GPUs, found {len(here.gpus)}"
     cores = len(os.sched_getaffinity(0))
-    return f"left out: needs {piece.cores} cores, this host has {cores}" if piece.cores > cores else ""
+    return f"left out: needs {job.cores} cores, found {cores}" if job.cores > cores else ""
 
 
-def _survived(piece: Piece, here: Environment, out: Path, models: Path) -> Outcome:
-    """`run_piece`; what goes wrong around a command is a failure of this piece, and the next one runs."""
+def _survived(job: Job, here: Environment, out: Path, models: Path) -> Outcome:
+    """Returns the outcome of `run_job`; an error around the command fails this job alone."""
     try:
-        return run_piece(piece, here, out, models)
+        return run_job(job, here, out, models)
     except KeyboardInterrupt:
-        return Outcome(piece.name, STOPPED, note="ended on request before it was done", commit=here.commit)
+        return Outcome(job.name, STOPPED, note="stopped on request before the end", commit=here.commit)
     except Exception as error:
         traceback.print_exc()
-        return Outcome(piece.name, "FAILED", note=f"{type(error).__name__}: {error}", commit=here.commit)
+        return Outcome(job.name, "FAILED", note=f"{type(error).__name__}: {error}", commit=here.commit)
 
 
-def run_piece(piece: Piece, here: Environment, out: Path, models: Path) -> Outcome:
-    """Run one command in a session of its own, which ends with it."""
-    obstacle = _obstacle(piece, here)
+def run_job(job: Job, here: Environment, out: Path, models: Path) -> Outcome:
+    """Runs one command in its own session, which ends with it."""
+    obstacle = _obstacle(job, here)
     if obstacle:
         result, _, note = obstacle.partition(": ")
-        return Outcome(piece.name, result, note=note)
-    code, seconds = _run_commands(piece, out, models)
-    result, note = _result(piece, code, out)
-    note = "; ".join(filter(None, (note, _keep_run(piece, out))))
+        return Outcome(job.name, result, note=note)
+    code, seconds = _run_commands(job, out, models)
+    result, note = _result(job, code, out)
+    note = "; ".join(filter(None, (note, _keep_run(job, out))))
     ended = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    return Outcome(piece.name, result, round(seconds, 1), note, shlex.join(piece.command), here.commit, ended)
+    return Outcome(job.name, result, round(seconds, 1), note, shlex.join(job.command), here.commit, ended)
 
 
-def _run_commands(piece: Piece, out: Path, models: Path) -> tuple[int | None, float]:
-    """The exit code of the first command that failed, or of the last, None when it took too long; and the seconds of all."""
+def _run_commands(job: Job, out: Path, models: Path) -> tuple[int | None, float]:
+    """Returns the exit code of the first failed command or the last one (None: too late), and the seconds of all."""
     started, code = time.monotonic(), None
-    with (out / f"{piece.name}.log").open("w") as log:
-        for command in filter(None, (piece.before, piece.command)):
-            left = piece.limit_s - (time.monotonic() - started)
+    with (out / f"{job.name}.log").open("w") as log:
+        for command in filter(None, (job.before, job.command)):
+            left = job.limit_s - (time.monotonic() - started)
             places = {"out": out, "models": models, "seconds": max(1, int(left - PLOT_AND_END_S))}
             code = _run(_filled(with_what_is_installed(command), places), log, left)
             if code != 0:
@@ -176,25 +179,25 @@ def _run_commands(piece: Piece, out: Path, models: Path) -> tuple[int | None, fl
 
 
 def with_what_is_installed(command: Sequence[str]) -> list[str]:
-    """A command that draws, and that notes for TensorBoard, only where that can be: numbers need no extra for it."""
+    """Returns the command without plots and TensorBoard if their packages are missing; numbers need no extra package."""
     words, draws = list(command), find_spec("matplotlib") is not None
     if "--plot" in words and not draws:
         place = words.index("--plot")
         del words[place : place + 2]
-    if "train" in words[1:4] and "dagrl.cli" in words:
+    if "train" in words[1:4] and "dagrl.cli.main" in words:
         words += [] if draws else ["logger.plot_enabled=false"]
         words += [] if find_spec("tensorboard") is not None else ["logger.tensorboard_enabled=false"]
     return words
 
 
 def _filled(command: Sequence[str], places: Mapping[str, object]) -> list[str]:
-    """The words of a command with `{name}` replaced; other braces stay."""
+    """Replaces `{name}` in a command's words; other braces stay."""
     pattern = re.compile("{(" + "|".join(places) + ")}")
     return [pattern.sub(lambda found: str(places[found[1]]), word) for word in command]
 
 
 def _run(command: Sequence[str], log: TextIO, limit_s: float) -> int | None:
-    """The exit code, or None when it took too long."""
+    """Returns the exit code, or None if the command took too long."""
     log.write(f"$ {shlex.join(command)}\n\n")
     log.flush()
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)  # noqa: S603
@@ -207,9 +210,9 @@ def _run(command: Sequence[str], log: TextIO, limit_s: float) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes], log: TextIO) -> None:
-    """End what the piece left running: its own process group at once, its session when that had time to follow.
+    """Kills the job's own process group at once, and its session after a grace period.
 
-    The next piece finds no GPU memory taken, and files that nobody writes to.
+    The next job then finds free GPU memory and files without writers.
     """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -218,26 +221,26 @@ def _end(process: subprocess.Popen[bytes], log: TextIO) -> None:
         log.write(f"\nprocesses that did not end: {left}\n")
 
 
-def _result(piece: Piece, code: int | None, out: Path) -> tuple[str, str]:
-    """What became of it, and a word on it: tests that all skipped have proved nothing."""
+def _result(job: Job, code: int | None, out: Path) -> tuple[str, str]:
+    """Returns the result and a note. Tests that were all skipped count as left out."""
     if code is None:
-        return "TOO LONG", f"stopped after {piece.limit_s} s"
-    if code and not (piece.part == "tests" and code == NO_TESTS):
+        return "TOO LONG", f"stopped after {job.limit_s} s"
+    if code and not (job.part == "tests" and code == NO_TESTS):
         return "FAILED", f"exit code {code}"
-    if piece.part != "tests":
-        return _measured(out / f"{piece.name}.json")
-    counted = _counted(_lines(piece, out))
+    if job.part != "tests":
+        return _measured(out / f"{job.name}.json")
+    counted = _counted(_lines(job, out))
     return ("passed" if re.search(r"\d+ passed", counted) else "left out"), counted
 
 
 def _counted(lines: Sequence[str]) -> str:
-    """What pytest counted."""
+    """Returns pytest's summary."""
     found = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|skipped|deselected)", line)]
     return found[-1] if found else "no test ran"
 
 
 def _measured(path: Path) -> tuple[str, str]:
-    """Of a piece's report, if it wrote one: what it left out for want of time or GPUs, which may be everything."""
+    """Returns the result of a job's report, with what it left out for lack of time or GPUs."""
     if not path.exists():
         return "passed", ""
     report = json.loads(path.read_text())
@@ -248,18 +251,18 @@ def _measured(path: Path) -> tuple[str, str]:
     return ("passed" if report.get("rows") or report.get("cases") or not by_reason else "left out"), note
 
 
-def _lines(piece: Piece, out: Path) -> list[str]:
-    return (out / f"{piece.name}.log").read_text(errors="replace").splitlines()
+def _lines(job: Job, out: Path) -> list[str]:
+    return (out / f"{job.name}.log").read_text(errors="replace").splitlines()
 
 
-def _keep_run(piece: Piece, out: Path) -> str:
-    """Of a training run, keep what is small; a word on what could not be removed."""
-    directory = out / "runs" / piece.name.removeprefix("run-")
-    if piece.part != "runs" or not directory.is_dir():
+def _keep_run(job: Job, out: Path) -> str:
+    """Moves a training run's small files to the results. Returns a note on files that could not be deleted."""
+    directory = out / "runs" / job.name.removeprefix("run-")
+    if job.part != "runs" or not directory.is_dir():
         return ""
     for name in KEPT_OF_A_RUN:
         if (directory / name).exists():
-            shutil.move(directory / name, out / f"{piece.name}.{name}")
+            shutil.move(directory / name, out / f"{job.name}.{name}")
     try:
         shutil.rmtree(out / "runs")
     except OSError as error:
@@ -268,8 +271,8 @@ def _keep_run(piece: Piece, out: Path) -> str:
 
 
 def _tell(outcome: Outcome, out: Path) -> None:
-    print(f"{outcome.piece:32} {outcome.result:9} {outcome.seconds:6.1f} s  {outcome.note}", flush=True)
-    log = out / f"{outcome.piece}.log"
+    print(f"{outcome.job:32} {outcome.result:9} {outcome.seconds:6.1f} s  {outcome.note}", flush=True)
+    log = out / f"{outcome.job}.log"
     if outcome.result in FAILURES and log.exists():
         lines = log.read_text(errors="replace").splitlines()
         print("\n".join(f"    {line[:300]}" for line in lines[-40:]), flush=True)

@@ -1,4 +1,4 @@
-"""The tables of training runs: what each learned, how far its engines agreed, how fast it went and where its time went."""
+"""Tables of training runs: learning, agreement of the engines, speed, and time by phase."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ AGREED = ("KL between engines: median", "largest")
 SPEED = ("run", "step s", "tokens/s/GPU", "MFU of train", "idle train", "idle generation", "replay overhead ms")
 UNKNOWN = "not recorded"
 SETTLED = 2
-"""Steps left out of the times at the beginning of a run."""
+"""Steps at the start of a run that do not count in its times."""
 
-Step = Mapping[str, Any]
+MetricsLine = Mapping[str, Any]
 
 
 def run_tables(paths: Sequence[Path]) -> list[str]:
-    """Lines of Markdown: what runs learned, and medians of their steps' times; none without runs."""
+    """Returns Markdown tables: learning, then medians of the steps' times; empty without runs."""
     runs = {path.name.removeprefix("run-").partition(".")[0]: read_metrics(path) for path in paths}
     steps = {name: [line for line in lines if line["stage"] == "grpo" and "loss" in line] for name, lines in runs.items()}
     steps = {name: found for name, found in steps.items() if found}
@@ -38,12 +38,12 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _phases(steps: Sequence[Step]) -> list[str]:
+def _phases(steps: Sequence[MetricsLine]) -> list[str]:
     return [name for step in steps for name in step if name.startswith(TIMING) and name not in SPANS]
 
 
-def _learned(lines: Sequence[Step], steps: Sequence[Step]) -> list[str]:
-    """First and last losses and rewards, and the disagreement of the engines."""
+def _learned(lines: Sequence[MetricsLine], steps: Sequence[MetricsLine]) -> list[str]:
+    """Returns first and last losses and rewards, and the disagreement of the engines."""
     taught = [line for line in lines if line["stage"] == "sft" and "loss" in line]
     kls = [float(step["gen_kl_error"]) for step in steps if step.get("gen_kl_error") is not None]
     return [
@@ -55,14 +55,14 @@ def _learned(lines: Sequence[Step], steps: Sequence[Step]) -> list[str]:
     ]
 
 
-def _ends(steps: Sequence[Step], name: str) -> tuple[str, str]:
-    """The first and the last number of this name; runs of before it had that name, or failed before a step, have none."""
+def _ends(steps: Sequence[MetricsLine], name: str) -> tuple[str, str]:
+    """Returns the first and last value of a metric. Runs that lack it, old or without a step, have none."""
     found = [float(step[name]) for step in steps if step.get(name) is not None]
     return (f"{found[0]:.4f}", f"{found[-1]:.4f}") if found else (UNKNOWN, UNKNOWN)
 
 
-def _speed(steps: Sequence[Step], phases: Sequence[str]) -> list[str]:
-    """Medians over steps; empty where no step has a number."""
+def _speed(steps: Sequence[MetricsLine], phases: Sequence[str]) -> list[str]:
+    """Returns medians over steps; empty where no step has a value."""
     return [
         _median(steps, TIMING + "total", "{:.3f}"),
         _median(steps, TOKENS_PER_SEC_PER_GPU, "{:,.0f}"),
@@ -71,6 +71,6 @@ def _speed(steps: Sequence[Step], phases: Sequence[str]) -> list[str]:
     ]
 
 
-def _median(steps: Sequence[Step], name: str, text: str, times: float = 1.0) -> str:
+def _median(steps: Sequence[MetricsLine], name: str, text: str, times: float = 1.0) -> str:
     found = [float(step[name]) for step in steps if step.get(name) is not None]
     return text.format(times * median(found)) if found else ""

@@ -1,4 +1,4 @@
-"""A task for measurements: prompts of some length, and rewards that differ within every group."""
+"""A task for benchmarks: prompts of a fixed length, and rewards that differ within every group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dagrl.data import Example, Splits
 
 
 def prompts(count: int = 256, characters: int = 128, seed: int = 0) -> Splits:
-    """`count` prompts of random digits."""
+    """Returns `count` prompts of random digits."""
     generator = random.Random(seed)  # noqa: S311  # not cryptography
     texts = ["".join(generator.choices("0123456789", k=characters)) for _ in range(count)]
     examples = tuple(Example(text, "0", source=f"prompt {number}") for number, text in enumerate(texts))
@@ -16,5 +16,5 @@ def prompts(count: int = 256, characters: int = 128, seed: int = 0) -> Splits:
 
 
 def alternating(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
-    """0 and 1 in turn: half of a group is better than the other half."""
+    """Returns 0 and 1 in turn, so half of a group is better than the other half."""
     return [float(number % 2) for number in range(len(prompts))]

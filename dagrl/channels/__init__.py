@@ -1,5 +1,6 @@
-"""Channels: how tensors go from worker to worker outside the object store."""
+"""Channels: move tensors between workers outside Ray's object store."""
 
-from dagrl.channels.base import Channel, ChannelSpec, Pending, open_channel
+from dagrl.channels.base import Channel, ChannelSpec, PendingMessage
+from dagrl.channels.open import open_channel
 
-__all__ = ["Channel", "ChannelSpec", "Pending", "open_channel"]
+__all__ = ["Channel", "ChannelSpec", "PendingMessage", "open_channel"]

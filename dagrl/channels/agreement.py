@@ -1,7 +1,7 @@
-"""Agreement of all ranks of a channel: nobody goes on before everybody has done its part, through the channel's own store.
+"""Agreement of all ranks of a channel, through the channel's own store: no rank continues before all have voted.
 
-This is the second step of a refit: every rank has sent or holds all of a version, and only then is it taken up anywhere. It
-is a two-phase commit whose decision is the last rank's vote: a rank that fails never votes, so nobody is told to go on.
+It commits a refit: no rank uses a version before every rank has sent or holds all of it. This is a two-phase commit whose
+decision is the last rank's vote. A rank that fails never votes, so no rank is told to continue.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dagrl.deadline import within
 from dagrl.errors import ChannelError
+from dagrl.runtime.deadline import within
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from dagrl.channels.base import ChannelSpec
 
-_POLL_S, _LOOK_S, _LINGER_S = 1e-4, 0.05, 0.5
-_POLL_A_RANK_S = 1e-5  # the store serves one question at a time
+_POLL_S, _CHECK_S, _LINGER_S = 1e-4, 0.05, 0.5
+_POLL_S_PER_RANK = 1e-5  # the store serves one request at a time
 _ALL = "all"
 _THREAD = "dagrl-agreement"
 
@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class Agreement:
-    """One rank's part in agreements, which are counted: all ranks must ask for the same ones, in the same order.
+    """One rank's end of the channel's agreements. They are numbered: all ranks must vote on all of them, in order.
 
-    The store is asked on threads: whatever its deadline, torch's waits for ever for the answer of a rank 0 that is stopped.
+    Requests to the store run on threads. torch's store ignores its deadline while the process of rank 0 is stopped.
     """
 
     def __init__(self, store: Store, spec: ChannelSpec) -> None:
@@ -40,17 +40,17 @@ class Agreement:
 
     @property
     def _store(self) -> Store:
-        assert self._open_store is not None, "channels look whether they are closed first"
+        assert self._open_store is not None, "channels check that they are open first"
         return self._open_store
 
     def reach(self, check: Callable[[], None], refusal: str = "", *, wait: bool = True) -> None:
-        """`Channel.agree`; `check` is called now and then while this waits, and may raise to give up."""
+        """Implements `Channel.agree`. Calls `check` every 50 ms while waiting; it may raise to give up."""
         try:
             within(self._spec.timeout_s + _LINGER_S, lambda: self._reach(check, refusal, wait), _THREAD)
         except TimeoutError as error:
             raise ChannelError(
-                f"{self._spec}: rank 0, which serves the channel's store, has not answered within {self._spec.timeout_s} s; "
-                "look whether its process is stopped, and open a new channel"
+                f"{self._spec}: rank 0, which serves the channel's store, did not answer within {self._spec.timeout_s} s; "
+                "check whether its process is stopped, then open a new channel"
             ) from error
         except RuntimeError as error:  # torch's DistError is one
             raise ChannelError(
@@ -74,29 +74,29 @@ class Agreement:
 
     def _wait(self, number: int, check: Callable[[], None]) -> None:
         start = time.monotonic()
-        looked, pause = start, max(_POLL_S, _POLL_A_RANK_S * self._spec.size)
+        checked, pause = start, max(_POLL_S, _POLL_S_PER_RANK * self._spec.size)
         key = f"agree/{number}/outcome"
         while not self._store.check([key]):
             now = time.monotonic()
-            if now - looked > _LOOK_S:
-                looked = now
+            if now - checked > _CHECK_S:
+                checked = now
                 check()
             if now - start > self._spec.timeout_s:
                 raise self._late(number)
             time.sleep(pause)
         outcome = self._store.get(key).decode()
         if outcome != _ALL:
-            raise ChannelError(f"{self._spec}: {outcome}; nobody goes on, replay the refit")
+            raise ChannelError(f"{self._spec}: {outcome}; no rank uses the new version, replay the refit")
 
     def _late(self, number: int) -> ChannelError:
         voted = int(self._store.add(f"agree/{number}/votes", 0))
         return ChannelError(
-            f"{self._spec}: only {voted} of {self._spec.size} ranks did their part within {self._spec.timeout_s} s; "
-            "look for the first error of the others, and open a new channel"
+            f"{self._spec}: only {voted} of {self._spec.size} ranks voted within {self._spec.timeout_s} s; "
+            "look for the first error of the other ranks, then open a new channel"
         )
 
     def abort(self, reason: str) -> None:
-        """Let those that wait know that this rank will not vote; from any thread, and when the store is gone already."""
+        """Tells waiting ranks that this one will not vote. Safe from any thread, and after the store is gone."""
         store = self._open_store
         if store is None:
             return
@@ -106,7 +106,7 @@ class Agreement:
             logger.debug("%s, aborting: %s", self._spec, error)
 
     def close(self) -> None:
-        """Leave the store; rank 0, which serves it, gives the others a moment to read the last outcome."""
+        """Leaves the store. Rank 0 serves it, so it first gives the others a moment to read the last outcome."""
         store, self._open_store = self._open_store, None
         if store is None:
             return
@@ -123,9 +123,9 @@ class Agreement:
             left = store.add("agree/left", 0)
 
     def _refuse(self, store: Store, number: int, reason: str) -> None:
-        store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} could not do its part: {reason}")
+        store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} failed: {reason}")
 
     def _forget(self, number: int) -> None:
-        """An agreement that everybody has left: all of them voted in the next."""
+        """Deletes an agreement that no rank reads any more: all of them have voted in the next."""
         for key in ("votes", "outcome"):
             self._store.delete_key(f"agree/{number}/{key}")

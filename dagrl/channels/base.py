@@ -1,8 +1,8 @@
-"""What a channel is: a way for tensors to go from one worker to another outside the object store.
+"""The interface of a channel, which moves tensors between workers outside Ray's object store.
 
-A channel joins ranks of different worker groups and stands beside the process groups that they already have. All calls of
-one rank come from one thread at a time; `abort` may come from any. Messages between two ranks arrive in the order sent;
-both sides know dtype and size beforehand.
+A channel joins ranks of different worker groups and is independent of their process groups. Call it from one thread at a
+time; only `abort` may come from any. Messages between two ranks arrive in the order sent. Both sides know dtype and size
+beforehand.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 MAILBOX_SLOTS = 2
-"""Messages that a mailbox holds, of a channel that has them (`ipc.py`): one is written while another is read."""
+"""Messages that a mailbox of an IPC channel holds (`ipc.py`): one is written while another is read."""
 
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """How to open one rank's end: `address` is `host:port`, free on the host of rank 0, which serves the rendezvous there.
+    """How to open one rank's end. `address` is a free `host:port` on the host of rank 0, which serves the rendezvous there.
 
-    Opening and every wait take at most `timeout_s` seconds.
+    `timeout_s` limits the opening and every wait, in seconds. Raises ChannelError for a malformed address or rank.
     """
 
     kind: Literal["gloo", "nccl", "ipc"]
@@ -39,12 +39,12 @@ class ChannelSpec:
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit():
-            raise ChannelError(f"channel address {self.address!r} is not host:port")
+            raise ChannelError(f"the channel address is {self.address!r}; expected host:port")
         if not 0 <= self.rank < self.size:
-            raise ChannelError(f"channel rank {self.rank} is outside a channel of {self.size}")
+            raise ChannelError(f"the channel rank is {self.rank}; expected 0 to {self.size - 1}")
 
     def __str__(self) -> str:
-        """This rank's end, as errors name it."""
+        """Returns this rank's end as errors name it."""
         return f"{self.kind} channel rank {self.rank} of {self.size} ({self.address})"
 
     @property
@@ -59,17 +59,17 @@ class ChannelSpec:
 
     @property
     def timeout(self) -> timedelta:
-        """The deadline as torch takes it."""
+        """`timeout_s` as torch takes it."""
         return timedelta(seconds=self.timeout_s)
 
 
-class Pending(Protocol):
-    """A message on its way."""
+class PendingMessage(Protocol):
+    """A message that is being sent or received."""
 
     def wait(self) -> None:
-        """Return when the message's tensor may be used: on the host for Gloo, on the current stream for NCCL.
+        """Returns when the message's tensor may be used: on the host for Gloo and IPC, on the current stream for NCCL.
 
-        Raises ChannelError naming the peer when the channel broke, was aborted or passed its deadline.
+        Raises ChannelError that names the peer if the channel broke, was aborted or passed its deadline.
         """
 
 
@@ -78,78 +78,78 @@ class Channel(Protocol):
 
     spec: ChannelSpec
 
-    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """Send `tensor`, which must not change before the wait."""
+    def send(self, tensor: torch.Tensor, peer: int) -> PendingMessage:
+        """Sends `tensor`, which must not change before the wait."""
 
-    def receive(self, tensor: torch.Tensor, peer: int) -> Pending:
-        """Receive into `tensor`; it has the message's size when the wait is over."""
+    def receive(self, tensor: torch.Tensor, peer: int) -> PendingMessage:
+        """Receives into `tensor`, which must have the message's size."""
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> Sequence[Pending]:
-        """Post several messages at once, `(tensor, peer)` each; one group where the backend has groups.
+    ) -> Sequence[PendingMessage]:
+        """Posts several messages `(tensor, peer)` at once, as one group if the backend has groups.
 
-        Several to one peer must be posted there at once as well, in the same order.
+        The peer must post all messages of one call in one call as well, in the same order.
         """
 
     def guarded(self) -> AbstractContextManager[None]:
-        """The block, which launches work around messages, has the deadline: after it the channel is aborted."""
+        """Aborts the channel if the block, which launches work and messages, takes longer than the deadline."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record what `work` posts, waits for and launches, and return what does it again: at once, where the backend can.
+        """Records what `work` posts, waits for and launches; returns a function that repeats it in one launch if possible.
 
-        Nothing has happened yet when this returns. `work` must have run before, use only memory that stays, and not wait on
-        the host. What is returned lives as long as the channel.
+        Recording executes nothing. `work` must have run before, must use only memory that stays allocated, and must not
+        wait on the host. The returned function is valid as long as the channel is open.
         """
 
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
-        """Say that this rank has done its part of something, and return when all ranks have said so.
+        """Votes that this rank is done, and returns when all ranks have voted; without `wait`, at once.
 
-        With a `refusal` it says why it cannot, and returns: the others get a ChannelError with it. The channel stays usable:
-        so only a rank whose messages have all gone and come may refuse, any other aborts. Without `wait` it returns at
-        once. All ranks must call this for the same things, in the same order. Raises ChannelError when a rank refused,
-        aborted, died or did not come within the deadline.
+        With a `refusal` it votes against, for that reason, and returns; the others raise ChannelError with the reason. The
+        channel stays usable, so a rank may only refuse when none of its messages is pending; otherwise it must abort. All
+        ranks must call this equally often, in the same order. Raises ChannelError if a rank refused, aborted, died or did
+        not vote within the deadline.
         """
 
     def release(self) -> None:
-        """Give back memory that is kept from message to message, as far as peers let go of it; the next takes it again."""
+        """Frees memory that is kept between messages, once peers no longer map it. The next message allocates it again."""
 
     def synchronize(self) -> None:
-        """Return when all that was waited for has happened, as seen from the host; at most the deadline."""
+        """Blocks the host until all messages that were waited for are complete, at most until the deadline."""
 
     def abort(self, reason: str) -> None:
-        """From any thread: break the channel, so that this rank and its peers get ChannelError instead of waiting."""
+        """Breaks the channel, from any thread: this rank and its peers raise ChannelError instead of waiting."""
 
     def close(self) -> None:
-        """Give everything back; may be called twice."""
+        """Frees everything. May be called twice."""
 
 
-def wait_all(pending: Sequence[Pending]) -> None:
-    """Wait for several messages; those of one group may be one and the same."""
+def wait_all(pending: Sequence[PendingMessage]) -> None:
+    """Waits for several messages. Messages of one group may share one object."""
     for message in dict.fromkeys(pending):
         message.wait()
 
 
 def check_message(spec: ChannelSpec, tensor: torch.Tensor, peer: int, device: str) -> None:
-    """Raise ChannelError for what no channel can carry."""
+    """Raises ChannelError if a channel cannot send or receive `tensor`."""
     if not 0 <= peer < spec.size or peer == spec.rank:
         raise ChannelError(f"rank {spec.rank} of a channel of {spec.size} has no peer {peer}")
     if tensor.device.type != device:
-        raise ChannelError(f"a {spec.kind} channel carries {device} tensors; this one is on {tensor.device}")
+        raise ChannelError(f"a {spec.kind} channel moves {device} tensors, but this one is on {tensor.device}")
     if not tensor.is_contiguous():
-        raise ChannelError(f"a channel carries contiguous tensors; this one has strides {tensor.stride()}: pack it first")
+        raise ChannelError(f"a channel moves contiguous tensors, but this one has strides {tensor.stride()}; pack it first")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a vector of bytes over the same memory."""
+    """Returns a contiguous tensor as a vector of bytes over the same memory."""
     import torch
 
     flat = tensor.detach().reshape(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element is contiguous whatever its stride
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element is contiguous with any stride
 
 
 def open_store(spec: ChannelSpec) -> Store:
-    """The channel's own store, served by rank 0; returns when all ranks are connected. Raises ChannelError."""
+    """Opens the channel's store, which rank 0 serves; returns when all ranks are connected. Raises ChannelError."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
@@ -159,29 +159,8 @@ def open_store(spec: ChannelSpec) -> Store:
 
 
 def cannot_join(spec: ChannelSpec, error: Exception) -> ChannelError:
-    """The error of a rank that could not open its end."""
+    """Returns the error of a rank that could not open its end."""
     return ChannelError(
         f"{spec.kind} channel at {spec.address}: rank {spec.rank} of {spec.size} could not join within {spec.timeout_s} s: "
         f"{error}; every rank must open its end, and the address must be free on the host of rank 0"
     )
-
-
-def open_channel(spec: ChannelSpec) -> Channel:
-    """Open this rank's end; returns when all ranks have.
-
-    Raises ChannelError when some rank does not come within the deadline, MissingDependencyError when the backend's package
-    is not installed.
-    """
-    if spec.kind == "gloo":
-        from dagrl.channels.gloo import GlooChannel
-
-        return GlooChannel(spec)
-    if spec.kind == "nccl":
-        from dagrl.channels.nccl import NcclChannel
-
-        return NcclChannel(spec)
-    if spec.kind == "ipc":
-        from dagrl.channels.ipc import IpcChannel
-
-        return IpcChannel(spec)
-    raise ChannelError(f"channel kind {spec.kind!r} is unknown; there are 'gloo', 'nccl' and 'ipc'")

@@ -1,7 +1,6 @@
 """Channel over Gloo: host memory and TCP, for machines without GPUs.
 
-`ProcessGroupGloo` is built directly over a TCPStore of its own, so it needs no default process group and does not touch
-one that is there.
+`ProcessGroupGloo` is built directly on its own TCPStore. It needs no default process group and leaves an existing one alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.errors import ChannelError
-from dagrl.process_groups import break_gloo_group
+from dagrl.runtime.process_groups import break_gloo_group
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +23,13 @@ _TAG = 0
 
 
 class GlooPending:
-    """A Gloo message on its way."""
+    """A Gloo message that is being sent or received."""
 
     def __init__(self, channel: GlooChannel, work: Work, what: str) -> None:
         self._channel, self._work, self._what = channel, work, what
 
     def wait(self) -> None:
-        """Block until the message has gone or come; raises ChannelError."""
+        """Blocks until the message is sent or received. Raises ChannelError."""
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -49,30 +48,30 @@ class GlooChannel:
         try:
             self._group: ProcessGroup | None = _join(spec, store)
         except BaseException:
-            self._agreement.close()  # nothing stays open of an end that nobody has
+            self._agreement.close()  # the caller gets no object to close
             raise
 
     def send(self, tensor: torch.Tensor, peer: int) -> GlooPending:
-        """Send `tensor`, which must not change before the wait."""
+        """Sends `tensor`, which must not change before the wait."""
         return self._post(tensor, peer, "send", "to")
 
     def receive(self, tensor: torch.Tensor, peer: int) -> GlooPending:
-        """Receive into `tensor`."""
+        """Receives into `tensor`."""
         return self._post(tensor, peer, "recv", "from")
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[GlooPending]:
-        """Post several messages at once."""
+        """Posts several messages at once."""
         posted = [self.receive(tensor, peer) for tensor, peer in receives]
         return [*posted, *(self.send(tensor, peer) for tensor, peer in sends)]
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Nothing more: every wait of a Gloo message has it."""
+        """Does nothing: every wait for a Gloo message has the deadline."""
         return nullcontext()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` itself: every Gloo message is posted by the host."""
+        """Returns `work` itself: the host posts every Gloo message."""
         return work
 
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
@@ -81,10 +80,10 @@ class GlooChannel:
         self._agreement.reach(self._check_usable, refusal, wait=wait)
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no memory is kept."""
 
     def synchronize(self) -> None:
-        """Nothing is left to do: a Gloo wait is a wait of the host."""
+        """Does nothing: a Gloo wait blocks the host."""
 
     def _post(self, tensor: torch.Tensor, peer: int, operation: str, preposition: str) -> GlooPending:
         check_message(self.spec, tensor, peer, "cpu")
@@ -99,17 +98,17 @@ class GlooChannel:
     def _check_usable(self, what: str = "agreement") -> None:
         if self._group is None or self._reason is not None:
             raise ChannelError(
-                f"{what} on a channel that is {'closed' if self._group is None else 'broken'}: {self._reason}"
+                f"{what} on a {'closed' if self._group is None else 'broken'} channel ({self._reason}); open a new one"
             )
 
     def broken(self, what: str, error: Exception) -> ChannelError:
-        """The error of a failed message; the whole channel is given up, so that no peer waits for this rank."""
+        """Aborts the channel, so that no peer waits for this rank, and returns the error of a failed message."""
         reason = self._reason or str(error).partition("] ")[2] or str(error)
         self.abort(f"{what} failed: {reason}")
         return ChannelError(f"{self.spec}: {what} failed: {reason} (deadline {self.spec.timeout_s} s); open a new channel")
 
     def abort(self, reason: str) -> None:
-        """Break the channel from any thread."""
+        """Breaks the channel, from any thread."""
         with self._lock:
             if self._reason is not None or self._group is None:
                 return
@@ -118,7 +117,7 @@ class GlooChannel:
             self._agreement.abort(reason)
 
     def close(self) -> None:
-        """Close connections, threads and the store."""
+        """Closes connections, threads and the store."""
         with self._lock:
             self._group = None
             self._agreement.close()

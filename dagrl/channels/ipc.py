@@ -1,13 +1,13 @@
 """Channel between processes of one host: CUDA IPC on GPUs, also between two processes on one GPU; shared memory on CPUs.
 
-NCCL cannot join two processes that share a GPU, which is how train and generation workers are colocated. Here every ordered
-pair of ranks has a mailbox of two slots in the sender's memory, made when its first message comes (and again for a larger
-one), mapped by the receiver once and kept until `release`. The owner frees one when nobody maps it any more. A sender copies
-its message into a slot, a receiver out of it: live tensors are never mapped elsewhere, so they may move or lose their memory
-between two refits (vLLM's sleep, offloaded weights).
+NCCL cannot join two processes that share a GPU, which is how train and generation workers are colocated. Here each ordered
+pair of ranks has a mailbox of two slots in the sender's memory. The sender allocates it for its first message, and again for
+a larger one; the receiver maps it once and keeps it until `release`. The owner frees it once it is unmapped. Senders copy
+into a slot and receivers copy out of it. Live tensors are never mapped, so they may move or lose their memory between two
+refits (vLLM's sleep, offloaded weights).
 
-Counters of messages written and read lie in a small table that all ranks map. A rank that waits looks at them, at a flag
-that an abort sets, and at whether its peer's process still lives.
+A small table, mapped by all ranks, counts the messages written and read. A waiting rank polls the counters, a flag that an
+abort sets, and whether its peer's process is alive.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ import numpy.typing as npt
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import MAILBOX_SLOTS, ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
-from dagrl.deadline import within
 from dagrl.errors import ChannelError
-from dagrl.executors.futex import fence
+from dagrl.runtime.deadline import within
+from dagrl.runtime.edges.futex import fence
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 4
-"""Columns of the table, one row for each ordered pair: messages, the sender's newest mailbox, and the one that is mapped."""
-_SPIN_S, _PAUSE_S, _LOOK_S = 2e-3, 5e-5, 0.1  # wait without a pause, with one, and look after the peer's process
-_MARGIN_S = 0.5  # for the store's own deadline, whose error says more
+"""Columns of the table, a row per ordered pair: messages written and read, the sender's newest mailbox, the mapped one."""
+_SPIN_S, _PAUSE_S, _ALIVE_S = 2e-3, 5e-5, 0.1  # spin, then sleep this long; check this often that the peer is alive
+_MARGIN_S = 0.5  # lets the store's own deadline pass first: its error says more
 T = TypeVar("T")
 
 
 class IpcPending:
-    """A message on its way; receiving happens in `wait`, in the order posted."""
+    """A message that is being sent or received. `wait` does the receiving, in the order posted."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
 
     def wait(self) -> None:
-        """Return when the message's tensor may be used; raises ChannelError, also when asked again."""
+        """Returns when the message's tensor may be used. Raises ChannelError, on every call after a failure."""
         if self._action is not None:
             self._action()
             self._action = None
 
 
 class IpcChannel:
-    """One rank's end; see `dagrl.channels.base.Channel`. Tensors may lie on the host or on any GPU that both sides see."""
+    """One rank's end; see `dagrl.channels.base.Channel`. Tensors may be on the host or on any GPU that both sides see."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         self.spec = spec
@@ -68,15 +68,15 @@ class IpcChannel:
         self._incoming: dict[int, tuple[int, Segment]] = {}  # by sender: which of its mailboxes, and the mapping
         self._waiting: dict[int, list[IpcPending]] = {}
         self._table_segment: HostSegment | None = None
-        self._lives: dict[int, _Process] = {}
+        self._lives: dict[int, _PeerProcess] = {}
         try:
             self._join()
         except BaseException:
-            self.close()  # nothing stays open of an end that nobody has
+            self.close()  # the caller gets no object to close
             raise
 
     def _join(self) -> None:
-        """Map the table, which rank 0 makes, and learn the others' processes."""
+        """Maps the table, which rank 0 allocates, and opens handles of the other processes."""
         spec, rows = self.spec, self.spec.size**2 + 1
         if spec.rank == 0:
             self._table_segment = HostSegment(rows * _FIELDS * 8)
@@ -94,26 +94,26 @@ class IpcChannel:
                 self._lives[rank] = self._process(rank, pid)
         self._agreement.reach(self._check_usable)  # all have mapped the table
 
-    def _process(self, rank: int, pid: int) -> _Process:
+    def _process(self, rank: int, pid: int) -> _PeerProcess:
         try:
-            return _Process(pid)
+            return _PeerProcess(pid)
         except OSError as error:
             raise cannot_join(
                 self.spec, RuntimeError(f"the process of rank {rank}, {pid}, cannot be watched: {error}")
             ) from error
 
     def send(self, tensor: torch.Tensor, peer: int) -> IpcPending:
-        """Copy `tensor` into the peer's mailbox, waiting for a free slot; it may change when this returns."""
+        """Copies `tensor` into the peer's mailbox, after waiting for a free slot. It may change when this returns."""
         return self.exchange([(tensor, peer)], [])[0]
 
     def receive(self, tensor: torch.Tensor, peer: int) -> IpcPending:
-        """Receive into `tensor`, when waited for."""
+        """Receives into `tensor` when waited for."""
         return self.exchange([], [(tensor, peer)])[0]
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[IpcPending]:
-        """Post several messages at once; those with one peer take one slot of its mailbox, one behind the other."""
+        """Posts several messages at once. Those of one peer share a slot of its mailbox, back to back."""
         self._check_usable()
         for tensor, peer in (*sends, *receives):
             check_message(self.spec, tensor, peer, _device_type(tensor))
@@ -126,9 +126,9 @@ class IpcChannel:
         if peer not in self._outgoing or len(self._outgoing[peer].bytes) < MAILBOX_SLOTS * nbytes:
             self._make_mailbox(peer, row, nbytes, tensors[0].device)
         number = int(self._table[row, _WRITTEN])
-        self._wait_until(lambda: number - int(self._table[row, _READ]) < MAILBOX_SLOTS, peer, f"taking {nbytes} bytes from")
-        for tensor, place in zip(tensors, _places(self._outgoing[peer], number, tensors), strict=True):
-            place.copy_(as_bytes(tensor))
+        self._wait_until(lambda: number - int(self._table[row, _READ]) < MAILBOX_SLOTS, peer, f"sending {nbytes} bytes to")
+        for tensor, slot in zip(tensors, _slot_parts(self._outgoing[peer], number, tensors), strict=True):
+            slot.copy_(as_bytes(tensor))
         self._finish_copies(tensors[0].device)
         fence()
         self._table[row, _WRITTEN] = number + 1
@@ -141,11 +141,11 @@ class IpcChannel:
         return pending
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Nothing more: every wait for a peer has it."""
+        """Does nothing: every wait for a peer has the deadline."""
         return nullcontext()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` itself: messages are posted by the host."""
+        """Returns `work` itself: the host posts every message."""
         return work
 
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
@@ -154,20 +154,20 @@ class IpcChannel:
         self._agreement.reach(self._check_peers, refusal, wait=wait)
 
     def release(self) -> None:
-        """Unmap the peers' mailboxes, and free the own ones: later, those that are mapped or have messages to be taken."""
+        """Unmaps the peers' mailboxes and frees its own; those still mapped or holding messages are freed later."""
         if self._closed or self._reason is not None:
             return
-        self._let_go()
+        self._release_mailboxes()
 
     def synchronize(self) -> None:
-        """Wait on the host for the current stream; messages have been waited for."""
+        """Waits on the host for the current stream; messages were waited for already."""
         import torch
 
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._finish_copies(torch.device("cuda", torch.cuda.current_device()))
 
     def abort(self, reason: str) -> None:
-        """Break the channel from any thread: every rank that waits sees it."""
+        """Breaks the channel, from any thread; every waiting rank sees it."""
         if self._closed or self._reason is not None:
             return
         self._reason = reason
@@ -175,17 +175,17 @@ class IpcChannel:
         self._agreement.abort(reason)
 
     def close(self) -> None:
-        """Unmap the peers' mailboxes and free the own ones, once their receivers let go or a moment has passed."""
+        """Unmaps the peers' mailboxes and frees its own, once receivers have unmapped them or after at most a second."""
         if self._closed:
             return
         self._closed = True
         deadline = time.monotonic() + min(1.0, self.spec.timeout_s)
-        self._let_go()
+        self._release_mailboxes()
         while self._outgrown and all(self._lives.values()) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
             self._free_outgrown()
-        for one in self._outgrown:
-            one.segment.close()
+        for mailbox in self._outgrown:
+            mailbox.segment.close()
         for process in self._lives.values():
             process.close()
         self._outgrown = []
@@ -198,11 +198,11 @@ class IpcChannel:
         self._ask(lambda store: store.set(f"ipc/{key}", text))
 
     def _load(self, key: str) -> str:
-        """What a peer published, or will within the deadline."""
+        """Returns what a peer publishes under `key`, waiting until the deadline."""
         return str(self._ask(lambda store: store.get(f"ipc/{key}")).decode())
 
     def _ask(self, question: Callable[[Store], T]) -> T:
-        """Ask the store, which waits for a rank 0 that is stopped without the deadline that it was given."""
+        """Sends a request to the store, with a deadline: the store ignores its own while rank 0 is stopped."""
         store = self._store
         assert store is not None
         try:
@@ -214,9 +214,9 @@ class IpcChannel:
         return sender * self.spec.size + receiver
 
     def _make_mailbox(self, peer: int, row: int, nbytes: int, device: torch.device) -> None:
-        """Memory for two times `nbytes`; the peer has taken everything out of an earlier mailbox."""
+        """Allocates a mailbox for messages of `nbytes`, after the peer has emptied the earlier one."""
         number = int(self._table[row, _WRITTEN])
-        self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, "emptying its mailbox by")
+        self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, "waiting for the mailbox to be emptied by")
         if peer in self._outgoing:
             self._outgrow(peer)
         self._free_outgrown()
@@ -225,7 +225,7 @@ class IpcChannel:
         self._publish(f"mailbox/{row}/{count}", segment.handle)
         self._table[row, _MAILBOX] = count
 
-    def _let_go(self) -> None:
+    def _release_mailboxes(self) -> None:
         self._unmap()
         for peer in list(self._outgoing):
             self._outgrow(peer)
@@ -237,15 +237,18 @@ class IpcChannel:
         self._outgrown.append(_Outgrown(row, number, written, self._outgoing.pop(peer)))
 
     def _free_outgrown(self) -> None:
-        """Free what its receiver has let go of: CUDA forbids to free memory that another process maps."""
-        in_use = [one for one in self._outgrown if self._is_used(one)]
-        for one in self._outgrown:
-            if one not in in_use:
-                one.segment.close()
+        """Frees the mailboxes that receivers have unmapped: CUDA forbids freeing memory that another process maps."""
+        in_use = [mailbox for mailbox in self._outgrown if self._is_used(mailbox)]
+        for mailbox in self._outgrown:
+            if mailbox not in in_use:
+                mailbox.segment.close()
         self._outgrown = in_use
 
-    def _is_used(self, one: _Outgrown) -> bool:
-        return int(self._table[one.row, _READ]) < one.written or int(self._table[one.row, _MAPPED]) == one.number
+    def _is_used(self, mailbox: _Outgrown) -> bool:
+        return (
+            int(self._table[mailbox.row, _READ]) < mailbox.written
+            or int(self._table[mailbox.row, _MAPPED]) == mailbox.number
+        )
 
     def _unmap(self) -> None:
         for sender, (_, segment) in self._incoming.items():
@@ -255,26 +258,26 @@ class IpcChannel:
         self._incoming = {}
 
     def _take(self, tensors: Sequence[torch.Tensor], peer: int, pending: IpcPending) -> None:
-        """Copy what `peer` posted next out of its mailbox, after what was posted before."""
+        """Copies the peer's next message out of its mailbox, after the messages that were posted earlier."""
         before = self._waiting[peer]
         while before[0] is not pending:
             before[0].wait()
         row = self._row(peer, self.spec.rank)
         number = int(self._table[row, _READ])
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"sending {nbytes} bytes by")
+        self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"receiving {nbytes} bytes from")
         fence()
-        for tensor, place in zip(tensors, _places(self._mailbox(peer, row), number, tensors), strict=True):
-            # From another GPU through memory of torch's own: torch lets that GPU make the copy, which cannot write to memory
-            # that is open to its own GPU alone, as what vLLM puts to sleep.
-            as_bytes(tensor).copy_(place.to(tensor.device))
+        for tensor, slot in zip(tensors, _slot_parts(self._mailbox(peer, row), number, tensors), strict=True):
+            # From another GPU, copy through memory of torch's allocator: the other GPU makes the copy, and cannot write to
+            # memory that is mapped for this GPU alone, such as the memory that vLLM puts to sleep.
+            as_bytes(tensor).copy_(slot.to(tensor.device))
         self._finish_copies(tensors[0].device)
         fence()
         self._table[row, _READ] = number + 1
         before.pop(0)
 
     def _mailbox(self, peer: int, row: int) -> Segment:
-        """The sender's newest mailbox, mapped once."""
+        """Returns the sender's newest mailbox, and maps it the first time."""
         count = int(self._table[row, _MAILBOX])
         known = self._incoming.get(peer)
         if known is None or known[0] != count:
@@ -287,27 +290,27 @@ class IpcChannel:
         return known[1]
 
     def _finish_copies(self, device: torch.device) -> None:
-        """Wait on the host for what the current stream was given, with the deadline."""
+        """Waits on the host for the work queued on the current stream, with the deadline."""
         if device.type != "cuda":
             return
         import torch
 
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(device))
-        self._wait_until(lambda: bool(done.query()), None, "copying")  # type: ignore[no-untyped-call]
+        self._wait_until(lambda: bool(done.query()), None, "copying on the GPU")  # type: ignore[no-untyped-call]
 
     def _wait_until(self, ready: Callable[[], bool], peer: int | None, doing: str) -> None:
-        start = looked = time.monotonic()
+        start = checked = time.monotonic()
         while not ready():
             self._check_usable()
             now = time.monotonic()
             what = doing if peer is None else f"{doing} rank {peer}"
             if now - start > self.spec.timeout_s:
-                raise self._broken(f"{what} did not end within {self.spec.timeout_s} s")
-            if now - looked > _LOOK_S:
-                looked = now
+                raise self._broken(f"{what} did not finish within {self.spec.timeout_s} s")
+            if now - checked > _ALIVE_S:
+                checked = now
                 if peer is not None and not self._lives[peer]:
-                    raise self._broken(f"{what} will not happen: its process ended")
+                    raise self._broken(f"{what} failed: its process ended")
             if now - start > _SPIN_S:
                 time.sleep(_PAUSE_S)
 
@@ -332,7 +335,7 @@ class IpcChannel:
 
 @dataclass(frozen=True, eq=False)
 class _Outgrown:
-    """Mailbox `number` of a pair, which gets no more messages after the `written`-th."""
+    """Mailbox `number` of a pair; its last message is the `written`-th."""
 
     row: int
     number: int
@@ -340,8 +343,8 @@ class _Outgrown:
     segment: Segment
 
 
-class _Process:
-    """Whether a process still lives; a killed one counts as ended at once, also before its parent looks."""
+class _PeerProcess:
+    """True while a process is alive. A killed process counts as ended at once, even before its parent reaps it."""
 
     def __init__(self, pid: int) -> None:
         self._descriptor = os.pidfd_open(pid)
@@ -366,8 +369,8 @@ def _by_peer(messages: Sequence[tuple[torch.Tensor, int]]) -> dict[int, list[tor
     return found
 
 
-def _places(segment: Segment, number: int, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Where in the slot of message `number` the bytes of each of `tensors` are."""
+def _slot_parts(segment: Segment, number: int, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yields the bytes of each of `tensors` in the slot of message `number`."""
     start = number % MAILBOX_SLOTS * (len(segment.bytes) // MAILBOX_SLOTS)
     for tensor in tensors:
         yield segment.bytes[start : start + tensor.nbytes]

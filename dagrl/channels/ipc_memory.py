@@ -1,8 +1,8 @@
-"""Memory that another process on the same host can map: on the host without a name, on a GPU by CUDA's IPC handles.
+"""Memory that another process on the same host can map: anonymous files on the host, CUDA IPC handles on GPUs.
 
-Neither leaves anything behind when its process is killed: host memory is an anonymous file, as that of edges is
-(`dagrl.executors.memory`), and CUDA frees a dead process's memory. The side that makes a segment calls its constructor, the
-other one `attach` with the segment's `handle`.
+Neither leaks when its process is killed: host memory is an anonymous file, like the memory of edges
+(`dagrl.runtime.edges.memory`), and CUDA frees the memory of a dead process. The owner of a segment calls its constructor,
+the other side calls `attach` with the segment's `handle`.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.errors import ChannelError, MissingDependencyError
-from dagrl.executors.memory import EdgeClosedError, MemoryAddress, anonymous_memory, open_memory
+from dagrl.runtime.edges.memory import EdgeClosedError, MemoryAddress, anonymous_memory, open_memory
 
 if TYPE_CHECKING:
     import torch
 
 
 class Segment(Protocol):
-    """`bytes` is the memory as a vector of uint8; `handle` says to another process where it is."""
+    """`bytes` is the memory as a vector of uint8; another process attaches to it with `handle`."""
 
     bytes: torch.Tensor
     handle: str
 
     def close(self) -> None:
-        """Give the memory, or this process's view of it, back."""
+        """Frees the memory if this process owns it, otherwise unmaps it."""
 
 
 def create_segment(nbytes: int, device: torch.device) -> Segment:
-    """Memory of this process for others to attach."""
+    """Allocates memory that other processes can attach."""
     return DeviceSegment(nbytes, device) if device.type == "cuda" else HostSegment(nbytes)
 
 
 def attach_segment(handle: str) -> Segment:
-    """The segment of another process. Raises ChannelError when it cannot be reached from here."""
+    """Attaches to the segment of another process. Raises ChannelError if this process cannot reach it."""
     kind, _, rest = handle.partition(":")
     return DeviceSegment.attach(rest) if kind == "cuda" else HostSegment.attach(rest)
 
@@ -52,30 +52,30 @@ class HostSegment:
         except BaseException:
             os.close(address.descriptor)
             raise
-        self._descriptor: int | None = address.descriptor  # kept open, for peers to find
+        self._descriptor: int | None = address.descriptor  # stays open: peers open the memory through it
         self.handle = "host:" + ":".join(map(str, astuple(address)))
 
     @classmethod
     def attach(cls, rest: str) -> HostSegment:
-        """`rest` is the handle after its kind."""
+        """Attaches to a segment; `rest` is its handle without the kind."""
         segment = cls.__new__(cls)
         segment._descriptor, segment.handle = None, f"host:{rest}"
         try:
             segment._use(open_memory(MemoryAddress(*map(int, rest.split(":")))))
         except (OSError, EdgeClosedError) as error:
             raise ChannelError(
-                f"the shared memory of a peer cannot be opened: {error}; an ipc channel joins processes of one user on one "
-                "host that see each other in /proc"
+                f"the shared memory of a peer cannot be opened: {error}; run all processes of an ipc channel on one host, "
+                "as one user, and where they see each other in /proc"
             ) from error
         return segment
 
     def _use(self, memory: mmap.mmap) -> None:
         import torch
 
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # the mapping is freed with the last view of it
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # the mapping ends with its last view
 
     def close(self) -> None:
-        """Close the descriptor and let go of the mapping, which goes now, or with the last tensor of others that uses it."""
+        """Closes the descriptor and drops the mapping, which ends with the last tensor that uses it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = None
@@ -83,7 +83,7 @@ class HostSegment:
 
 
 class DeviceSegment:
-    """Memory of one GPU, allocated beside torch's (whose allocators may give memory that has no handle)."""
+    """Memory of one GPU, allocated by CUDA directly: torch's allocators may return memory without an IPC handle."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         import torch
@@ -97,7 +97,7 @@ class DeviceSegment:
 
     @classmethod
     def attach(cls, rest: str) -> DeviceSegment:
-        """`rest` is the handle after its kind."""
+        """Attaches to a segment; `rest` is its handle without the kind."""
         import torch
 
         uuid, size, handle = rest.split(":")
@@ -111,7 +111,7 @@ class DeviceSegment:
         return segment
 
     def close(self) -> None:
-        """Free the memory, or unmap it."""
+        """Frees the memory if this process owns it, otherwise unmaps it."""
         import torch
 
         if self._pointer is None:
@@ -121,8 +121,8 @@ class DeviceSegment:
         self._pointer = None
 
 
-class _Array:
-    """What torch takes device memory from; see numba's `__cuda_array_interface__`."""
+class _CudaArray:
+    """Passes device memory to torch; see numba's `__cuda_array_interface__`."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -137,18 +137,18 @@ class _Array:
 def _as_tensor(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.as_tensor(_Array(pointer, nbytes), device=device)
+    return torch.as_tensor(_CudaArray(pointer, nbytes), device=device)
 
 
 def _device_of(uuid: str) -> torch.device:
-    """This process's name of the GPU."""
+    """Returns the GPU's device in this process. Raises ChannelError if this process does not see it."""
     import torch
 
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise ChannelError(
             f"a peer's memory is on GPU {uuid}, which this process does not see ({', '.join(visible) or 'it sees none'}); "
-            "set CUDA_VISIBLE_DEVICES of both to all GPUs of the host"
+            "set CUDA_VISIBLE_DEVICES of both processes to all GPUs of the host"
         )
     return torch.device("cuda", visible.index(uuid))
 

@@ -1,8 +1,8 @@
 """Channel over NCCL: GPU memory, NVLink and RDMA, through `cupy`'s communicator.
 
-cupy's communicator is independent of torch's process groups, of which each side already has its own default. Messages run
-on a stream of the channel: they start after what the caller's current stream has been given so far, and a wait makes the
-current stream wait for them. Only `synchronize` waits on the host, with the deadline. What is recorded becomes a CUDA graph.
+cupy's communicator is independent of torch's process groups; each side already has its own default group. Messages run on
+a stream of the channel. They start after the work queued on the caller's current stream, and a wait makes the current
+stream wait for them. Only `synchronize` waits on the host, with the deadline. Recorded work becomes a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
-from dagrl.deadline import within
 from dagrl.errors import ChannelError, MissingDependencyError
+from dagrl.runtime.deadline import within
 
 if TYPE_CHECKING:
     import torch
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SPIN_S = 0.2  # a wait this long is polled without a pause: refits inside a host take milliseconds
+_SPIN_S = 0.2  # poll this long without sleeping: refits inside a host take milliseconds
 _POLL_S = 50e-6
-_ABORT_S = 5.0  # for NCCL to end a communicator that was aborted
-_POSTING_S = 0.5  # for messages that are being posted: who takes longer waits for a peer, and only the abort ends that
+_ABORT_S = 5.0  # for NCCL to end an aborted communicator
+_POSTING_S = 0.5  # for a thread that posts messages: a slower one waits for a peer, which only the abort ends
 
 
 def nccl_environment() -> dict[str, str]:
-    """Variables of a process that opens such a channel, to be set before NCCL first records anything in it.
+    """Returns the environment variables that must be set before NCCL first records messages in a process.
 
-    Otherwise NCCL registers the memory of recorded messages with peers, which waits for them on the host, and they go on
-    writing to it after it was given back and other memory was taken at its address.
+    Without them NCCL registers the memory of recorded messages with peers. That waits for the peers on the host, and peers
+    keep writing to the address after the memory was freed and the address was reused.
     """
     return {"NCCL_GRAPH_REGISTER": os.environ.get("NCCL_GRAPH_REGISTER", "0")}
 
 
 class NcclPending:
-    """Messages on their way; all of one group end together."""
+    """A group of messages that is being sent or received; they end together."""
 
     def __init__(self, done: torch.cuda.Event) -> None:
         self._done = done
 
     def wait(self) -> None:
-        """Make the current stream wait for the messages."""
+        """Makes the current stream wait for the messages."""
         import torch
 
         torch.cuda.current_stream().wait_event(self._done)
@@ -67,14 +67,14 @@ class NcclChannel:
         self.spec = spec
         self._nccl = nccl
         self._device = torch.cuda.current_device()
-        # Of high priority: its kernels are few and need whole multiprocessors, which others shall not take first.
+        # High priority: NCCL's few kernels need whole multiprocessors, which other kernels must not take first.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()  # over what stands: the communicator, and why it is broken
+        self._lock = threading.Lock()  # guards the communicator and the reason why it is broken
         self._posting = threading.Lock()  # held while messages are posted
         self._reason: str | None = None
         self._communicator: Any = None
         self._aborting: threading.Thread | None = None
-        self._graphs_lock = threading.RLock()  # held while a graph is launched, or all are let go
+        self._graphs_lock = threading.RLock()  # held while a graph is launched or all are freed
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._recording = False
         store = open_store(spec)
@@ -82,19 +82,19 @@ class NcclChannel:
         try:
             self._within_deadline(lambda: self._connect(store))
         except BaseException:
-            self._agreement.close()  # nothing stays open of an end that nobody has
+            self._agreement.close()  # the caller gets no object to close
             raise
         self._host_until: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="nccl-watch", daemon=True).start()
 
     def _connect(self, store: Store) -> None:
-        """Join the communicator; blocks until all ranks do, hence called in a thread of its own."""
+        """Joins the communicator. Blocks until all ranks do, so it runs on its own thread."""
         import torch
 
         torch.cuda.set_device(self._device)
         if self.spec.rank == 0:
-            store.set("nccl/id", repr(self._nccl.get_unique_id()))  # bytes; in cupy before 14 a tuple of integers
+            store.set("nccl/id", repr(self._nccl.get_unique_id()))  # bytes; before cupy 14 a tuple of integers
         unique_id = ast.literal_eval(store.get("nccl/id").decode())
         self._communicator = self._nccl.NcclCommunicator(self.spec.size, unique_id, self.spec.rank)
 
@@ -102,16 +102,15 @@ class NcclChannel:
         try:
             within(self.spec.timeout_s, connect, "nccl-connect")
         except TimeoutError as error:
-            raise cannot_join(self.spec, TimeoutError("some rank did not come")) from error
+            raise cannot_join(self.spec, TimeoutError("some rank did not join")) from error
         except Exception as error:
             raise cannot_join(self.spec, error) from error
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """See `Channel.guarded`: NCCL and CUDA may wait for a peer on the host.
+        """See `Channel.guarded`. NCCL and CUDA may wait for a peer on the host.
 
-        The first message to a peer waits until the peer posts its side too, and a launch waits for what was launched before
-        when there is no room for more.
+        The first message to a peer waits until the peer posts its side, and a launch waits when the launch queue is full.
         """
         outermost, self._host_until = self._host_until, self._host_until or time.monotonic() + self.spec.timeout_s
         try:
@@ -123,20 +122,20 @@ class NcclChannel:
         while not self._closed.wait(min(1.0, self.spec.timeout_s / 4)):
             until = self._host_until
             if until is not None and time.monotonic() > until:
-                self.abort(f"a peer did not take part within {self.spec.timeout_s} s")
+                self.abort(f"a peer did not post its messages within {self.spec.timeout_s} s")
 
     def send(self, tensor: torch.Tensor, peer: int) -> NcclPending:
-        """Send `tensor`, which must not change before the wait."""
+        """Sends `tensor`, which must not change before the wait."""
         return self.exchange([(tensor, peer)], [])[0]
 
     def receive(self, tensor: torch.Tensor, peer: int) -> NcclPending:
-        """Receive into `tensor`."""
+        """Receives into `tensor`."""
         return self.exchange([], [(tensor, peer)])[0]
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[NcclPending]:
-        """Post several messages as one NCCL group."""
+        """Posts several messages as one NCCL group."""
         import torch
 
         for tensor, peer in (*sends, *receives):
@@ -150,7 +149,7 @@ class NcclChannel:
             raise self._broken(f"messages with rank {', '.join(map(str, peers))} failed: {error}") from error
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
-        if not torch.cuda.is_current_stream_capturing():  # recorded work uses memory that stays
+        if not torch.cuda.is_current_stream_capturing():  # recorded work uses memory that stays allocated
             for tensor, _ in (*sends, *receives):
                 tensor.record_stream(self._stream)
         return [NcclPending(done)] * (len(sends) + len(receives))
@@ -158,7 +157,7 @@ class NcclChannel:
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         nccl, stream, communicator = self._nccl, self._stream.cuda_stream, self._communicator
         with self.guarded(), self._posting:
-            self._check_usable()  # from here on an abort lets this end first
+            self._check_usable()  # from here on an abort waits for this block
             nccl.groupStart()
             try:
                 for tensor, peer in sends:
@@ -169,7 +168,7 @@ class NcclChannel:
                 nccl.groupEnd()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture `work` in a CUDA graph, which one launch replays on the current stream."""
+        """Captures `work` in a CUDA graph, which one launch replays on the current stream."""
         import torch
 
         self._check_usable()
@@ -178,10 +177,10 @@ class NcclChannel:
             with self.guarded():
                 self._capture(graph, work)
             with self._graphs_lock:
-                self._check_usable()  # an abort let go of the graphs that it knew
+                self._check_usable()  # an abort freed the graphs that it knew
                 self._graphs.add(graph)
         except BaseException:
-            graph.reset()  # at once: the error's traceback refers to it, and NCCL's abort waits for its end
+            graph.reset()  # now: the traceback keeps the graph alive, and NCCL's abort waits until it is gone
             raise
         return lambda: self._launch(graph)
 
@@ -197,7 +196,7 @@ class NcclChannel:
                 try:
                     work()
                 except BaseException:
-                    with suppress(RuntimeError):  # it says that work is not joined, which is not why
+                    with suppress(RuntimeError):  # it would hide the cause behind "work is not joined"
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -215,10 +214,10 @@ class NcclChannel:
         self._agreement.reach(self._check_usable, refusal, wait=wait)
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: no memory is kept."""
 
     def synchronize(self) -> None:
-        """Wait on the host for the channel's stream and the current one; raises ChannelError when the deadline passes."""
+        """Waits on the host for the channel's stream and the current one. Raises ChannelError at the deadline."""
         import torch
 
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -229,13 +228,13 @@ class NcclChannel:
         self._check_usable()
 
     def _wait_for(self, done: torch.cuda.Event) -> None:
-        """Wait on the host, with the deadline; raises ChannelError."""
+        """Waits on the host, at most until the deadline. Raises ChannelError."""
         start = time.monotonic()
         while not done.query():  # type: ignore[no-untyped-call]
             self._check_usable()
             waited = time.monotonic() - start
             if waited > self.spec.timeout_s:
-                raise self._broken(f"messages did not end within {self.spec.timeout_s} s")
+                raise self._broken(f"messages did not finish within {self.spec.timeout_s} s")
             time.sleep(0 if waited < _SPIN_S else _POLL_S)
 
     def _check_usable(self) -> None:
@@ -255,9 +254,9 @@ class NcclChannel:
         return ChannelError(f"{self.spec}: {reason}; open a new channel")
 
     def abort(self, reason: str) -> None:
-        """Break the channel from any thread; kernels that wait for a peer end.
+        """Breaks the channel, from any thread. Kernels that wait for a peer end.
 
-        NCCL tells them at once, and then waits for graphs that refer to the communicator: hence in a thread of its own.
+        NCCL's abort signals them at once, then waits for the graphs that use the communicator, so it runs on its own thread.
         """
         with self._lock:
             if self._reason is not None or self._communicator is None:
@@ -266,18 +265,18 @@ class NcclChannel:
             self._aborting = threading.Thread(target=self._end, args=(self._communicator,), name="nccl-abort", daemon=True)
             self._aborting.start()
         self._agreement.abort(reason)
-        if not self._recording:  # else `record` lets go of its graph, and `close` of the others
+        if not self._recording:  # otherwise `record` frees its graph, and `close` the others
             self._free_graphs()
             self._aborting.join(_ABORT_S)
 
     def _end(self, communicator: Any) -> None:
-        """Abort a communicator, which frees it: not under a thread that posts, unless that waits in NCCL for a peer."""
+        """Aborts and so frees a communicator, after a thread that posts has left it, unless that thread waits for a peer."""
         if self._posting.acquire(timeout=_POSTING_S):
-            self._posting.release()  # who comes now finds the channel broken
+            self._posting.release()  # from now on posting threads find the channel broken
         communicator.abort()
 
     def _free_graphs(self) -> None:
-        """Graphs refer to the communicator, whose end waits for theirs (NCCL's `commDestroySync`)."""
+        """Frees the graphs: NCCL does not end a communicator that graphs refer to (`commDestroySync`)."""
         if not self._graphs_lock.acquire(timeout=_ABORT_S):
             logger.warning("%s: a launch of recorded messages did not return within %s s", self.spec, _ABORT_S)
             return
@@ -289,7 +288,7 @@ class NcclChannel:
             self._graphs_lock.release()
 
     def close(self) -> None:
-        """Destroy the communicator; where messages do not end within the deadline, abort it."""
+        """Destroys the communicator; aborts it if messages do not finish within the deadline."""
         import torch
 
         self._closed.set()
@@ -316,7 +315,5 @@ def _import_nccl() -> Any:
     try:
         from cupy.cuda import nccl
     except ImportError as error:
-        raise MissingDependencyError(
-            f"an NCCL channel needs cupy ({error}); install dagrl[cu13] or dagrl[cu12], or use a gloo channel"
-        ) from error
+        raise MissingDependencyError(f"an NCCL channel needs cupy ({error}); install dagrl[cu13] or dagrl[cu12]") from error
     return nccl

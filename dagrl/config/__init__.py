@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, how it is read from a file, and what it alone says."""
+"""The configuration of a run: all of its sections."""
 
 from dagrl.config.policy import (
     ColocatedConfig,

@@ -1,4 +1,4 @@
-"""The configuration's section `policy`: the model, how it is trained (`megatron_cfg`) and how it generates (`generation`).
+"""The section `policy`: the model, how it trains (`megatron_cfg`) and how it generates (`generation`).
 
 Keys and defaults follow NeMo-RL where it has them.
 """
@@ -11,76 +11,169 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from dagrl.config.section import Json, PathText, Section, Seed
 from dagrl.errors import LayoutError
-from dagrl.layout import ParallelLayout
+from dagrl.runtime.layout import ParallelLayout
 
 
 class RandomInit(Section):
-    """A model made from a seed instead of a checkpoint: `hf_config` is the content of a Hugging Face `config.json`.
+    """A model initialized from a seed instead of a checkpoint.
 
-    `vocab_size` is the tokenizer's unless a larger one is given. The checkpoint is written to `<run>/init_model` before any
-    worker starts.
+    Written to `<run>/init_model` as a checkpoint before any worker starts.
     """
 
     hf_config: dict[str, Json]
+    """Content of a Hugging Face `config.json`. `vocab_size` is the tokenizer's unless a larger one is given."""
+
     seed: Seed = 0
-    tokenizer_characters: str | None = None  # build a character tokenizer of these; None: use policy.tokenizer.name
+    """Seed of the weights."""
+
+    tokenizer_characters: str | None = None
+    """Build a character tokenizer of these characters. null: load `policy.tokenizer.name`."""
 
 
 def _jinja(text: str) -> str:
     if "{" not in text:
-        raise ValueError("Jinja text, with messages in {{ }}; write the text of a file here, and not its name")
+        raise ValueError("Jinja text with messages in {{ }}; paste the template itself, not the name of its file")
     return text
 
 
 class TokenizerConfig(Section):
-    name: PathText | None = None  # a directory; None: the model's
-    chat_template: Annotated[str, AfterValidator(_jinja)] | None = None  # Jinja text; None: the tokenizer's own
+    """The tokenizer and its chat template."""
+
+    name: PathText | None = None
+    """Directory of the tokenizer. null: the model's directory."""
+
+    chat_template: Annotated[str, AfterValidator(_jinja)] | None = None
+    """Chat template as Jinja text. null: the tokenizer's own."""
 
 
 class OptimizerConfig(Section):
+    """AdamW, as Megatron implements it."""
+
     lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+
     min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay; at most `lr`."""
+
     weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+
     adam_eps: PositiveFloat = 1e-8
+    """Term added to the denominator of the update."""
+
     clip_grad: NonNegativeFloat = 1.0
+    """Maximum norm of the gradient over all parameters. 0: no clipping."""
+
     use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
 
 class SchedulerConfig(Section):
-    """Counted in optimizer steps: one for each `policy.train_global_batch_size` samples, so a GRPO step may have several."""
+    """The learning-rate schedule, counted in optimizer steps.
+
+    There is one optimizer step for every `policy.train_global_batch_size` samples, so a GRPO step may have several.
+    """
 
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay from `optimizer.lr` to `optimizer.min_lr`."""
+
     lr_warmup_iters: NonNegativeInt = 0
-    lr_warmup_init: NonNegativeFloat = 0.0  # optimizer.lr at most
-    lr_decay_iters: PositiveInt | None = None  # None: all optimizer steps of the run
+    """Optimizer steps of linear warm-up."""
+
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up; at most `optimizer.lr`."""
+
+    lr_decay_iters: PositiveInt | None = None
+    """Optimizer steps until the decay ends. null: all optimizer steps of the run."""
 
 
 class DistributedDataParallelConfig(Section):
-    grad_reduce_in_fp32: bool = True  # off: gradients are kept and reduced in the policy's precision
+    """Megatron's data-parallel wrapper."""
+
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in float32. false: in `policy.precision`."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce each bucket of gradients while the backward pass computes the next one."""
+
+    overlap_param_gather: bool = False
+    """Gather sharded parameters while the next forward pass runs.
+
+    Needs `overlap_grad_reduce` and `optimizer.use_distributed_optimizer`. Not for models with experts.
+    """
 
 
 class MegatronConfig(Section):
+    """Megatron train workers: parallel layout, recomputation, optimizer."""
+
     data_parallel_size: PositiveInt = 1
+    """Replicas of the model, each trained on its share of the batch."""
+
     tensor_model_parallel_size: PositiveInt = 1
+    """Ranks over which each layer's weights are split."""
+
     pipeline_model_parallel_size: PositiveInt = 1
+    """Pipeline stages."""
+
     virtual_pipeline_model_parallel_size: PositiveInt = 1
-    num_layers_in_first_pipeline_stage: PositiveInt | None = None  # None: as many as the stages between
+    """Model chunks of each pipeline stage, for the interleaved schedule."""
+
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first pipeline stage. null: as many as the middle stages."""
+
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last pipeline stage. null: as many as the middle stages."""
+
     context_parallel_size: PositiveInt = 1
+    """Ranks over which each sequence is split."""
+
     expert_model_parallel_size: PositiveInt = 1
+    """Ranks over which the experts of a mixture-of-experts layer are distributed."""
+
     expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks over which each expert's weights are split. null: `tensor_model_parallel_size`."""
+
     sequence_parallel: bool = False
-    activation_checkpointing: bool = False  # recompute activations on the way back: less memory, each layer run twice
-    recompute_granularity: Literal["full", "selective"] = "full"  # whole layers, or the attention core alone
-    recompute_method: Literal["uniform", "block"] = "uniform"  # full: all layers, or the first of each pipeline stage
-    recompute_num_layers: PositiveInt = 1  # uniform: layers between two kept inputs; block: layers of a stage
-    cuda_graphs: bool = False  # replay a microbatch's passes through the model as CUDA graphs; for dense models without pp
+    """Split activations outside attention and MLP over the tensor-parallel ranks, along the sequence."""
+
+    tp_comm_overlap: bool = False
+    """Must be false: Megatron's user-buffer overlap needs Transformer Engine's layers.
+
+    The Megatron layers in use always overlap the reduction of input gradients with the weight gradients.
+    """
+
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
+
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """What `activation_checkpointing` recomputes: whole layers, or the attention core alone."""
+
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """For granularity `full`: recompute all layers (`uniform`) or the first ones of each pipeline stage (`block`)."""
+
+    recompute_num_layers: PositiveInt = 1
+    """`uniform`: layers per saved input. `block`: layers per pipeline stage that are recomputed."""
+
+    cuda_graphs: bool = False
+    """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+
     scheduler: SchedulerConfig = SchedulerConfig()
+    """The learning-rate schedule."""
+
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
-    peak_tflops: PositiveFloat | None = None  # what a GPU can do at most, for the MFU; None: by its name, in bfloat16
+    """Megatron's data-parallel wrapper."""
+
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of a GPU, the denominator of the MFU. null: looked up by the GPU's name, for bfloat16."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -99,112 +192,229 @@ class MegatronConfig(Section):
 
 
 class VllmConfig(Section):
+    """vLLM generation workers: parallel layout, precision, memory."""
+
     tensor_parallel_size: PositiveInt = 1
-    expert_parallel_size: PositiveInt = 1  # 1, or tensor_parallel_size: every rank of an engine then holds whole experts
+    """Ranks of one engine."""
+
+    expert_parallel_size: PositiveInt = 1
+    """1, or `tensor_parallel_size`: then each rank of an engine holds whole experts."""
+
     data_parallel_size: PositiveInt = 1
-    max_model_len: PositiveInt | None = None  # None: policy.max_total_sequence_length
-    precision: Literal["float32", "bfloat16", "fp8"] | None = None  # None: policy.precision; fp8: 128x128 blocks of weights
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"  # fp8: scales are calibrated on the train workers, refits carry them
+    """Number of engines."""
+
+    max_model_len: PositiveInt | None = None
+    """Longest sequence of an engine, in tokens. null: `policy.max_total_sequence_length`."""
+
+    precision: Literal["float32", "bfloat16", "fp8"] | None = None
+    """Precision of the weights. `fp8`: quantized in blocks of 128x128. null: `policy.precision`."""
+
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """`auto`: the engine's dtype. `fp8`: train workers calibrate the scales, and each refit sends them."""
+
     max_num_seqs: PositiveInt = 64
+    """Sequences that an engine decodes at once."""
+
     max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one engine step. null: vLLM's default."""
+
     enforce_eager: bool = True
-    async_scheduling: bool | None = None  # prepare a step while another computes; None: GPUs, TP 1
+    """Run the model without torch.compile and CUDA graphs."""
+
+    async_scheduling: bool | None = None
+    """Prepare the next engine step while the current one computes. null: where vLLM can, with `tensor_parallel_size` 1."""
+
     enable_prefix_caching: bool = True
+    """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""
+
     gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
-    kv_cache_memory_bytes: PositiveInt | None = 64 << 20  # None: from gpu_memory_utilization
+    """Share of the GPU's memory for vLLM. Used when `kv_cache_memory_bytes` is null."""
+
+    kv_cache_memory_bytes: PositiveInt | None = 64 << 20
+    """Bytes of the KV cache of one rank. null: what `gpu_memory_utilization` leaves."""
 
     @property
     def layout(self) -> ParallelLayout:
-        """The generation group's parallel layout. Raises LayoutError for experts over a part of an engine's ranks."""
+        """The generation group's parallel layout.
+
+        Raises LayoutError if `expert_parallel_size` is neither 1 nor `tensor_parallel_size`.
+        """
         ep, tp = self.expert_parallel_size, self.tensor_parallel_size
         if ep not in (1, tp):
-            raise LayoutError(
-                f"expert_parallel_size is {ep}; an engine spreads experts over all its {tp} ranks, or over none"
-            )
+            raise LayoutError(f"expert_parallel_size is {ep}; expected: 1, or tensor_parallel_size ({tp})")
         return ParallelLayout(dp=self.data_parallel_size, tp=tp, ep=ep, etp=1 if ep > 1 else None)
 
 
 class ForcedLengths(Section):
-    """For measurements: completions of lengths drawn from a log-normal distribution, whatever the model says.
+    """Completions of fixed lengths, for benchmarks: drawn from a log-normal distribution, whatever the model generates.
 
-    The end of a sequence is ignored, and each request stops at its own length, which its prompt and its seed decide.
+    The end-of-sequence token is ignored. A request's prompt and seed decide its length.
     """
 
     median: PositiveFloat
-    sigma: NonNegativeFloat = 1.0  # of the logarithm
-    between_prompts: float = Field(default=0.5, ge=0, le=1)  # share of the variance that all requests of a prompt have alike
+    """Median length in tokens."""
+
+    sigma: NonNegativeFloat = 1.0
+    """Standard deviation of the length's logarithm."""
+
+    between_prompts: float = Field(default=0.5, ge=0, le=1)
+    """Share of the variance that all requests of a prompt have in common."""
 
 
 class ColocatedConfig(Section):
-    """Train and generation workers on the same GPUs, in turn: one holds the memory while the other waits without it."""
+    """Train and generation workers on the same GPUs, taking turns: one side frees its memory while the other works."""
 
     enabled: bool = False
-    train_share: float = Field(default=0.5, gt=0, lt=1)  # of a GPU in Ray's books, the rest is generation's
-    sleep_level: Literal[1, 2] = 2  # what becomes of generation's weights while training: 1 host memory, 2 dropped
+    """Place both groups on the same GPUs."""
+
+    train_share: float = Field(default=0.5, gt=0, lt=1)
+    """Fraction of a GPU that Ray accounts to the train worker; the generation worker gets the rest."""
+
+    sleep_level: Literal[1, 2] = 2
+    """Where generation's weights are during training. 1: in host memory. 2: dropped, and sent again by the refit."""
 
 
 class GenerationConfig(Section):
-    worker: str = "workers.vllm:VllmWorker"
+    """How completions are generated."""
+
+    worker: str = "dagrl.workers.vllm:VllmWorker"
+    """Import path of the generation worker's class."""
+
     max_new_tokens: PositiveInt = 64
+    """Longest completion, in tokens."""
+
     temperature: NonNegativeFloat = 1.0
+    """Sampling temperature. 0: greedy."""
+
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)  # None, 0 or -1: all tokens
+    """Nucleus sampling: sample from the most likely tokens that together have this probability."""
+
+    top_k: int | None = Field(default=None, ge=-1)
+    """Sample from this many most likely tokens. null, 0 or -1: from all."""
+
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's, config.json's, generation_config.json's
-    quantum_engine_steps: PositiveInt | None = None  # engine steps in one replay of `generate`; None: what its overhead asks
-    quantum_seconds: PositiveFloat = 0.5  # what an update waits for quanta at most, where their engine steps are not given
-    request_order: Literal["longest_first", "fifo"] = "longest_first"  # by the past lengths of their prompts
+    """Texts that end a completion."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, in addition to those of the tokenizer, config.json and generation_config.json."""
+
+    quantum_engine_steps: PositiveInt | None = None
+    """Engine steps of one `generate` replay. null: chosen by `quantum_seconds` and the measured replay overhead."""
+
+    quantum_seconds: PositiveFloat = 0.5
+    """Longest time that a weight update waits for running quanta. Unused if `quantum_engine_steps` is set."""
+
+    request_order: Literal["longest_first", "fifo"] = "longest_first"
+    """Order of new requests. `longest_first` sorts by the lengths of past completions of the same prompt."""
+
     forced_lengths: ForcedLengths | None = None
+    """Fixed completion lengths, for benchmarks. null: completions end where the model ends them."""
+
     colocated: ColocatedConfig = ColocatedConfig()
+    """Train and generation workers on the same GPUs."""
+
     vllm_cfg: VllmConfig = VllmConfig()
-    vllm_kwargs: dict[str, Json] = Field(default_factory=dict)  # more of vLLM's EngineArgs, by name
+    """The vLLM engines."""
+
+    vllm_kwargs: dict[str, Json] = Field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs`, by name."""
 
 
 class SequencePackingConfig(Section):
-    """Microbatches of one row, in which sequences lie side by side and attention stays inside each; see `dagrl.packing`.
+    """Microbatches of one row that holds several sequences, with attention limited to each.
 
-    A row is padded to the next eighth of the budget. Takes the place of `train_micro_batch_size` and `logprob_batch_size`.
+    A row is padded to the next eighth of its token budget. Replaces `train_micro_batch_size` and `logprob_batch_size`.
+    See `dagrl.workers.megatron.packing`.
     """
 
     enabled: bool = False
-    train_mb_tokens: PositiveInt | None = None  # None: max_total_sequence_length * train_micro_batch_size
-    logprob_mb_tokens: PositiveInt | None = None  # None: max_total_sequence_length * logprob_batch_size
+    """Pack sequences."""
+
+    train_mb_tokens: PositiveInt | None = None
+    """Tokens of a train microbatch. null: `max_total_sequence_length * train_micro_batch_size`."""
+
+    logprob_mb_tokens: PositiveInt | None = None
+    """Tokens of a log-probability microbatch. null: `max_total_sequence_length * logprob_batch_size`."""
+
     algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"] = (
         "modified_first_fit_decreasing"
     )
+    """Bin-packing algorithm."""
 
 
 class DynamicBatchingConfig(Section):
-    """Microbatches of as many rows as fit a budget of tokens: rows of like length together, padded to the longest."""
+    """Microbatches with as many rows as fit a token budget. Rows of similar length share one, padded to the longest."""
 
     enabled: bool = False
-    train_mb_tokens: PositiveInt | None = None  # None: as for sequence packing
+    """Batch by tokens."""
+
+    train_mb_tokens: PositiveInt | None = None
+    """Tokens of a train microbatch. null: `max_total_sequence_length * train_micro_batch_size`."""
+
     logprob_mb_tokens: PositiveInt | None = None
-    sequence_length_round: PositiveInt = 64  # rows are padded to multiples of this
+    """Tokens of a log-probability microbatch. null: `max_total_sequence_length * logprob_batch_size`."""
+
+    sequence_length_round: PositiveInt = 64
+    """Rows are padded to a multiple of this many tokens."""
 
 
 class PolicyConfig(Section):
-    model_name: PathText | None = None  # a Hugging Face checkpoint directory; None: random_init
+    """The model, how it trains and how it generates."""
+
+    model_name: PathText | None = None
+    """Directory of a Hugging Face checkpoint. null: use `random_init`."""
+
     random_init: RandomInit | None = None
+    """A randomly initialized model. null: use `model_name`."""
+
     tokenizer: TokenizerConfig = TokenizerConfig()
-    worker: str = "workers.megatron:MegatronWorker"
+    """The tokenizer."""
+
+    worker: str = "dagrl.workers.megatron:MegatronWorker"
+    """Import path of the train worker's class."""
+
     precision: Literal["float32", "bfloat16"] = "float32"
-    train_global_batch_size: PositiveInt = 64  # sequences of one optimizer step
+    """Precision of the model's weights and activations."""
+
+    train_global_batch_size: PositiveInt = 64
+    """Sequences of one optimizer step, over all data-parallel ranks."""
+
     train_micro_batch_size: PositiveInt = 8
-    logprob_batch_size: PositiveInt = 16  # sequences of one log-probability microbatch
-    offload_optimizer_for_logprob: bool = False  # optimizer state lies in host memory while log-probabilities are computed
-    logprob_chunk_size: PositiveInt | None = None  # tokens whose logits exist at a time; None: 128 Mi logits
+    """Sequences of one forward and backward pass."""
+
+    logprob_batch_size: PositiveInt = 16
+    """Sequences of one forward pass that computes log-probabilities."""
+
+    offload_optimizer_for_logprob: bool = False
+    """Move optimizer state to host memory while log-probabilities are computed."""
+
+    logprob_chunk_size: PositiveInt | None = None
+    """Tokens whose logits exist at once. null: as many as make 128 Mi logits."""
+
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    """Several sequences per row."""
+
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    # Pinned memory, swapped in; or a second copy on the GPU, which colocated generation cannot have.
+    """Microbatches by token count."""
+
     reference_weights: Literal["host", "device"] = "host"
+    """Where the reference policy's weights are. `host`: pinned memory, swapped in when used. `device`: a second copy on the
+    GPU, not available with `generation.colocated`."""
+
     max_total_sequence_length: PositiveInt = 512
-    sequence_buckets: tuple[PositiveInt, ...] = ()  # token widths to warm up; empty: max_total_sequence_length alone
+    """Longest sequence in tokens, prompt and completion together."""
+
+    sequence_buckets: tuple[PositiveInt, ...] = ()
+    """Padded widths in tokens that phases are warmed up at. Empty: `max_total_sequence_length` alone."""
+
     megatron_cfg: MegatronConfig = MegatronConfig()
+    """The Megatron train workers."""
+
     generation: GenerationConfig | None = None
+    """Generation. Required by algorithm `grpo`; `{}` takes all defaults."""
 
     def microbatch_tokens(self, purpose: Literal["train", "logprob"]) -> int:
-        """The budget of a microbatch with sequence packing or dynamic batching."""
+        """Returns the token budget of a microbatch with sequence packing or dynamic batching."""
         section = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
         rows = self.train_micro_batch_size if purpose == "train" else self.logprob_batch_size
         tokens = section.train_mb_tokens if purpose == "train" else section.logprob_mb_tokens

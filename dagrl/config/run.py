@@ -1,8 +1,7 @@
-"""The configuration of a run: one YAML file, overridden by `a.b=c` words, checked before anything starts.
+"""The configuration of a run: one YAML file, overridden by `a.b=c` arguments, validated before anything starts.
 
-Keys and defaults follow NeMo-RL where it has them (`policy.*`, `grpo.*`, `loss_fn.*`, `checkpointing.*`), so that its users
-find their way. Every model forbids unknown keys. The resolved configuration is saved with the run. The section `policy`, the
-longest, is written down in `dagrl.config.policy`.
+Keys and defaults follow NeMo-RL where it has them (`policy.*`, `grpo.*`, `loss_fn.*`, `checkpointing.*`). The resolved
+configuration is saved with the run. The longest section, `policy`, is in `dagrl.config.policy`.
 """
 
 from __future__ import annotations
@@ -14,209 +13,438 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.section import Json, PathText, Section, Seed
-from dagrl.deadline import Deadline
+from dagrl.runtime.deadline import Deadline
 
 
 class LossConfig(Section):
+    """The GRPO loss. `dagrl.rl.losses` has the formulas and their sources."""
+
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    """Weight of the KL divergence from the reference policy. 0: no reference policy."""
+
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence."""
+
     ratio_clip_min: NonNegativeFloat = 0.2
+    """The probability ratio is clipped from below at `1 - ratio_clip_min`."""
+
     ratio_clip_max: NonNegativeFloat = 0.2
+    """The probability ratio is clipped from above at `1 + ratio_clip_max`."""
+
     token_level_loss: bool = True
-    # With one optimizer step a batch (train_global_batch_size = prompts x generations) the policy's log-probabilities before
-    # it are those that its own forward pass finds: true takes them from there, and leaves their computation out.
+    """Average over all tokens of the batch. false: over each sequence first, then over sequences."""
+
     force_on_policy_ratio: bool = False
-    use_importance_sampling_correction: bool = False  # weight by exp(prev - generation log-probability)
+    """Take the previous log-probabilities from the training forward pass instead of computing them beforehand. Requires one
+    optimizer step per batch (`train_global_batch_size` = prompts x generations), for which both are equal."""
+
+    use_importance_sampling_correction: bool = False
+    """Weight each token by exp(previous - generation log-probability)."""
+
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
-    truncated_importance_sampling_ratio: PositiveFloat | None = None  # upper bound; None: weights as they are
-    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None  # lower bound of icepop and seq-mask-tis
+    """How importance weights are bounded. `tis`: clamp. `icepop`: drop tokens outside the bounds. `seq-mask-tis`: drop
+    sequences whose geometric mean is outside."""
+
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """Upper bound of the importance weights. null: no bounds."""
+
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    """Lower bound of the importance weights, for `icepop` and `seq-mask-tis`. null: 0."""
 
 
 class AsyncGrpoConfig(Section):
+    """Asynchronous GRPO: generation runs ahead while earlier batches train."""
+
     enabled: bool = False
-    max_trajectory_age_steps: NonNegativeInt = 1  # versions between a group's start and the step that trains on it
-    in_flight_weight_updates: bool = False  # update between two quanta; off: running requests finish first
-    recompute_kv_cache_after_weight_updates: bool = False  # off: running requests go on from the KV cache they have
-    on_checkpoint: Literal["save", "regenerate"] = "save"  # what a resumed run does with groups not yet trained on
+    """Generate and train at the same time."""
+
+    max_trajectory_age_steps: NonNegativeInt = 1
+    """Maximum number of policy versions between the start of a group and the step that trains on it."""
+
+    in_flight_weight_updates: bool = False
+    """Update weights between two quanta while requests run. false: running requests finish first."""
+
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Recompute the KV cache of running requests after an update. false: they continue from the cache they have."""
+
+    on_checkpoint: Literal["save", "regenerate"] = "save"
+    """What a resumed run does with groups that were not trained on. `save`: keep them. `regenerate`: start again from their
+    prompts."""
 
 
 class RefitConfig(Section):
-    """How weights go from train to generation workers."""
+    """How weights are sent from train to generation workers."""
 
-    verify: Literal["off", "checksum", "bitwise"] = "off"  # proof, after each refit, that what arrived is what was sent
-    bucket_bytes: PositiveInt | None = None  # None: 64 to 512 MB by the model's size; colocated 256 at most, by the ranks
-    kv_scale_margin: float = Field(default=1.0, ge=1)  # scales of an FP8 KV cache, relative to what calibration asks for
-    replicate_in_host: bool = True  # a byte goes to a host once, and from there to the others that want it
-    cuda_graph: bool | Literal["auto"] = "auto"  # GPUs: replay it as one captured CUDA graph; auto: try, keep the faster
-    gpus_per_host: PositiveInt = 8  # dagrl inspect: how ranks lie on hosts
-    in_host_gb_per_s: PositiveFloat = 450.0  # a link's speed a direction, in a host and between hosts: orders messages
+    verify: Literal["off", "checksum", "bitwise"] = "off"
+    """Check after each refit that the received weights equal the sent ones: by checksums, or by sending all bytes again."""
+
+    bucket_bytes: PositiveInt | None = None
+    """Bytes sent at once. null: 64 to 512 MB by the model's size; at most 256 MB if colocated, by the number of ranks."""
+
+    kv_scale_margin: float = Field(default=1.0, ge=1)
+    """Factor on the calibrated scales of an FP8 KV cache."""
+
+    replicate_in_host: bool = True
+    """Send each byte to a host once and copy it there to the other ranks that need it."""
+
+    cuda_graph: bool | Literal["auto"] = "auto"
+    """Replay a refit between GPUs as one CUDA graph. `auto`: measure both and keep the faster."""
+
+    gpus_per_host: PositiveInt = 8
+    """GPUs per host, with which `dagrl inspect` assigns ranks to hosts."""
+
+    in_host_gb_per_s: PositiveFloat = 450.0
+    """Speed of a link within a host, in GB/s per direction. Orders the messages of a refit."""
+
     between_hosts_gb_per_s: PositiveFloat = 50.0
+    """Speed of a link between hosts, in GB/s per direction."""
 
 
 class RewardShapingConfig(Section):
-    """Soft punishment of overlong completions (DAPO, arXiv:2503.14476, equation 13)."""
+    """Soft penalty for overlong completions (DAPO, arXiv:2503.14476, equation 13)."""
 
     enabled: bool = False
-    max_response_length: PositiveInt | None = None  # None: policy.generation.max_new_tokens
-    overlong_buffer_length: PositiveInt = 128  # tokens before max_response_length over which the penalty grows
-    overlong_buffer_penalty: NonNegativeFloat = 1.0  # of a completion of max_response_length
+    """Add the penalty to the reward."""
+
+    max_response_length: PositiveInt | None = None
+    """Length in tokens at which the penalty is full. null: `policy.generation.max_new_tokens`."""
+
+    overlong_buffer_length: PositiveInt = 128
+    """Tokens before `max_response_length` over which the penalty grows linearly from 0."""
+
+    overlong_buffer_penalty: NonNegativeFloat = 1.0
+    """Full penalty."""
 
 
 class GrpoConfig(Section):
+    """The GRPO loop."""
+
     num_prompts_per_step: PositiveInt = 16
+    """Prompts per batch."""
+
     num_generations_per_prompt: PositiveInt = Field(default=8, ge=2)
+    """Completions per prompt: the group over which advantages are computed."""
+
     max_num_steps: PositiveInt = 100
-    # Over the prompts that are trained on; a run ends at whichever limit comes first. How many steps that is, which schedule
-    # and last validation go by, is known at the start: with use_dynamic_sampling more prompts are drawn than trained on.
+    """Number of GRPO steps."""
+
     max_num_epochs: PositiveInt | None = None
+    """Passes over the prompts that are trained on; the run ends at this or at `max_num_steps`, whichever is first. The
+    schedule and the last validation use the resulting number of steps; `use_dynamic_sampling` draws more prompts than it
+    trains on. null: no limit."""
+
     normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of their group."""
+
     use_leave_one_out_baseline: bool = True
-    use_dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and generate others in their place
-    dynamic_sampling_max_gen_batches: PositiveInt = 10  # batches dropped for one step before the run gives up
-    overlong_filtering: bool = False  # completions cut off by their length teach nothing
+    """Baseline: the mean reward of the group's other completions. false: of the whole group."""
+
+    use_dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and generate others in their place (DAPO)."""
+
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    """Batches dropped for one step before the run fails."""
+
+    overlong_filtering: bool = False
+    """Exclude completions that were cut off by their length from the loss."""
+
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    # With train GPUs of its own: while training waits for the rest of a batch, log-probabilities of its finished sequences
-    # are computed, under the weights of the step. Rows are batched by when they finish, so numbers may differ in their last
-    # bits from run to run.
+    """Penalty for overlong completions."""
+
     overlap_logprobs: bool = False
-    # And gradients of its scored groups are accumulated: of the step the last groups and the update are left. Needs
-    # overlap_logprobs, and one optimizer step a batch (train_global_batch_size = prompts x generations).
+    """Compute log-probabilities of finished sequences while the rest of the batch is generated. Needs separate train GPUs.
+    Rows are batched in the order they finish, so results may differ in their last bits from run to run."""
+
     overlap_training: bool = False
+    """Accumulate gradients of scored groups while the rest of the batch is generated. Needs `overlap_logprobs` and one
+    optimizer step per batch (`train_global_batch_size` = prompts x generations)."""
+
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
-    val_period: NonNegativeInt = 10  # 0: only at the start and the end
+    """Asynchronous GRPO."""
+
+    val_period: NonNegativeInt = 10
+    """Steps between validations. 0: only at the start and the end."""
+
     val_at_start: bool = True
+    """Validate before the first step."""
+
     max_val_samples: PositiveInt = 128
+    """Maximum number of samples per validation."""
 
 
 class SftConfig(Section):
+    """Supervised fine-tuning: the whole run with algorithm `sft`, a warm start with `grpo`."""
+
     max_num_steps: NonNegativeInt = 100
-    max_num_epochs: PositiveInt | None = None  # over the demonstrations; SFT ends at whichever limit comes first
+    """Number of steps. 0 with algorithm `grpo`: no SFT first."""
+
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the demonstrations; SFT ends at this or at `max_num_steps`, whichever is first. null: no limit."""
+
     val_period: NonNegativeInt = 20
+    """Steps between validations. 0: only at the start and the end."""
+
     val_at_start: bool = True
+    """Validate before the first step."""
+
     max_val_samples: PositiveInt = 256
-    # Constant over the SFT steps. None: policy.megatron_cfg.optimizer.lr, with algorithm `sft` by megatron_cfg.scheduler.
+    """Maximum number of samples per validation."""
+
     lr: PositiveFloat | None = None
+    """Learning rate, constant over the SFT steps. null: `policy.megatron_cfg.optimizer.lr`, which follows
+    `megatron_cfg.scheduler` with algorithm `sft` and is constant with `grpo`."""
 
 
 class DataConfig(Section):
-    """`path` is a JSONL file of prompt/response or messages (and `tools`), a Hugging Face dataset on disk (what
-    `save_to_disk` wrote, a Parquet or Arrow file, a directory of data files) or on the Hub (`owner/name`), or `task` the
-    import path of a callable that makes examples.
-    """
+    """Training and validation examples: from files, a dataset (`path`) or a callable (`task`)."""
 
     path: PathText | None = None
-    subset: str | None = None  # of a dataset that has several, such as `main` of openai/gsm8k
-    val_path: PathText | None = None  # None: `val_fraction` of `path` is held out, unless val_split names a split of it
-    split: str = "train"  # of a dataset with several
+    """A JSONL file of prompt and response or of messages (and `tools`); a Hugging Face dataset on disk (written by
+    `save_to_disk`, a Parquet or Arrow file, or a directory of data files); or one on the Hub, `owner/name`."""
+
+    subset: str | None = None
+    """Subset of the dataset, such as `main` of openai/gsm8k. null: its only one."""
+
+    val_path: PathText | None = None
+    """Validation examples, in the formats of `path`. null: `val_split`, or else a share `val_fraction` of `path`."""
+
+    split: str = "train"
+    """Split of the dataset to train on."""
+
     val_split: str | None = None
+    """Split of the dataset to validate on."""
+
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
-    task: str | None = None  # e.g. dagrl.tasks:arithmetic
+    """Share of `path` held out for validation if there is neither `val_path` nor `val_split`."""
+
+    task: str | None = None
+    """Import path of a callable that makes the examples, such as `dagrl.rl.tasks:arithmetic`. Replaces `path`."""
+
     task_args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of `task`."""
+
     prompt_key: str = "prompt"
+    """Column of the prompt."""
+
     response_key: str = "response"
+    """Column of the response, the reference of GRPO."""
+
     messages_key: str = "messages"
+    """Column of the messages of a conversation."""
+
     shuffle: bool = True
+    """Shuffle the examples in every epoch."""
+
     seed: Seed = 0
-    # Assistant's turns that SFT learns of a conversation: all, in one row, if the chat template only appends or marks what
-    # is generated; each in a row that ends with it, as it is rendered when it is generated; or the last alone.
+    """Seed of the shuffling and of the held-out share."""
+
     assistant_turns: Literal["all", "each", "last"] = "all"
-    too_long: Literal["error", "drop"] = "error"  # what becomes of an example longer than the largest bucket
+    """Assistant turns of a conversation that SFT learns. `all`: every turn, in one row; the chat template must only append,
+    or mark what is generated. `each`: every turn, each in a row that ends with it. `last`: the last turn only."""
+
+    too_long: Literal["error", "drop"] = "error"
+    """What to do with an example longer than the largest bucket."""
 
 
 class FunctionConfig(Section):
-    """How a function of texts is run; see `dagrl.function_runner`."""
+    """How a user's function of texts runs. See `dagrl.rl.functions`."""
 
-    batched: bool = True  # the function takes lists of texts; off: one sample
+    batched: bool = True
+    """The function takes lists of texts. false: the texts of one sample."""
+
     timeout_s: PositiveFloat = 10.0
-    # Of a call as a whole, in which the samples of a batch that failed are asked again, one at a time. None: 4 * timeout_s;
-    # with batched: false, and no coroutine, samples are asked one after the other anyway, and None is no bound for them all.
+    """Deadline of one answer, in seconds."""
+
     call_timeout_s: PositiveFloat | None = None
-    start_timeout_s: PositiveFloat = 60.0  # until a process has imported the function; missed at first, it ends the run
-    num_workers: PositiveInt = 1  # processes that run it
-    max_failed_share: float = Field(default=0.5, ge=0, le=1)  # of a step's samples or a validation's; more end the run,
-    # and so do all samples of a training step, whatever the share
+    """Deadline of a whole call, including the samples of a failed batch that are retried one at a time. null: 4 *
+    `timeout_s`; none if the function takes one sample at a time and is not a coroutine function."""
+
+    start_timeout_s: PositiveFloat = 60.0
+    """Deadline for a process to import the function. The first process to miss it ends the run."""
+
+    num_workers: PositiveInt = 1
+    """Processes that run the function."""
+
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of failed samples in a training step or a validation; above it the run ends. A training step in which
+    all samples fail always ends it."""
 
 
 class RewardConfig(FunctionConfig):
-    function: str = "dagrl.rewards:exact_match"
-    shuffle: bool = False  # give every sample another sample's reward: a control run that cannot learn
+    """The reward function; see `dagrl.rl.rewards`."""
+
+    function: str = "dagrl.rl.rewards:exact_match"
+    """Import path of the reward function."""
+
+    shuffle: bool = False
+    """Permute the rewards over the samples: a control run that cannot learn."""
 
 
 class EnvironmentConfig(FunctionConfig):
-    """What answers a completion, so that the sequence goes on; see `dagrl.environments`."""
+    """The environment of multi-turn rollouts: answers a completion so that the sequence continues. See
+    `dagrl.rl.environments`."""
 
-    function: str | None = None  # e.g. my_task:answer; None: a sequence has one turn
+    function: str | None = None
+    """Import path of the environment, such as `my_task:answer`. null: sequences have one turn."""
+
     max_turns: PositiveInt = 4
+    """Maximum number of policy turns per sequence."""
 
 
 class PhasesConfig(Section):
-    """Import paths of the phases that the loops replay; put your own in place of any of them."""
+    """Import paths of the phases that the loops replay. Replace any of them with your own."""
 
-    sft_step: str = "graphs.train:sft_step"
-    train_step: str = "graphs.train:train_step"
-    accumulate_gradients: str = "graphs.train:accumulate_gradients"
-    evaluate: str = "graphs.train:evaluate"
-    logprobs: str = "graphs.logprobs:logprobs"
-    reference_logprobs: str = "graphs.logprobs:reference_logprobs"
-    logprob_inference_prep: str = "graphs.prepare:logprob_inference_prep"
-    training_prep: str = "graphs.prepare:training_prep"
-    calibrate_kv_scales: str = "graphs.calibrate:calibrate_kv_scales"
-    generate: str = "graphs.generate:generate"
-    refit: str = "graphs.refit:refit"
+    sft_step: str = "dagrl.graphs.train:sft_step"
+    """One SFT step."""
+
+    train_step: str = "dagrl.graphs.train:train_step"
+    """One GRPO optimizer step."""
+
+    accumulate_gradients: str = "dagrl.graphs.train:accumulate_gradients"
+    """Gradients of a part of a batch, for `grpo.overlap_training`."""
+
+    evaluate: str = "dagrl.graphs.train:evaluate"
+    """The validation loss of SFT."""
+
+    logprobs: str = "dagrl.graphs.logprobs:logprobs"
+    """Log-probabilities under the policy."""
+
+    reference_logprobs: str = "dagrl.graphs.logprobs:reference_logprobs"
+    """Log-probabilities under the reference policy."""
+
+    logprob_inference_prep: str = "dagrl.graphs.prepare:logprob_inference_prep"
+    """Prepares the train workers for log-probabilities."""
+
+    training_prep: str = "dagrl.graphs.prepare:training_prep"
+    """Prepares the train workers for training."""
+
+    calibrate_kv_scales: str = "dagrl.graphs.calibrate:calibrate_kv_scales"
+    """Calibrates the scales of an FP8 KV cache."""
+
+    generate: str = "dagrl.graphs.generate:generate"
+    """One quantum of generation."""
+
+    refit: str = "dagrl.graphs.refit:refit"
+    """Sends the weights to the generation workers."""
 
 
 class CheckpointConfig(Section):
+    """Checkpoints."""
+
     enabled: bool = True
-    checkpoint_dir: PathText | None = None  # None: <run>/checkpoints
+    """Save checkpoints."""
+
+    checkpoint_dir: PathText | None = None
+    """Directory of the checkpoints. null: `<run>/checkpoints`."""
+
     save_period: PositiveInt = 10
-    keep_top_k: PositiveInt | None = None  # the best by metric_name; None, and keep_last_k too: keep all
-    keep_last_k: PositiveInt | None = None  # and the newest, one at least
-    metric_name: str | None = None  # e.g. validation/reward, of the step that is saved; None: keep_top_k keeps the newest
+    """Steps between checkpoints."""
+
+    keep_top_k: PositiveInt | None = None
+    """Number of best checkpoints by `metric_name` to keep. If this and `keep_last_k` are null, all are kept."""
+
+    keep_last_k: PositiveInt | None = None
+    """Number of newest checkpoints to keep in addition. null: one."""
+
+    metric_name: str | None = None
+    """Metric of the saved step that `keep_top_k` compares, such as `validation/reward`. null: the newest are the best."""
+
     higher_is_better: bool = True
-    async_save: bool = False  # train workers write while the run goes on
-    resume: bool = False  # go on from the newest checkpoint of this run, if there is one
-    export_hf: bool = True  # write the final policy as Hugging Face safetensors
+    """Whether a higher `metric_name` is better."""
+
+    async_save: bool = False
+    """Write checkpoints in the background while the run continues."""
+
+    resume: bool = False
+    """Resume from the newest checkpoint of this run, if there is one."""
+
+    export_hf: bool = True
+    """Write the final policy as Hugging Face safetensors."""
 
 
 class LoggerConfig(Section):
+    """Logs and metrics."""
+
     tensorboard_enabled: bool = True
+    """Write metrics for TensorBoard."""
+
     wandb_enabled: bool = False
+    """Send metrics to Weights & Biases."""
+
     trace_enabled: bool = True
-    nvtx_enabled: bool = False  # names phases, replays and buckets for Nsight Systems and torch.profiler
+    """Write `trace.json`, a timeline of the run for Perfetto."""
+
+    nvtx_enabled: bool = False
+    """Annotate phases, replays and buckets for Nsight Systems and torch.profiler."""
+
     plot_enabled: bool = True
+    """Draw the run's curves at its end."""
+
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Lowest level that is logged."""
 
 
 class ClusterConfig(Section):
-    address: str | None = None  # a running Ray cluster; None: start one on this machine
-    num_cpus: PositiveInt | None = None  # None: what the machine has
+    """The Ray cluster. CPUs, GPUs, memory and directory apply to a cluster that dagrl starts, not to one at `address`."""
+
+    address: str | None = None
+    """Address of a running Ray cluster. null: start Ray on this machine."""
+
+    num_cpus: PositiveInt | None = None
+    """CPUs that Ray offers on this machine. null: all."""
+
     num_gpus: NonNegativeInt | None = None
-    gpus_per_worker: NonNegativeFloat | None = None  # None: 1 where the machine has GPUs, else 0
-    max_workers: PositiveInt | None = None  # None: 8 a CPU core without GPUs, 1 a GPU with them
-    object_store_memory: PositiveInt = 256 << 20  # bytes
+    """GPUs that Ray offers on this machine. null: all."""
+
+    gpus_per_worker: NonNegativeFloat | None = None
+    """GPUs of each worker; a fraction lets workers share one. null: 1 if the machine has GPUs, else 0."""
+
+    max_workers: PositiveInt | None = None
+    """Maximum number of workers. null: one per GPU, or 8 per CPU core on a machine without GPUs."""
+
+    object_store_memory: PositiveInt = 256 << 20
+    """Bytes of Ray's object store."""
+
     temp_dir: PathText | None = None
+    """Ray's directory for sockets and logs. null: `/tmp/ray`."""
 
 
 class TimeoutConfig(Section):
-    """Deadlines in seconds; every wait of a run is one of these."""
+    """Deadlines in seconds. Every wait of a run has one of these."""
 
-    start_s: PositiveFloat = 180.0  # workers built and models loaded
-    compile_s: PositiveFloat = 60.0  # for workers to make ready for a graph, and then for Ray to compile it
-    warmup_s: PositiveFloat = 180.0  # one warm-up replay
+    start_s: PositiveFloat = 180.0
+    """Start the workers and load the model."""
+
+    compile_s: PositiveFloat = 60.0
+    """Prepare the workers for a graph, and again to compile it."""
+
+    warmup_s: PositiveFloat = 180.0
+    """One warm-up replay."""
+
     replay_s: PositiveFloat = 120.0
-    grace_s: PositiveFloat = 30.0  # after a worker raised in a replay, for the others to end it; about what a restart takes
+    """One replay."""
+
+    grace_s: PositiveFloat = 30.0
+    """After a worker raised in a replay: time for the others to end it before they are killed. About as long as a
+    restart."""
+
     collective_s: PositiveFloat = 60.0
+    """One collective operation between workers."""
+
     checkpoint_s: PositiveFloat = 120.0
+    """Save or load a checkpoint."""
+
     teardown_s: PositiveFloat = 8.0
+    """Tear down the graphs; then workers are killed."""
 
     @property
     def replay(self) -> Deadline:
-        """`replay_s`, with its key: also of what workers do between two replays."""
+        """`replay_s` and its key. Also the deadline of work between two replays."""
         return self._deadline("replay_s")
 
     @property
     def checkpoint(self) -> Deadline:
-        """Twice `checkpoint_s`, with its key: the workers' own deadline comes first, and they say what is late."""
+        """Twice `checkpoint_s`, and its key: the workers' own deadline comes first, and their error says what is late."""
         return self._deadline("checkpoint_s").times(2)
 
     def _deadline(self, name: str) -> Deadline:
@@ -224,9 +452,29 @@ class TimeoutConfig(Section):
 
 
 class ExecutorConfig(Section):
-    max_in_flight: PositiveInt = 2
-    arity: int = Field(default=8, ge=2)  # children of a node of the tree that joins results; measured in docs/scaling.md
-    result_bytes: int = Field(default=1 << 20, ge=1 << 14)  # room for a result; inputs are sized from the largest bucket
+    """How phases are executed."""
+
+    engine: Literal["dagrl", "ray"] = "dagrl"
+    """What runs compiled graphs. `dagrl`: our own loop and channels, on the Ray versions listed in docs/runtime.md. `ray`:
+    Ray's loop and channels, unpatched, with the same results and more time per replay; also what runs on any other Ray."""
+
+    fuse_shards: bool = False
+    """Compile the data-parallel shards of a host into one graph. By default each shard has a graph of its own, which
+    replays, fails and is replaced by itself. A fused graph costs less per replay and compiles faster, but fails as a whole.
+    """
+
+    max_in_flight: PositiveInt | dict[str, PositiveInt] = 2
+    """Replays of a phase under way at once; a further one waits for the oldest. A mapping sets it per phase, by the phase's
+    name, and for all others under `default`: `{default: 2, generate: 3}`."""
+
+    overlap_communication: bool = False
+    """Overlap transfers between accelerators with computation, in phases with such edges (`.via("nccl")`)."""
+
+    arity: int = Field(default=8, ge=2)
+    """Children of a node in the tree that joins results; measured in docs/scaling.md."""
+
+    result_bytes: int = Field(default=1 << 20, ge=1 << 14)
+    """Bytes reserved for a result. Inputs are sized by the largest bucket."""
 
 
 def _directory_name(name: str) -> str:
@@ -236,25 +484,70 @@ def _directory_name(name: str) -> str:
 
 
 class Config(Section):
-    name: Annotated[str, AfterValidator(_directory_name)]  # of the run's directory in output_dir
+    """The configuration of a run."""
+
+    name: Annotated[str, AfterValidator(_directory_name)]
+    """Name of the run and of its directory in `output_dir`."""
+
     algorithm: Literal["sft", "grpo"]
+    """The training algorithm."""
+
     seed: Seed = 0
+    """Seed of sampling, and of everything without a seed of its own."""
+
     output_dir: PathText = "runs"
+    """Parent directory of the run's directory."""
+
     executor: Literal["compiled", "eager"] = "compiled"
+    """`compiled`: Ray Compiled Graphs. `eager`: plain actor calls, with the same results."""
+
     fallback: Literal["eager", "error"] = "eager"
-    on_failure: Literal["stop", "restart"] = "stop"  # when a worker raised, died or hung: end, or resume
+    """What to do if a phase cannot be compiled: run it eagerly, or fail."""
+
+    on_failure: Literal["stop", "restart"] = "stop"
+    """After a worker raised, died or hung: end the run, or restart it from the newest checkpoint."""
+
     max_restarts: PositiveInt = 3
+    """Maximum number of restarts."""
+
     executor_cfg: ExecutorConfig = ExecutorConfig()
+    """How phases are executed."""
+
     policy: PolicyConfig
+    """The model, how it trains and how it generates."""
+
     loss_fn: LossConfig = LossConfig()
+    """The GRPO loss."""
+
     grpo: GrpoConfig = GrpoConfig()
-    sft: SftConfig = SftConfig()  # for algorithm grpo: a short SFT phase first, when sft.max_num_steps > 0
+    """The GRPO loop."""
+
+    sft: SftConfig = SftConfig()
+    """Supervised fine-tuning. With algorithm `grpo`: a short SFT first, if `sft.max_num_steps` is not 0."""
+
     data: DataConfig
+    """Training and validation examples."""
+
     reward: RewardConfig = RewardConfig()
+    """The reward function."""
+
     environment: EnvironmentConfig = EnvironmentConfig()
+    """The environment of multi-turn rollouts."""
+
     refit: RefitConfig = RefitConfig()
+    """How weights are sent from train to generation workers."""
+
     phases: PhasesConfig = PhasesConfig()
+    """Import paths of the phases."""
+
     checkpointing: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+
     logger: LoggerConfig = LoggerConfig()
+    """Logs and metrics."""
+
     cluster: ClusterConfig = ClusterConfig()
+    """The Ray cluster."""
+
     timeouts: TimeoutConfig = TimeoutConfig()
+    """Deadlines."""

@@ -1,4 +1,4 @@
-"""What all sections of a configuration are made of: their base class, and the types of values that many have."""
+"""The base class of all configuration sections, and value types that several sections share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import TypeAliasType
 
-# A named alias: pydantic follows a recursive type only through its name.
+# Named, because pydantic resolves a recursive type only through a name.
 Json = TypeAliasType("Json", "str | int | float | bool | list[Json] | dict[str, Json] | None")
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy, torch and vLLM all take
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the range that numpy, torch and vLLM all accept
 
 
 def _without_nul(path: str) -> str:
     if "\0" in path:
-        raise ValueError("a path, which holds no null byte")
+        raise ValueError("a path without null bytes")
     return path
 
 
@@ -23,6 +23,9 @@ PathText = Annotated[str, AfterValidator(_without_nul)]
 
 
 class Section(BaseModel):
-    """Base of every section: unknown keys are errors, values do not change after loading."""
+    """Base of every section. Unknown keys are errors, and values are frozen.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    The string below a field describes its key. It appears in `dagrl config --schema` and in the configuration reference.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -1,4 +1,4 @@
-"""What the configuration alone says: its layouts and widths, and which settings cannot be together, on whatever machine."""
+"""Facts that follow from the configuration alone (layouts, widths), and checks of settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Literal
 
 from dagrl.config import Config, GenerationConfig, MegatronConfig, PolicyConfig, VllmConfig
 from dagrl.errors import ConfigError, LayoutError
-from dagrl.layout import ParallelLayout
+from dagrl.runtime.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises what lies between 0 and this (`_MAX_TEMP` of its sampling_params.py), to keep clear of NaN and infinity."""
+MIN_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this (`_MAX_TEMP` in its sampling_params.py) to avoid NaN and infinity."""
 
 
 def check_settings(config: Config) -> None:
-    """What the configuration alone says that cannot be, on whatever machine. Raises a UserError that says what to change."""
+    """Checks the configuration without looking at the machine. Raises a UserError that says what to change."""
     _check_choices(config)
     _check_batches(config)
     _check_rates(config)
@@ -29,10 +29,11 @@ def check_settings(config: Config) -> None:
     _check_colocated(config)
     _check_shared_gpus(config)
     _check_cuda_graphs(config)
+    _check_communication(config)
 
 
 def layouts(config: Config) -> dict[str, ParallelLayout]:
-    """The layout of each worker group that the run starts."""
+    """Returns the layout of each worker group that the run starts."""
     groups = {"train": _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
     if config.algorithm == "grpo":
         groups["generation"] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
@@ -47,20 +48,20 @@ def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:
 
 
 def generation_config(config: Config) -> GenerationConfig:
-    """`policy.generation`, which algorithm `grpo` needs."""
+    """Returns `policy.generation`. Raises ConfigError if it is missing."""
     if config.policy.generation is None:
-        raise ConfigError("algorithm is 'grpo', but policy.generation is missing; add it, `policy.generation: {}` is enough")
+        raise ConfigError("policy.generation is missing; algorithm 'grpo' needs it. Add `policy.generation: {}` or more")
     return config.policy.generation
 
 
 def generation_dtype(config: Config) -> str:
-    """The dtype of what generation workers do not hold in FP8."""
+    """Returns the dtype of the generation workers' weights that are not in FP8."""
     precision = generation_config(config).vllm_cfg.precision
     return "bfloat16" if precision == "fp8" else precision or config.policy.precision
 
 
 def has_fp8_kv_cache(config: Config) -> bool:
-    """Whether generation's KV cache is in FP8: its scales are calibrated on the train workers, and refits carry them."""
+    """Whether generation's KV cache is in FP8. Train workers then calibrate its scales, and refits send them."""
     generation = config.policy.generation
     return generation is not None and generation.vllm_cfg.kv_cache_dtype == "fp8"
 
@@ -71,18 +72,24 @@ def is_colocated(config: Config) -> bool:
     return config.algorithm == "grpo" and generation is not None and generation.colocated.enabled
 
 
+def device_count(config: Config) -> int:
+    """GPUs of a run, or workers if there are no GPUs. Colocated roles share theirs."""
+    sizes = [layout.world_size for layout in layouts(config).values()]
+    return max(sizes) if is_colocated(config) else sum(sizes)
+
+
 def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
     """Token widths that phases are warmed up at, ascending."""
     return tuple(sorted(set(policy.sequence_buckets))) or (policy.max_total_sequence_length,)
 
 
 def width_key(policy: PolicyConfig) -> str:
-    """The key that says how long a sequence may be (`bucket_widths`)."""
+    """Returns the key that limits the length of a sequence (see `bucket_widths`)."""
     return "policy.sequence_buckets" if policy.sequence_buckets else "policy.max_total_sequence_length"
 
 
 def samples_per_step(config: Config) -> int:
-    """Of a batch of GRPO: prompts times generations."""
+    """Returns the samples of a GRPO batch: prompts times generations."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 
@@ -95,28 +102,33 @@ def _check_choices(config: Config) -> None:
     if widest > policy.max_total_sequence_length:
         raise ConfigError(
             f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length "
-            f"{policy.max_total_sequence_length}; raise the latter or drop the bucket"
+            f"{policy.max_total_sequence_length}; raise the limit or drop the bucket"
         )
     _check_microbatches(policy, widest)
     if config.algorithm == "grpo":
-        new, length = generation_config(config).max_new_tokens, generation_config(config).vllm_cfg.max_model_len
-        if new >= widest:
-            raise ConfigError(
-                f"policy.generation.max_new_tokens is {new}, which leaves no room for a prompt in the largest bucket, "
-                f"{widest} tokens; lower it, or raise {width_key(policy)}"
-            )
-        if length is not None and length < widest:
-            raise ConfigError(
-                f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket, {widest} tokens"
-            )
+        _check_lengths(generation_config(config), widest, width_key(policy))
         _check_temperature(generation_config(config).temperature)
 
 
-def _check_temperature(temperature: float) -> None:
-    if 0 < temperature < LEAST_TEMPERATURE:
+def _check_lengths(generation: GenerationConfig, widest: int, key: str) -> None:
+    new, length = generation.max_new_tokens, generation.vllm_cfg.max_model_len
+    if new >= widest:
         raise ConfigError(
-            f"policy.generation.temperature is {temperature:g}, and vLLM raises it to {LEAST_TEMPERATURE:g}, so that train "
-            f"workers would compute other log-probabilities; set it to 0 (greedy), or to {LEAST_TEMPERATURE:g} or more"
+            f"policy.generation.max_new_tokens is {new}, but the largest bucket has {widest} tokens: no room for a "
+            f"prompt. Lower it, or raise {key}"
+        )
+    if length is not None and length < widest:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket of {widest} tokens; "
+            f"raise it, or lower {key}"
+        )
+
+
+def _check_temperature(temperature: float) -> None:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"policy.generation.temperature is {temperature:g}, which vLLM raises to {MIN_TEMPERATURE:g}: log-probabilities "
+            f"of train workers would not match. Set it to 0 (greedy), or to {MIN_TEMPERATURE:g} or more"
         )
 
 
@@ -131,8 +143,8 @@ def _check_microbatches(policy: PolicyConfig, widest: int) -> None:
         tokens = policy.microbatch_tokens(purpose)
         if tokens < widest:
             raise ConfigError(
-                f"policy.sequence_packing.{purpose}_mb_tokens is {tokens}, less than the largest bucket, {widest} tokens, "
-                f"and a sequence is never cut; set it to {widest} or more"
+                f"policy.sequence_packing.{purpose}_mb_tokens is {tokens}, less than the largest bucket of {widest} tokens; "
+                f"set it to {widest} or more, as sequences are not split"
             )
 
 
@@ -141,30 +153,30 @@ def _check_batches(config: Config) -> None:
     if size % dp:
         raise LayoutError(
             f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
-            f"choose {size // dp * dp or dp} or {-(-size // dp) * dp} sequences, or another data_parallel_size"
+            f"set it to {size // dp * dp or dp} or {-(-size // dp) * dp}, or change data_parallel_size"
         )
     samples = samples_per_step(config)
     if config.algorithm == "grpo" and samples % size:
         raise LayoutError(
             f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x num_generations_per_prompt "
-            f"{config.grpo.num_generations_per_prompt} = {samples} samples are not divisible into optimizer steps of "
-            f"policy.train_global_batch_size {size}; choose a divisor of {samples}"
+            f"{config.grpo.num_generations_per_prompt} = {samples} samples, not a multiple of "
+            f"policy.train_global_batch_size {size}; set that to a divisor of {samples}"
         )
 
 
 def _check_rates(config: Config) -> None:
-    """The schedule warms up to `optimizer.lr`; `sft.lr`, constant, is beside it."""
+    """Checks that the schedule rises to `optimizer.lr` and falls from it. `sft.lr` is constant and not part of it."""
     megatron = config.policy.megatron_cfg
     start, rate = megatron.scheduler.lr_warmup_init, megatron.optimizer.lr
     if start > rate:
         raise ConfigError(
             f"policy.megatron_cfg.scheduler.lr_warmup_init is {start:g}, above policy.megatron_cfg.optimizer.lr {rate:g}, "
-            "which the warm-up leads to; set it to that or less"
+            f"where the warm-up ends; set it to {rate:g} or less"
         )
     if megatron.optimizer.min_lr > rate:
         raise ConfigError(
-            f"policy.megatron_cfg.optimizer.min_lr is {megatron.optimizer.min_lr:g}, above lr {rate:g}, from which the "
-            "schedule falls to it; set it to that or less"
+            f"policy.megatron_cfg.optimizer.min_lr is {megatron.optimizer.min_lr:g}, above lr {rate:g}, where the decay "
+            f"starts; set it to {rate:g} or less"
         )
 
 
@@ -172,103 +184,102 @@ def _check_functions(config: Config) -> None:
     for name, section in (("reward", config.reward), ("environment", config.environment)):
         if section.call_timeout_s is not None and section.call_timeout_s < section.timeout_s:
             raise ConfigError(
-                f"{name}.call_timeout_s is {section.call_timeout_s:g} s, and {name}.timeout_s {section.timeout_s:g} s "
-                f"of one answer, which is more; set it to a multiple of {section.timeout_s:g}, or leave it out"
+                f"{name}.call_timeout_s is {section.call_timeout_s:g} s, less than {name}.timeout_s {section.timeout_s:g} s "
+                f"of a single answer; set it to a multiple of {section.timeout_s:g}, or leave it out"
             )
 
 
 def _check_truncation(config: Config) -> None:
-    """The bounds of importance weights need an upper one, and weights to bound."""
+    """Checks that bounds of importance weights include an upper bound, and that there are weights to bound."""
     loss = config.loss_fn
     if loss.truncated_importance_sampling_ratio is None:
         if loss.truncated_importance_sampling_type != "tis" or loss.truncated_importance_sampling_ratio_min is not None:
             raise ConfigError(
-                "loss_fn.truncated_importance_sampling_type or _ratio_min is set, but truncated_importance_sampling_ratio, "
-                "the upper bound, is not; set it (2 is usual), or leave all three out"
+                "loss_fn.truncated_importance_sampling_type or _ratio_min is set without the upper bound, "
+                "loss_fn.truncated_importance_sampling_ratio; set it (2 is usual), or leave all three out"
             )
     elif not loss.use_importance_sampling_correction:
         raise ConfigError(
-            "loss_fn.truncated_importance_sampling_ratio bounds a correction that is off; set "
+            "loss_fn.truncated_importance_sampling_ratio is set, but the correction that it bounds is off; set "
             "loss_fn.use_importance_sampling_correction=true, or leave the bound out"
         )
 
 
 def _warn_of_cut_sampling(config: Config) -> None:
-    """Log-probabilities of a cut distribution cannot be compared with the train workers'."""
+    """Warns if top-p or top-k make log-probabilities of generation incomparable with those of the train workers."""
     if config.algorithm != "grpo" or not config.loss_fn.use_importance_sampling_correction:
         return
     generation = generation_config(config)
     if generation.top_p < 1 or (generation.top_k or 0) > 0:
         logger.warning(
-            "policy.generation.top_p %g or top_k %s cuts the distribution that is sampled from, and the log-probabilities "
-            "kept are of what is left; the train workers' are of the whole. The weights of "
-            "loss_fn.use_importance_sampling_correction are then too small for every token: set top_p=1 and top_k=null",
+            "policy.generation.top_p %g or top_k %s truncates the sampling distribution. Generation's log-probabilities are "
+            "of the truncated distribution, the train workers' of the whole, so the weights of "
+            "loss_fn.use_importance_sampling_correction are too small for every token. Set top_p=1 and top_k=null",
             generation.top_p,
             generation.top_k,
         )
 
 
 def _check_async(config: Config) -> None:
-    """Settings of asynchronous training that contradict each other, or that cost more than they bring."""
+    """Checks asynchronous training for contradictions, and warns of settings that cost more than they bring."""
     settings = config.grpo.async_grpo
     if config.algorithm != "grpo" or not settings.enabled:
         return
     if settings.recompute_kv_cache_after_weight_updates and not settings.in_flight_weight_updates:
         raise ConfigError(
-            "grpo.async_grpo.recompute_kv_cache_after_weight_updates is true, but without in_flight_weight_updates no "
-            "request runs during an update; set in_flight_weight_updates=true, or drop it"
+            "grpo.async_grpo.recompute_kv_cache_after_weight_updates is true, but no request runs during an update; set "
+            "in_flight_weight_updates=true, or leave it out"
         )
     if settings.max_trajectory_age_steps > 1 and not settings.in_flight_weight_updates:
         logger.warning(
-            "grpo.async_grpo.max_trajectory_age_steps is %d without in_flight_weight_updates: every update then waits until "
-            "all running requests have finished, so that ages above 1 make samples older and little faster; set "
+            "grpo.async_grpo.max_trajectory_age_steps is %d without in_flight_weight_updates: every update waits until all "
+            "running requests finish, so ages above 1 make samples older and steps hardly faster. Set "
             "in_flight_weight_updates=true, or max_trajectory_age_steps=1",
             settings.max_trajectory_age_steps,
         )
     if settings.max_trajectory_age_steps and not config.loss_fn.use_importance_sampling_correction:
         logger.warning(
-            "grpo.async_grpo trains on samples of older policies, but loss_fn.use_importance_sampling_correction is false: "
-            "the gradient is biased; set it to true, with loss_fn.truncated_importance_sampling_ratio=2 for example"
+            "grpo.async_grpo trains on samples of older policies, but loss_fn.use_importance_sampling_correction is false, "
+            "which biases the gradient. Set it to true, with loss_fn.truncated_importance_sampling_ratio=2 for example"
         )
 
 
 def _check_on_policy(config: Config) -> None:
-    """What `loss_fn.force_on_policy_ratio` needs: the weights that a batch is trained from are those of its one step."""
+    """Checks that `loss_fn.force_on_policy_ratio` has one optimizer step per batch, so that ratios are 1."""
     if config.algorithm != "grpo" or not config.loss_fn.force_on_policy_ratio:
         return
-    _check_one_step(config, "loss_fn.force_on_policy_ratio", "after the first, ratios are not 1")
+    _check_one_step(config, "loss_fn.force_on_policy_ratio", "after the first step, ratios are not 1")
     if config.loss_fn.truncated_importance_sampling_type == "seq-mask-tis":
         raise ConfigError(
-            "loss_fn.force_on_policy_ratio is true, and loss_fn.truncated_importance_sampling_type is 'seq-mask-tis', which "
-            "needs the log-probabilities of whole sequences before the step; choose tis or icepop, or "
-            "force_on_policy_ratio=false"
+            "loss_fn.force_on_policy_ratio is true, but loss_fn.truncated_importance_sampling_type 'seq-mask-tis' needs "
+            "log-probabilities of whole sequences before the step; choose tis or icepop, or set force_on_policy_ratio=false"
         )
 
 
 def _check_overlap(config: Config) -> None:
-    """What `grpo.overlap_training` needs: rows that can be trained on before the batch is whole, in any order."""
+    """Checks that `grpo.overlap_training` can train on rows before the batch is complete, in any order."""
     if config.algorithm != "grpo" or not config.grpo.overlap_training:
         return
     if not config.grpo.overlap_logprobs:
         raise ConfigError(
-            "grpo.overlap_training is true, but grpo.overlap_logprobs is false: gradients need the log-probabilities of "
-            "their rows first; set both to true"
+            "grpo.overlap_training is true, but grpo.overlap_logprobs is false: the gradients of a row need its "
+            "log-probabilities. Set both to true"
         )
-    _check_one_step(config, "grpo.overlap_training", "the first would change the weights while the batch is generated")
+    _check_one_step(config, "grpo.overlap_training", "the first step would change the weights during generation")
     if config.grpo.num_prompts_per_step == 1:
         raise ConfigError(
-            "grpo.overlap_training is true, but grpo.num_prompts_per_step is 1: a batch of one group has nothing to train "
-            "on before it is whole; set overlap_training=false, or take more prompts a step"
+            "grpo.overlap_training is true, but grpo.num_prompts_per_step is 1: there is nothing to train on before the "
+            "batch is complete. Set overlap_training=false, or take more prompts per step"
         )
     if config.reward.shuffle:
         raise ConfigError(
-            "grpo.overlap_training and reward.shuffle are both true: rewards are shuffled over the whole batch, so that no "
-            "advantage is known before it is there; set one to false"
+            "grpo.overlap_training and reward.shuffle are both true: rewards shuffled over the batch are not known until it "
+            "is complete. Set one to false"
         )
 
 
 def _check_one_step(config: Config, option: str, why: str) -> None:
-    """That a batch of GRPO has one optimizer step, as the `option` that is on needs."""
+    """Raises ConfigError if a GRPO batch has several optimizer steps, which the enabled `option` rules out."""
     samples, size = samples_per_step(config), config.policy.train_global_batch_size
     if size != samples:
         raise ConfigError(
@@ -280,57 +291,79 @@ def _check_one_step(config: Config, option: str, why: str) -> None:
 def _check_colocated(config: Config) -> None:
     if is_colocated(config) and config.grpo.async_grpo.enabled:
         raise ConfigError(
-            "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true: asynchronous training generates "
-            "and trains at the same time, while colocated workers take turns on their GPUs; set one of them to false"
+            "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true, but colocated workers take "
+            "turns on their GPUs; set one to false"
         )
     if is_colocated(config) and config.grpo.overlap_logprobs:
         raise ConfigError(
-            "policy.generation.colocated.enabled and grpo.overlap_logprobs are both true: log-probabilities would be "
-            "computed while sequences are generated, but colocated workers take turns on their GPUs; set one to false"
+            "policy.generation.colocated.enabled and grpo.overlap_logprobs are both true, but colocated workers take turns "
+            "on their GPUs; set one to false"
         )
     kept = config.policy.reference_weights == "device" and config.loss_fn.reference_policy_kl_penalty > 0
     if is_colocated(config) and kept:
         raise ConfigError(
-            "policy.generation.colocated.enabled is true and policy.reference_weights is 'device': the reference policy's "
-            "weights would stay on the GPU while generation has it; set policy.reference_weights to host"
+            "policy.generation.colocated.enabled is true, but policy.reference_weights is 'device', which keeps the "
+            "reference policy on the GPU during generation; set policy.reference_weights to host"
         )
 
 
 def _check_shared_gpus(config: Config) -> None:
-    """Workers of one group need a GPU each: NCCL does not connect two processes on one."""
+    """Checks that workers of one group have a GPU each: NCCL cannot connect two processes on one GPU."""
     share = config.cluster.gpus_per_worker
     for role, layout in layouts(config).items() if share is not None and 0 < share < 1 else ():
         if layout.world_size > 1:
             raise LayoutError(
-                f"cluster.gpus_per_worker is {share:g}, so that several of the {layout.world_size} {role} workers "
+                f"cluster.gpus_per_worker is {share:g}, so several of the {layout.world_size} {role} workers "
                 f"({layout.describe()}) share a GPU, where NCCL cannot connect them; set it to 1, or use one {role} worker"
             )
 
 
+def _check_communication(config: Config) -> None:
+    """Checks that the requested overlap of communication and computation is possible."""
+    megatron = config.policy.megatron_cfg
+    ddp, key = megatron.distributed_data_parallel_config, "policy.megatron_cfg.distributed_data_parallel_config"
+    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and megatron.optimizer.use_distributed_optimizer):
+        raise ConfigError(
+            f"{key}.overlap_param_gather is true, which needs {key}.overlap_grad_reduce=true and "
+            "policy.megatron_cfg.optimizer.use_distributed_optimizer=true; set both, or set overlap_param_gather=false"
+        )
+    if ddp.overlap_grad_reduce and megatron.cuda_graphs:
+        raise ConfigError(
+            f"{key}.overlap_grad_reduce and policy.megatron_cfg.cuda_graphs are both true: a replayed backward pass cannot "
+            "start reductions. Set one to false"
+        )
+    if megatron.tp_comm_overlap:
+        raise ConfigError(
+            "policy.megatron_cfg.tp_comm_overlap is true, which needs Transformer Engine's linear layers. Train workers "
+            "build Megatron's local layers, which always overlap the reduction of input gradients with weight gradients. "
+            "Set tp_comm_overlap=false"
+        )
+
+
 def _check_cuda_graphs(config: Config) -> None:
-    """What a recording of a microbatch's passes cannot have in it."""
+    """Checks that a microbatch's forward and backward pass can be captured as CUDA graphs."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     if not megatron.cuda_graphs:
         return
     option = "policy.megatron_cfg.cuda_graphs is true"
     if megatron.layout.pp > 1:
         raise ConfigError(
-            f"{option}, and pipeline_model_parallel_size is {megatron.layout.pp}: a graph replays one microbatch at a time, "
-            "while a pipeline has several on their way; set cuda_graphs=false, or pipeline_model_parallel_size=1"
+            f"{option}, but pipeline_model_parallel_size is {megatron.layout.pp}: a pipeline has several microbatches in "
+            "flight, a graph replays one. Set cuda_graphs=false, or pipeline_model_parallel_size=1"
         )
     if megatron.activation_checkpointing:
         raise ConfigError(
-            f"{option}, and so is activation_checkpointing, which looks at the random generator's state, as nothing in a "
-            "graph may; set one to false"
+            f"{option}, and so is activation_checkpointing, which reads the random generator's state: a graph cannot "
+            "capture that. Set one to false"
         )
     if is_colocated(config):
         raise ConfigError(
-            f"{option}, and so is policy.generation.colocated.enabled: weights come back at other addresses in every step, "
-            "and graphs would be recorded anew each time; set one to false"
+            f"{option}, and so is policy.generation.colocated.enabled: weights return at other addresses in every step, and "
+            "graphs would have to be captured again each time. Set one to false"
         )
-    cut = policy.sequence_packing.enabled or megatron.layout.cp > 1
-    if cut and policy.precision != "bfloat16":
+    varlen = policy.sequence_packing.enabled or megatron.layout.cp > 1
+    if varlen and policy.precision != "bfloat16":
         raise ConfigError(
-            f"{option}, policy.precision is {policy.precision!r}, and sequences are packed or cut: their attention is one "
-            "kernel in bfloat16 alone; set policy.precision=bfloat16, or cuda_graphs=false"
+            f"{option} and policy.precision is {policy.precision!r}, but with sequence packing or context parallelism "
+            "attention is one kernel in bfloat16 only; set policy.precision=bfloat16, or cuda_graphs=false"
         )

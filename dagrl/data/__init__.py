@@ -1,4 +1,4 @@
-"""Data: what a run learns from, the order it is drawn in, and its tokens."""
+"""Data: examples, the order in which a run draws them, and their tokens."""
 
 from dagrl.data.examples import Example, Message, Splits, load_splits, read_examples, read_jsonl
 from dagrl.data.sampler import Sampler

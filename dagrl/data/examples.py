@@ -1,9 +1,9 @@
-"""Examples from JSONL files, Hugging Face datasets or a task: reading and splitting.
+"""Reads and splits examples from JSONL files, Hugging Face datasets or a task.
 
-A line of a file is `{"prompt": ..., "response": ...}` (other names: `data.prompt_key`, `data.response_key`) or
-`{"messages": [{"role": ..., "content": ...}, ...]}`, with `tools` beside them if there are; the rows of a dataset
-(`dagrl.data.hugging_face`) have the same columns. What else a message has (`tool_calls`, `reasoning_content`) goes to the
-chat template; an assistant's turn of `weight` 0 is not learned. Errors name the file and the line or row.
+A line of a file is `{"prompt": ..., "response": ...}` (keys: `data.prompt_key`, `data.response_key`) or
+`{"messages": [{"role": ..., "content": ...}, ...]}` with optional `tools`. Rows of a dataset (`dagrl.data.hugging_face`)
+have the same columns. Further keys of a message (`tool_calls`, `reasoning_content`) are passed to the chat template. An
+assistant turn with `weight` 0 is not learned. Errors name the file and the line or row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dagrl.imports import load_callable, running
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation; `more` is what the chat template gets beside role and content.
+    """One turn of a conversation. `more` holds further keys for the chat template.
 
-    A turn of `tool_calls` may have no content. SFT learns no assistant's turn that is not `learned`.
+    A turn with `tool_calls` may have no content. SFT learns the assistant turns that are `learned`.
     """
 
     role: str
@@ -38,10 +38,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and the response to learn (SFT) or to compare with (GRPO); `source` says where it came from.
+    """A prompt and the response to learn (SFT) or to compare with (GRPO). `source` names its file and line, or row.
 
-    A conversation has `messages`, which end with an assistant turn; `prompt` is then empty and `response` is that turn's
-    content. `tools` are those that its chat template describes.
+    A conversation has `messages`, which end with an assistant turn. Its `prompt` is empty and its `response` is the content
+    of that turn. `tools` are passed to the chat template.
     """
 
     prompt: str
@@ -53,7 +53,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """`demonstrations` are for SFT, `train` for GRPO prompts, `validation` is held out from both."""
+    """`demonstrations` are for SFT, `train` is for GRPO, and `validation` is held out from both."""
 
     demonstrations: tuple[Example, ...]
     train: tuple[Example, ...]
@@ -61,18 +61,18 @@ class Splits:
 
 
 def load_splits(config: DataConfig) -> Splits:
-    """The examples that `data.path` or `data.task` names. Raises DataError or ConfigError before anything is started."""
+    """Loads the examples of `data.path` or `data.task`. Raises DataError or ConfigError."""
     if (config.path is None) == (config.task is None):
         found = "neither" if config.path is None else "both"
-        raise ConfigError(f"data.path and data.task: found {found}; set one, a file, a dataset or a task's import path")
+        raise ConfigError(f"data.path and data.task: found {found}; set one of them")
     splits = _load_task(config) if config.task is not None else _load_files(config)
     if not splits.demonstrations or not splits.train:
-        raise DataError(f"data.task {config.task!r} made no examples to train on; check data.task_args")
+        raise DataError(f"data.task {config.task!r} returned no examples to train on; check data.task_args")
     return splits
 
 
 def read_examples(path: str | Path, split: str, config: DataConfig) -> list[Example]:
-    """The examples of a JSONL file, or of a dataset and its split. Raises DataError with where it found what is wrong."""
+    """Reads a JSONL file, or a split of a dataset. Raises DataError that names the line or row."""
     if not is_dataset(path):
         return read_jsonl(path, config)
     examples = [_example_of(dict(row), source, config) for source, row in read_rows(path, split, config.subset)]
@@ -82,15 +82,15 @@ def read_examples(path: str | Path, split: str, config: DataConfig) -> list[Exam
 
 
 def read_jsonl(path: str | Path, config: DataConfig) -> list[Example]:
-    """The examples of a file. Raises DataError with file and line for a line that cannot be used, or for an empty file."""
+    """Reads a JSONL file. Raises DataError with file and line for an invalid line, or if the file is empty."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise DataError(f"the data file {str(path)!r} cannot be read: {error.strerror} (from {Path.cwd()})") from error
+        raise DataError(f"cannot read the data file {str(path)!r} (in {Path.cwd()}): {error.strerror}") from error
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise DataError(f"the data file {str(path)!r} is empty; expected one JSON object on each line")
+        raise DataError(f"the data file {str(path)!r} is empty; expected: one JSON object per line")
     return [_example(line, f"{path}, line {number}", config) for number, line in enumerate(lines, start=1)]
 
 
@@ -106,7 +106,7 @@ def _load_files(config: DataConfig) -> Splits:
 
 
 def _check_split_names(config: DataConfig, path: str) -> None:
-    """That what names a part of a dataset is of one that has parts; elsewhere it would change nothing, unseen."""
+    """Raises ConfigError for a split or subset of data without any, as it would silently change nothing."""
     held_out = config.val_path or path
     everywhere = [path] if config.val_path is None else [path, config.val_path]
     named = (
@@ -114,7 +114,7 @@ def _check_split_names(config: DataConfig, path: str) -> None:
             "val_split",
             config.val_split,
             [held_out],
-            "name a file of examples for validation in data.val_path, or leave it out",
+            "set data.val_path to a file for validation, or leave it out",
         ),
         ("split", config.split if config.split != DataConfig().split else None, everywhere, "leave it out"),
         ("subset", config.subset, everywhere, "leave it out"),
@@ -122,18 +122,18 @@ def _check_split_names(config: DataConfig, path: str) -> None:
     for key, name, paths, advice in named:
         if name is not None and not any(map(has_splits, paths)):
             raise ConfigError(
-                f"data.{key} is {name!r}, but {' and '.join(map(repr, paths))} has no splits or subsets, as JSONL "
-                f"and single files of a dataset have none; {advice}"
+                f"data.{key} is {name!r}, but {' and '.join(map(repr, paths))} has no splits or subsets (JSONL and single "
+                f"files have none); {advice}"
             )
 
 
 def _hold_out(examples: list[Example], config: DataConfig) -> tuple[list[Example], list[Example]]:
-    """A seeded `val_fraction` of the examples, at least one unless the fraction is 0, is taken out for validation."""
+    """Splits off a seeded `val_fraction` of the examples for validation: at least one, unless the fraction is 0."""
     count = max(1, round(len(examples) * config.val_fraction)) if config.val_fraction else 0
     if count >= len(examples):
         raise DataError(
-            f"{config.path} has {len(examples)} example(s), and data.val_fraction {config.val_fraction} holds out {count}; "
-            "give more examples, a data.val_path, or data.val_fraction=0"
+            f"{config.path} has {len(examples)} example(s), but data.val_fraction {config.val_fraction} holds out {count}; "
+            "add examples, or set data.val_path or data.val_fraction=0"
         )
     order = np.random.default_rng(config.seed).permutation(len(examples)).tolist()
     held_out = sorted(order[:count])
@@ -147,7 +147,7 @@ def _load_task(config: DataConfig) -> Splits:
     with running(cast(str, config.task), "data.task"):
         try:
             splits = task(**config.task_args)
-        except ValueError as error:  # what tasks say of their arguments
+        except ValueError as error:  # invalid arguments
             raise ConfigError(f"data.task {config.task} with {config.task_args}: {error}") from error
     if not isinstance(splits, Splits):
         raise ConfigError(f"data.task {config.task} returned {type(splits).__name__}; expected: dagrl.data.Splits")
@@ -158,7 +158,7 @@ def _load_task(config: DataConfig) -> Splits:
 def _check_arguments(task: Callable[..., object], config: DataConfig) -> None:
     try:
         signature = inspect.signature(task)
-    except ValueError:  # some of what is written in C does not tell its parameters
+    except ValueError:  # some C functions have no signature
         return
     try:
         signature.bind(**config.task_args)
@@ -168,7 +168,7 @@ def _check_arguments(task: Callable[..., object], config: DataConfig) -> None:
 
 
 def _check_made(splits: Splits, config: DataConfig) -> None:
-    """That a task's splits hold examples, and these text: nothing but the task has looked at them."""
+    """Raises ConfigError or DataError unless a task's splits contain examples, and these valid text."""
     for split in fields(splits):
         made: object = getattr(splits, split.name)
         if not isinstance(made, tuple | list):
@@ -192,11 +192,11 @@ def _check_made(splits: Splits, config: DataConfig) -> None:
 def _example(line: bytes, source: str, config: DataConfig) -> Example:
     try:
         content = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or more brackets in brackets than can be read
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         shown = line[:60].decode(errors="replace")
-        raise DataError(f"{source}: not JSON ({error}); found {shown!r}") from error
+        raise DataError(f"{source}: not valid JSON ({error}); found {shown!r}") from error
     if not isinstance(content, dict):
-        raise DataError(f"{source}: found a JSON {type(content).__name__}; expected an object")
+        raise DataError(f"{source}: found a JSON {type(content).__name__}; expected: an object")
     return _example_of(content, source, config)
 
 
@@ -211,52 +211,52 @@ def _example_of(content: Mapping[str, Json], source: str, config: DataConfig) ->
 def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:
     if key not in content:
         found = ", ".join(map(repr, content)) or "nothing"
-        raise DataError(f"{source}: no key {key!r}; found {found}. Set {option} to the name that the file uses")
+        raise DataError(f"{source}: no key {key!r}; found {found}. Set {option} to the key of the file")
     text = _require_text(content[key], f"{source}: {key!r}")
     if not text.strip():
-        raise DataError(f"{source}: {key!r} is empty; expected text")
+        raise DataError(f"{source}: {key!r} is empty; expected: text")
     return text
 
 
 def _require_text(text: object, what: str) -> str:
-    """Text that has an encoding: JSON and Python allow halves of surrogate pairs, which are no characters."""
+    """Returns text that UTF-8 can encode. JSON and Python also allow halves of surrogate pairs."""
     if not isinstance(text, str):
-        raise DataError(f"{what} is {text!r:.60}; expected text")
+        raise DataError(f"{what} is {text!r:.60}; expected: text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         found = f"\\u{ord(text[error.start]):04x}"
         raise DataError(
-            f"{what} has half of a surrogate pair, {found}, at character {error.start}; expected: text that UTF-8 can hold. "
-            "Write the whole character, or remove the example"
+            f"{what} has half of a surrogate pair, {found}, at character {error.start}; expected: text that UTF-8 can "
+            "encode. Fix the character, or remove the example"
         ) from error
     return text
 
 
 def _conversation(turns: Json, source: str, key: str) -> Example:
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{source}: {key!r} is {turns!r:.60}; expected a list of messages with 'role' and 'content'")
+        raise DataError(f"{source}: {key!r} is {turns!r:.60}; expected: a list of messages with 'role' and 'content'")
     messages = tuple(_message(turn, f"{source}: message {number} of {key!r}") for number, turn in enumerate(turns, start=1))
     if messages[-1].role != "assistant" or len(messages) < 2:
         roles = ", ".join(message.role for message in messages)
         raise DataError(
-            f"{source}: {key!r} has the roles {roles}; expected a conversation that ends with an assistant's turn"
+            f"{source}: {key!r} has the roles {roles}; expected: a conversation that ends with an assistant turn"
         )
     return Example("", messages[-1].content or "", messages, source)
 
 
 def _message(turn: Json, source: str) -> Message:
     if not isinstance(turn, dict):
-        raise DataError(f"{source} is {turn!r:.60}; expected an object with 'role' and 'content'")
+        raise DataError(f"{source} is {turn!r:.60}; expected: an object with 'role' and 'content'")
     role, content, weight = turn.get("role"), turn.get("content"), turn.get("weight")
     more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight") and value is not None}
     silent = content in (None, "") and bool(more.get("tool_calls"))
     if not isinstance(role, str) or not (silent or (isinstance(content, str) and content.strip())):
         raise DataError(
-            f"{source} is {turn!r:.80}; expected texts 'role' and 'content' that are not empty (or 'tool_calls')"
+            f"{source} is {turn!r:.80}; expected: non-empty text in 'role', and in 'content' unless there are 'tool_calls'"
         )
     if role == "assistant" and weight not in (None, 0, 1):
-        raise DataError(f"{source} has the weight {weight!r:.60}; expected 1, or 0 for a turn that is not to be learned")
+        raise DataError(f"{source} has the weight {weight!r:.60}; expected: 1, or 0 for a turn that is not learned")
     _require_text(role, f"{source}: 'role'")
     content = None if content is None else _require_text(content, f"{source}: 'content'")
     _require_all_text(more, source)
@@ -264,18 +264,20 @@ def _message(turn: Json, source: str) -> Message:
 
 
 def _tools(tools: Json, source: str) -> tuple[Json, ...]:
-    """A list, or JSON of one, as tables have it whose rows have tools of various kinds."""
+    """Parses tools: a list, or its JSON text, as in tables whose rows have different tools."""
     if isinstance(tools, str):
         try:
             tools = cast(Json, json.loads(tools))
         except ValueError as error:
-            raise DataError(f"{source}: 'tools' is {tools!r:.60}, which is not JSON ({error}); expected a list") from error
+            raise DataError(
+                f"{source}: 'tools' is {tools!r:.60}, which is not valid JSON ({error}); expected: a list"
+            ) from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{source}: 'tools' is {tools!r:.60}; expected a list of objects")
+        raise DataError(f"{source}: 'tools' is {tools!r:.60}; expected: a list of objects")
     _require_all_text(tools, f"{source}: 'tools'")
     return tuple(tools or ())
 
 
 def _require_all_text(value: object, what: str) -> None:
-    """`_require_text` of all texts in `value`."""
+    """Applies `_require_text` to all text in `value`."""
     _require_text(json.dumps(value, ensure_ascii=False, default=str), what)

@@ -1,4 +1,4 @@
-"""An order over the examples of a run, whose position can be saved and restored."""
+"""The order in which a run draws its examples."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from dagrl.errors import CheckpointError, DataError
 
 
 class Sampler:
-    """An endless order over `count` examples, shuffled anew each epoch, whose position can be saved and restored.
+    """An endless order over `count` examples, shuffled in every epoch, whose position can be saved and restored.
 
-    `digest` (`dagrl.data.tokenization.digest_of`) tells the examples from others that are as many: a position is of no
-    others.
+    `digest` (`dagrl.data.tokenization.digest_of`) identifies the examples: a position is valid only for the same ones.
     """
 
     def __init__(self, count: int, seed: int = 0, shuffle: bool = True, digest: str = "") -> None:
         if count < 1:
-            raise DataError("there are no examples to draw from")
+            raise DataError("no examples to draw from; check data.path or data.task")
         self._count = count
         self._seed = seed
         self._shuffle = shuffle
@@ -30,7 +29,7 @@ class Sampler:
         self._order = self._permutation()
 
     def take(self, number: int) -> list[int]:
-        """Positions of the next `number` examples; goes on into the next epoch where one ends."""
+        """Returns the indices of the next `number` examples, continuing into the next epoch."""
         taken: list[int] = []
         while len(taken) < number:
             if self._position == self._count:
@@ -42,25 +41,25 @@ class Sampler:
         return taken
 
     def state(self) -> dict[str, Json]:
-        """What `restore` needs to go on from here."""
+        """Returns the position for `restore`."""
         return {**self._order_of(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Go on where `state` was taken. Raises CheckpointError when it is of other data or another order."""
+        """Continues from a saved position. Raises CheckpointError if its data or order differ."""
         expected = self._order_of()
         found = {name: state.get(name) for name in expected}
         if found != expected:
             others = {**found, "digest": expected["digest"]} == expected
             raise CheckpointError(
-                f"the data position was saved with {found}, this run has {expected}; "
-                + ("the examples are as many, but their tokens, loss masks, references or order differ; " if others else "")
-                + "use the same data, data.seed and data.shuffle, and the same tokenizer and chat template"
+                f"the data position was saved with {found}, but this run has {expected}; "
+                + ("tokens, loss masks, references or order of the examples differ; " if others else "")
+                + "use the same data, data.seed, data.shuffle, tokenizer and chat template"
             )
         self._epoch, self._position = cast(int, state["epoch"]), cast(int, state["position"])
         self._order = self._permutation()
 
     def _order_of(self) -> dict[str, Json]:
-        """What the examples of an epoch, in their order, follow from."""
+        """Returns everything that determines the examples of an epoch and their order."""
         return {"count": self._count, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
 
     def _permutation(self) -> list[int]:

@@ -1,9 +1,9 @@
 """Turns examples into tokens: prompts to generate from, and sequences whose responses carry the loss.
 
-Prompts and responses are tokenized apart, so that a prompt has the same tokens in training and in generation. A plain
-response ends with the end-of-sequence token; in a conversation the chat template says where an assistant's turn ends. Some
-templates render a turn differently once others follow (Qwen3's: an empty thought before the last answer alone), so that no
-row has every turn as it is generated; `data.assistant_turns` says what is learned then.
+Prompts and responses are tokenized separately, so that a prompt has the same tokens in training and in generation. A plain
+response ends with the end-of-sequence token; in a conversation the chat template decides where an assistant turn ends. Some
+templates render a turn differently once others follow (Qwen3's adds an empty thought before the last answer only). Then no
+single row has every turn as generated, and `data.assistant_turns` decides what is learned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from dagrl.config import Json
 from dagrl.data.examples import Example, Message
 from dagrl.errors import ConfigError, DataError
-from dagrl.shapes import Batch
+from dagrl.runtime.shapes import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 Row = TypeVar("Row", "Prompt", "Demonstration")
 Turns = Literal["all", "each", "last"]
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what transformers' mask of assistant tokens needs
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transformers' mask of assistant tokens
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to generate from, and the reference that a reward compares the completion with."""
+    """Tokens to generate from, and the reference for the reward."""
 
     text: str
     tokens: npt.NDArray[np.int64]  # [prompt]
@@ -48,13 +48,13 @@ class Prompt:
         return len(self.tokens)
 
     def content(self) -> tuple[bytes, bytes]:
-        """All that a step learns from it."""
+        """Returns everything that a step learns from."""
         return self.tokens.tobytes(), self.reference.encode(errors="surrogatepass")
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A whole sequence; `loss_mask` is 1 on the tokens of the responses and 0 elsewhere, token aligned."""
+    """A whole sequence. `loss_mask` is 1 on the tokens of responses and 0 elsewhere, token aligned."""
 
     tokens: npt.NDArray[np.int64]  # [sequence]
     loss_mask: npt.NDArray[np.float32]  # [sequence]
@@ -64,12 +64,12 @@ class Demonstration:
         return len(self.tokens)
 
     def content(self) -> tuple[bytes, bytes]:
-        """All that a step learns from it."""
+        """Returns everything that a step learns from."""
         return self.tokens.tobytes(), self.loss_mask.tobytes()
 
 
 def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
-    """One prompt an example. Conversations lose their last turn, and the template opens the assistant's."""
+    """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's."""
     plain = [example for example in examples if not example.messages]
     chats = [example for example in examples if example.messages]
     openings = [_render(example.messages[:-1], tokenizer, example, opened=True) for example in chats]
@@ -85,7 +85,7 @@ def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFa
 def encode_demonstrations(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, assistant_turns: Turns = "all"
 ) -> list[Demonstration]:
-    """The sequences of each example, in order, with loss masks: one, or of a conversation as `assistant_turns` says."""
+    """Returns the sequences of each example, in order: one, or for a conversation those of `assistant_turns`."""
     plain = [example for example in examples if not example.messages]
     prompts = iter(_tokens(tokenizer, [example.prompt for example in plain], plain, special=True))
     responses = iter(_tokens(tokenizer, [example.response for example in plain], plain, special=False))
@@ -100,7 +100,7 @@ def encode_demonstrations(
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """A digest of rows in their order, by what they hold and not by where it came from; a second for a gigabyte."""
+    """Returns a digest of rows in their order, by content and not by source. Takes a second per gigabyte."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         for part in row.content():
@@ -110,7 +110,7 @@ def digest_of(rows: Sequence[Row]) -> str:
 
 
 def collate(rows: Sequence[Demonstration]) -> Batch:
-    """A batch of whole sequences: `tokens` and `loss_mask` [n, longest], `lengths` [n]."""
+    """Returns a batch of whole sequences: `tokens` and `loss_mask` [n, longest], `lengths` [n]."""
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
     loss_mask = np.zeros(tokens.shape, np.float32)
@@ -121,29 +121,30 @@ def collate(rows: Sequence[Demonstration]) -> Batch:
 
 
 def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:
-    """The rows of at most `room` tokens; longer ones are an error or left out.
+    """Returns the rows of at most `room` tokens. Longer ones are an error, or dropped.
 
-    `limit` says where the room comes from, `key` what makes more of it. Raises DataError naming the longest row, or when no
-    row is left.
+    `limit` describes where the room comes from, `key` is the key that raises it. Raises DataError that names the longest
+    row, also if no row is left.
     """
     fitting = [row for row in rows if len(row) <= room]
     dropped = len(rows) - len(fitting)
     if dropped and (too_long == "error" or not fitting):
         longest = max(rows, key=len)
-        ways = "shorten the data, or set data.too_long=drop" if fitting else "or shorten the data"
+        advice = "shorten the data, or set data.too_long=drop" if fitting else "or shorten the data"
         raise DataError(
             f"{longest.source}: {len(longest)} tokens, but there is room for {room} ({limit}); {dropped} of {len(rows)} "
-            f"sequences are too long. Raise {key}, {ways}"
+            f"sequences are too long. Raise {key}, {advice}"
         )
     if dropped:
-        logger.warning("left out %d of %d sequences with more than %d tokens", dropped, len(rows), room)
+        logger.warning("dropped %d of %d sequences with more than %d tokens", dropped, len(rows), room)
     return fitting
 
 
 def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast, turns: Turns) -> list[Demonstration]:
-    """Loss on all assistant's turns in one row, on each in a row of its own, or on the last one alone.
+    """Puts the loss on all assistant turns in one row, on each in its own row, or on the last only.
 
-    Turns that are not to be learned are context, and so is one that nothing comes before, save where the template marks it.
+    Turns that are not learned are context, and so is an assistant turn that opens the conversation, unless the template
+    marks it.
     """
     if turns == "all" and _GENERATION.search(str(tokenizer.chat_template)):
         return [_encode_marked(example, tokenizer)]
@@ -156,20 +157,20 @@ def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast, t
 
 
 def _assistant_turns(example: Example) -> list[tuple[int, Message]]:
-    """Each with the number of messages up to it."""
+    """Returns each assistant turn with the number of messages up to it."""
     return [(count, message) for count, message in enumerate(example.messages, start=1) if message.role == "assistant"]
 
 
 def _nothing_to_learn(example: Example) -> DataError:
     return DataError(
-        f"{example.source}: every assistant's turn that answers something has weight 0, so that there is nothing to learn; "
-        "give one the weight 1, or remove the example"
+        f"{example.source}: every assistant turn that answers something has weight 0, so there is nothing to learn; set a "
+        "weight to 1, or remove the example"
     )
 
 
 def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
-    """Loss on what the chat template itself marks as generated."""
-    _render(example.messages, tokenizer, example, opened=False)  # what the template refuses is said there
+    """Puts the loss on what the chat template marks as generated."""
+    _render(example.messages, tokenizer, example, opened=False)  # reports errors of the template
     try:
         encoded = tokenizer.apply_chat_template(
             _turns(example.messages),
@@ -179,13 +180,13 @@ def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demo
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
         )
-    except OverflowError:  # transformers looks for the token before an empty block that the text begins with
+    except OverflowError:  # transformers fails on an empty block at the start of the text
         encoded = {"assistant_masks": []}
     mask = encoded["assistant_masks"]
     if not any(mask[1:]):
         raise DataError(
             f"{example.source}: the chat template marks nothing of the conversation as generated; set "
-            "data.assistant_turns=each, or mend its {% generation %} blocks (policy.tokenizer.chat_template)"
+            "data.assistant_turns=each, or fix its {% generation %} blocks (policy.tokenizer.chat_template)"
         )
     mask = _without_unlearned(_whole_characters(mask, encoded["offset_mapping"]), example)
     marked = zip(encoded["input_ids"], mask, strict=True)
@@ -193,7 +194,7 @@ def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demo
 
 
 def _whole_characters(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-    """`mask` with all tokens of a last character: transformers marks its first, byte-level tokenizers may have several."""
+    """Marks every token of a marked character. transformers marks the first; byte-level tokenizers may have several."""
     whole = [bool(marked) for marked in mask]
     for index in range(1, len(whole)):
         whole[index] |= whole[index - 1] and offsets[index][0] < offsets[index - 1][1]
@@ -201,24 +202,24 @@ def _whole_characters(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -
 
 
 def _without_unlearned(mask: list[bool], example: Example) -> list[bool]:
-    """`mask` without the turns that are not to be learned, each of which must be one stretch of it."""
+    """Removes turns that are not learned from the mask. Each turn must be one contiguous part of it."""
     learned = [message.learned for _, message in _assistant_turns(example)]
     if all(learned):
         return mask
     if not any(learned):
         raise _nothing_to_learn(example)
     starts = (marked and not before for marked, before in zip(mask, [False, *mask], strict=False))
-    stretches = list(accumulate(starts))  # of each token that is marked, from 1
-    if stretches[-1] != len(learned):
+    spans = list(accumulate(starts))  # number of the marked part of each token, from 1
+    if spans[-1] != len(learned):
         raise DataError(
-            f"{example.source}: which turns have weight 0 cannot be told: the chat template marks {stretches[-1]} parts as "
-            f"generated, and the conversation has {len(learned)} assistant's turns; set data.assistant_turns=each"
+            f"{example.source}: cannot tell which turns have weight 0: the chat template marks {spans[-1]} parts as "
+            f"generated, but the conversation has {len(learned)} assistant turns; set data.assistant_turns=each"
         )
-    return [marked and learned[stretch - 1] for marked, stretch in zip(mask, stretches, strict=True)]
+    return [marked and learned[span - 1] for marked, span in zip(mask, spans, strict=True)]
 
 
 def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Sequence[int]) -> Demonstration:
-    """The conversation up to the last of `ends`; loss on what each turn that ends there adds to what was rendered before."""
+    """Encodes the conversation up to the last of `ends`, with loss on the text that each turn ending there adds."""
     pieces: list[tuple[str, bool]] = []
     done = ""
     for end in ends:
@@ -229,8 +230,8 @@ def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Se
             if not text.startswith(done):
                 raise DataError(
                     f"{example.source}: the chat template renders earlier turns differently once later ones follow, so one "
-                    "row cannot teach them all; set data.assistant_turns=each or last, or use a template that only appends "
-                    "or has {% generation %} blocks (policy.tokenizer.chat_template)"
+                    "row cannot teach all; set data.assistant_turns=each or last, or use a template that only appends or "
+                    "has {% generation %} blocks (policy.tokenizer.chat_template)"
                 )
             pieces.append((text[len(done) :], learned))
             done = text
@@ -246,12 +247,12 @@ def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, exa
     try:
         tools = list(example.tools) or None
         return str(tokenizer.apply_chat_template(_turns(messages), tools, tokenize=False, add_generation_prompt=opened))
-    except Exception as error:  # Jinja's own errors, and what templates raise by themselves
-        raise DataError(f"{example.source}: the chat template refuses the conversation: {error}") from error
+    except Exception as error:  # Jinja's errors, and those that templates raise
+        raise DataError(f"{example.source}: the chat template rejects the conversation: {error}") from error
 
 
 def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:
-    """As templates take them; without content where there is none, which some would write as `None`."""
+    """Converts messages for templates. Omits missing content, which some templates would render as `None`."""
     return [
         {"role": message.role, **({} if message.content is None else {"content": message.content}), **message.more}
         for message in messages
@@ -261,18 +262,18 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:
 def _tokens(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], examples: Sequence[Example], *, special: bool
 ) -> list[list[int]]:
-    """Token numbers of each text; `special`: with what the tokenizer puts in front, which a chat template writes itself."""
+    """Returns the token ids of each text. `special` adds special tokens, which chat templates write themselves."""
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)["input_ids"]
     for ids, example in zip(encoded, examples, strict=True):
         if not ids:
-            raise DataError(f"{example.source}: the tokenizer makes no token of a text; remove the example")
+            raise DataError(f"{example.source}: the tokenizer returns no tokens for a text; remove the example")
     return encoded
 
 
 def _demonstration(pieces: Sequence[tuple[list[int], bool]], source: str) -> Demonstration:
     tokens = np.concatenate([np.array(ids, np.int64) for ids, _ in pieces])
     loss_mask = np.concatenate([np.full(len(ids), learned, np.float32) for ids, learned in pieces])
-    loss_mask[0] = 0.0  # the first token has nothing before it to be predicted from
+    loss_mask[0] = 0.0  # the first token cannot be predicted
     return Demonstration(tokens, loss_mask, source)

@@ -1,11 +1,26 @@
-"""Refit: carrying the train weights into the generation workers, by a plan made once."""
+"""Refit: moves the train weights into the generation workers by a plan that is made once.
 
-from dagrl.refit.moves import RankPlan
-from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
-from dagrl.refit.run import RefitReceiver, RefitReport, RefitSender, merge_reports
-from dagrl.refit.schedule import LinkSpeeds
+A refit has six steps, in this order:
+
+    describe    `slices.py`             what each rank holds, as boxes of the model's parameters
+    plan        `plan/`                 who sends which box to whom, in which bucket and round; proves full coverage
+    pack        `carry/pack.py`         gathers a bucket's boxes in staging memory, or uses them in place
+    carry       `carry/endpoint.py`     sends and receives the buckets, round by round
+    verify      `carry/verify.py`       compares checksums, or all bytes
+    commit      `carry/commit.py`       no rank uses the new version before every rank has it
+
+`Refit` connects two worker groups and runs all of it. `kernels/` holds the batched copies, quantization and checksums.
+"""
+
+from dagrl.refit.carry.commit import commit_together
+from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
+from dagrl.refit.connect import Refit
+from dagrl.refit.plan.links import LinkSpeeds
+from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
+from dagrl.refit.plan.summary import PlanSummary
+from dagrl.refit.report import RefitReport, merge_reports
 from dagrl.refit.slices import Box, WeightSlice, expand
-from dagrl.refit.summary import PlanSummary
+from dagrl.refit.transfers import RankPlan, RecordMode, Verify
 
 __all__ = [
     "TIED_HEAD",
@@ -13,11 +28,15 @@ __all__ = [
     "LinkSpeeds",
     "PlanSummary",
     "RankPlan",
+    "RecordMode",
+    "Refit",
     "RefitPlan",
     "RefitReceiver",
     "RefitReport",
     "RefitSender",
+    "Verify",
     "WeightSlice",
+    "commit_together",
     "expand",
     "merge_reports",
     "plan_refit",

@@ -1,18 +1,24 @@
-"""Joins two worker groups for refits: asks both what they hold, plans once, opens the channel between them."""
+"""Connects two worker groups for refits: asks both what they hold, plans once, and opens the channel between them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dagrl.channels.base import ChannelSpec
-from dagrl.deadline import Deadline
+from dagrl.channels import ChannelSpec
 from dagrl.errors import RefitPlanError
-from dagrl.refit.plan import TIED_HEAD, RefitPlan, plan_refit
-from dagrl.refit.schedule import LinkSpeeds
+from dagrl.refit.phase import refit
+from dagrl.refit.plan.links import LinkSpeeds
+from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.worker_group import WorkerGroup, call_together, free_address
+from dagrl.refit.transfers import RecordMode, Verify
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.phase import Phase
+
+if TYPE_CHECKING:
+    from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -20,53 +26,102 @@ ChannelKind = Literal["gloo", "nccl", "ipc"]
 _UNKNOWN = object()
 
 
-def connect_refit(
-    train: WorkerGroup,
-    generation: WorkerGroup,
-    *,
-    dtype: str,
-    target_dtype: str | None = None,
-    tied_embeddings: bool,
-    kind: ChannelKind,
-    timeout_s: float,
-    channel_timeout_s: float,
-    bucket_bytes: int | None = None,
-    replicate_in_host: bool = True,
-    speeds: LinkSpeeds | None = None,
-) -> RefitPlan:
-    """Plan the refit from `train` to `generation` and prepare every worker of both for it.
+@dataclass(frozen=True, eq=False)
+class Refit:
+    """A train group and a generation group, connected for refits.
 
-    `dtype` is that of the train weights, `target_dtype` that of the generation weights not in FP8 (None: the same). With
-    `tied_embeddings` a generation head of its own is fed from the embedding. Channel ranks are the train ranks, then the
-    generation ranks. Workers that have `weight_config()` are asked for it: the keys of the model's configuration, which
-    must be equal. Workers of one host that share a GPU need `kind="ipc"`.
-    Raises RefitPlanError before any channel is opened.
+        refit = Refit.connect(train, generation, dtype="bfloat16", verify="checksum")
+        print(refit)                                     # bytes per pair of ranks, staging memory, shortest possible time
+        scheduler = Scheduler([train, generation])
+        scheduler.add(refit.phase, warmup_value=0)
+        scheduler.compile()
+        scheduler.warmup()
+        reports = scheduler.replay(refit.phase, version).result()
+
+    `plan` is the plan of all ranks. `phase` runs it; its roles are `train` and `generation`, its input is the policy
+    version. Each shard's result is a list of `RefitReport`s. After a failure that broke the channel, connect again.
     """
-    _check_same_model(train, generation)
-    hosts = _hosts(train, generation)
-    check_devices(kind, hosts, [*train.call_function(device_of), *generation.call_function(device_of)])
-    plan = plan_refit(
-        distinct_slices(train),
-        distinct_slices(generation),
-        dtype=dtype,
-        target_dtype=target_dtype,
-        aliases=TIED_HEAD if tied_embeddings else None,
-        bucket_bytes=bucket_bytes,
-        hosts=hosts,
-        replicate_in_host=replicate_in_host,
-        speeds=speeds,
-        mailboxes=kind == "ipc",
-    )
-    logger.debug("refit plan: %s", plan.summary())
-    deadline = Deadline(timeout_s, "timeouts.start_s")
-    address = train.call_function(free_address, deadline=deadline)[0]
-    offset, size = train.layout.world_size, plan.size
-    arguments = [(plan.for_rank(rank), ChannelSpec(kind, address, rank, size, channel_timeout_s)) for rank in range(size)]
-    call_together(
-        [(train, "prepare_refit", arguments[:offset]), (generation, "prepare_refit", arguments[offset:])],
-        deadline=deadline,
-    )
-    return plan
+
+    plan: RefitPlan
+    speeds: LinkSpeeds
+    phase: Phase = refit
+
+    @classmethod
+    def connect(
+        cls,
+        train: WorkerGroup,
+        generation: WorkerGroup,
+        *,
+        dtype: str,
+        target_dtype: str | None = None,
+        tied_embeddings: bool = False,
+        kind: ChannelKind | None = None,
+        verify: Verify = "off",
+        record: RecordMode = "auto",
+        bucket_bytes: int | None = None,
+        replicate_in_host: bool = True,
+        speeds: LinkSpeeds | None = None,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 600.0,
+    ) -> Refit:
+        """Plans the refit and prepares every worker of both groups for it.
+
+        Workers need `weight_slices()` and `prepare_refit(plan, channel)`; train workers also `send_weights(version)`,
+        generation workers `receive_weights(version)`. If all of them have `weight_config()`, the model configurations that
+        it returns must be equal. Channel ranks are the train ranks, then the generation ranks.
+
+        - `dtype`: of the train weights, such as `bfloat16`. `target_dtype`: of the generation weights that are not FP8, if
+          it differs.
+        - `tied_embeddings`: fill a generation head of its own from the embedding.
+        - `kind`: of the channel. None chooses `gloo` without GPUs, `ipc` where workers of one host share a GPU, else `nccl`.
+        - `verify`: `off`, `checksum` or `bitwise`. `record`: replay a refit as one CUDA graph; `auto` measures both.
+        - `bucket_bytes`, `replicate_in_host`, `speeds`: see `plan_refit`.
+        - `timeout_s`: limit of every wait in a refit. `connect_timeout_s`: limit of this call.
+
+        Raises RefitPlanError before any channel is opened if the groups cannot be connected.
+        """
+        from dagrl.runtime.worker_group import call_together, free_address  # imports Ray
+
+        deadline = Deadline(connect_timeout_s, "timeouts.start_s")
+        _check_same_model(train, generation)
+        hosts = _hosts(train, generation)
+        devices = [*train.call_function(device_of), *generation.call_function(device_of)]
+        kind = kind or choose_kind(devices)
+        check_devices(kind, hosts, devices)
+        plan = plan_refit(
+            distinct_slices(train),
+            distinct_slices(generation),
+            dtype=dtype,
+            target_dtype=target_dtype,
+            aliases=TIED_HEAD if tied_embeddings else None,
+            bucket_bytes=bucket_bytes,
+            hosts=hosts,
+            replicate_in_host=replicate_in_host,
+            speeds=speeds,
+            mailboxes=kind == "ipc",
+        )
+        connected = cls(plan, speeds or LinkSpeeds())
+        logger.debug("refit plan: %s", connected)
+
+        address = train.call_function(free_address, deadline=deadline)[0]
+        arguments = [
+            (plan.for_rank(rank, verify, record), ChannelSpec(kind, address, rank, plan.size, timeout_s))
+            for rank in range(plan.size)
+        ]
+        offset = train.layout.world_size
+        call_together(
+            [(train, "prepare_refit", arguments[:offset]), (generation, "prepare_refit", arguments[offset:])],
+            deadline=deadline,
+        )
+        return connected
+
+    @property
+    def floor_s(self) -> float:
+        """Seconds that the busiest link needs at `speeds`: no schedule of this plan is faster."""
+        return self.plan.summary().floor_s(self.speeds)
+
+    def __str__(self) -> str:
+        return self.plan.summary().text(self.speeds)
 
 
 class _HasSlices(Protocol):
@@ -74,7 +129,7 @@ class _HasSlices(Protocol):
 
 
 def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:
-    """What each rank of the group holds. Replicas hold the same, which only the first of them sends."""
+    """Returns each rank's slices. Of ranks with equal slices only the first sends them to the driver."""
     digests: list[str] = group.call_function(slices_digest)
     senders = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     sent = group.call_function(slices_if, tuple(sorted(senders.values())))
@@ -82,7 +137,7 @@ def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:
 
 
 def slices_digest(worker: _HasSlices) -> str:
-    """Equal for equal slices; runs in a worker."""
+    """Returns a digest that is equal for equal slices. Runs in a worker."""
     import hashlib
 
     digest = hashlib.sha256()
@@ -92,14 +147,14 @@ def slices_digest(worker: _HasSlices) -> str:
 
 
 def slices_if(worker: _HasSlices, ranks: tuple[int, ...]) -> list[WeightSlice]:
-    """The slices of a worker whose rank is among `ranks`, nothing of the others; runs in a worker."""
-    from dagrl.executors.node import state_of
+    """Returns the worker's slices if its rank is in `ranks`, otherwise an empty list. Runs in a worker."""
+    from dagrl.runtime.executors.node import state_of
 
     return list(worker.weight_slices()) if state_of(worker).rank in ranks else []
 
 
 def device_of(worker: object) -> str:
-    """The GPU that a worker holds its weights on, by its UUID; empty without one. Runs in the worker."""
+    """Returns the UUID of the GPU that holds the worker's weights; empty for a CPU. Runs in a worker."""
     import torch
 
     tensors: Mapping[str, torch.Tensor] = getattr(worker, "weight_tensors", dict)()
@@ -107,29 +162,38 @@ def device_of(worker: object) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def choose_kind(devices: Sequence[str]) -> ChannelKind:
+    """Returns the channel kind for ranks on these GPUs (empty: on a CPU)."""
+    gpus = [device for device in devices if device]
+    if not gpus:
+        return "gloo"
+    return "nccl" if len(set(gpus)) == len(gpus) else "ipc"
+
+
 def check_devices(kind: ChannelKind, hosts: Sequence[int], devices: Sequence[str]) -> None:
-    """Raise RefitPlanError for a channel that cannot join ranks on these hosts and GPUs (empty: on a CPU)."""
+    """Raises RefitPlanError if a channel of `kind` cannot join ranks on these hosts and GPUs (empty: on a CPU)."""
     if kind == "ipc" and len(set(hosts)) > 1:
         raise RefitPlanError(
-            f"an ipc channel joins processes of one host, but the workers are on {len(set(hosts))}; place colocated workers "
-            "on one host, or give train and generation workers GPUs of their own"
+            f"an ipc channel joins processes of one host, but the workers are on {len(set(hosts))} hosts; put colocated "
+            "workers on one host, or give train and generation workers separate GPUs"
         )
     seen: dict[str, int] = {}
     for rank, device in enumerate(devices):
         if kind == "nccl" and not device:
             raise RefitPlanError(
-                f"an nccl channel joins GPUs, but rank {rank} of the refit has its weights on a CPU; use gloo"
+                f"an nccl channel joins GPUs, but rank {rank} of the refit has its weights on a CPU; put the weights of all "
+                "ranks on GPUs, or use a gloo channel with all on CPUs"
             )
         if kind == "nccl" and device in seen:
             raise RefitPlanError(
-                f"ranks {seen[device]} and {rank} of the refit share GPU {device}, which NCCL refuses; set "
-                "policy.generation.colocated.enabled=true for an ipc channel, or give each worker a GPU of its own"
+                f"ranks {seen[device]} and {rank} of the refit share GPU {device}, which NCCL does not support; set "
+                "policy.generation.colocated.enabled=true to use an ipc channel, or give each worker its own GPU"
             )
         seen[device] = rank
 
 
 def check_configs(train: Sequence[Mapping[str, Any]], generation: Sequence[Mapping[str, Any]]) -> None:
-    """Every worker describes the same model. Raises RefitPlanError naming the keys that differ, and whose they are."""
+    """Raises RefitPlanError unless all workers describe the same model; names the keys and workers that differ."""
     reference = train[0]
     workers = [
         *(("train", rank, one) for rank, one in enumerate(train)),
@@ -141,7 +205,7 @@ def check_configs(train: Sequence[Mapping[str, Any]], generation: Sequence[Mappi
             found = "; ".join(f"{key} is {_value(reference, key)} and {_value(config, key)}" for key in keys[:4])
             more = f" and {len(keys) - 4} more keys" if len(keys) > 4 else ""
             raise RefitPlanError(
-                f"the model of train worker 0 and that of {role} worker {rank} differ: {found}{more}; give both the same "
+                f"the models of train worker 0 and {role} worker {rank} differ: {found}{more}; give both the same "
                 "model directory"
             )
 
@@ -156,7 +220,7 @@ def _value(config: Mapping[str, Any], key: str) -> str:
 
 
 def _hosts(train: WorkerGroup, generation: WorkerGroup) -> list[int]:
-    """The host of each channel rank, as a number."""
-    names = [place.host for group in (train, generation) for place in group.places]
+    """Returns the host of each channel rank, as a number."""
+    names = [location.host for group in (train, generation) for location in group.locations]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]

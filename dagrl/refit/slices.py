@@ -1,9 +1,8 @@
-"""Boxes in global tensors, and where a rank holds them: the vocabulary in which both sides describe their weights.
+"""Weight slices: boxes of global parameters, and where a rank holds them. Both sides describe their weights with these.
 
-Experts of a layer differ in nothing but their number, and there are many of them. So one slice may describe a range of them:
-a name with a `*` (`model.layers.3.mlp.experts.*.up_proj.weight`) is the stack of the parameters that it stands for, with the
-number that replaces the `*` as its first dimension. A local tensor's name may have a `*` as well, where a rank holds each
-part of the stack in a tensor of its own; `expand` undoes both.
+One slice may describe a range of a layer's experts, which differ only in their number. A name with a `*`
+(`model.layers.3.mlp.experts.*.up_proj.weight`) is a stack of parameters; the number that replaces the `*` is its first
+dimension. The local tensor's name also has a `*` if the rank holds each expert in its own tensor. `expand` undoes both.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from dataclasses import dataclass
 from dagrl.errors import RefitPlanError
 
 Box = tuple[tuple[int, int], ...]
-"""One `(start, stop)` for each dimension of a global tensor."""
+"""One `(start, stop)` per dimension of a global tensor."""
 
 TensorShapes = Mapping[str, tuple[int, ...]]
-"""Of local tensors, as far as slices reach into them."""
+"""Shapes of local tensors by name, as far as slices reach."""
 
 STACKED = "*"
-"""What stands for a number in the name of a stack."""
+"""Replaces the number in the name of a stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Where the float32 scales of a box in blockwise FP8 lie: `local` counts blocks of 128x128.
+    """Where the float32 scales of a blockwise FP8 box are stored. `local` counts blocks of 128x128.
 
     The scales of a stack of tensors are a stack too.
     """
@@ -38,11 +37,11 @@ class Scales:
 class WeightSlice:
     """A box of one global parameter, and the strided view of a local tensor that holds it.
 
-    `name` is the parameter's Hugging Face name, `box` the part of it held here, `tensor` the local tensor's name on this
-    rank; `local` is the box's place inside that tensor, of the same extents as `box` up to dropped leading dimensions of
-    size one (a tensor `[E, I, H]` holds a 2-d parameter at `((e, e + 1), (0, I), (0, H))`). A local tensor whose name has a
-    `*` is a stack of tensors. `dtype` is the tensor's, where it is not that of the weights as a whole; with `scales` it is
-    blockwise FP8. Raises RefitPlanError for a `box` and a `local` of different extents.
+    `name` is the parameter's Hugging Face name and `box` the part held here. `tensor` is the local tensor's name on this
+    rank and `local` the box inside it. `local` has the extents of `box`, and may have more leading dimensions of size one
+    (a tensor `[E, I, H]` holds a 2-d parameter at `((e, e + 1), (0, I), (0, H))`). A local tensor with a `*` in its name is
+    a stack of tensors. `dtype` is given if the tensor's dtype is not the default of all weights. With `scales` the tensor
+    is blockwise FP8. Raises RefitPlanError if `box` and `local` differ in their extents.
     """
 
     name: str
@@ -58,18 +57,18 @@ class WeightSlice:
         held = [stop - start for start, stop in self.local]
         if held != [1] * lead + extents:
             raise RefitPlanError(
-                f"parameter {self.name!r}: the box {self.box} is of extents {extents}, but its place {self.local} in tensor "
-                f"{self.tensor!r} of {held}; expected the same, up to leading dimensions of size one"
+                f"parameter {self.name!r}: the box {self.box} has extents {extents}, but {self.local} in tensor "
+                f"{self.tensor!r} has {held}; expected the same, apart from leading dimensions of size one"
             )
         if STACKED in self.tensor and STACKED not in self.name:
             raise RefitPlanError(
-                f"the tensor {self.tensor!r} is a stack, but the parameter {self.name!r} in it is none; name both with a "
-                f"{STACKED!r}, or neither"
+                f"the tensor {self.tensor!r} is a stack, but the parameter {self.name!r} in it is not; use {STACKED!r} in "
+                "both names, or in neither"
             )
 
 
 def expand(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
-    """The same slices with every stack taken apart, under the names that checkpoints and modules have."""
+    """Yields the slices with every stack split into its parameters, named as in checkpoints and modules."""
     for held in slices:
         if STACKED not in held.name:
             yield held
@@ -83,16 +82,16 @@ def expand(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
                 numbered(held.tensor, first + offset),
                 held.local[1:] if STACKED in held.tensor else (at, *held.local[1:]),
                 held.dtype,
-                _part_of(held.scales, offset),
+                _scales_at(held.scales, offset),
             )
 
 
 def numbered(name: str, number: int) -> str:
-    """The name of one part of a stack."""
+    """Returns the name of one parameter of a stack."""
     return name.replace(STACKED, str(number))
 
 
-def _part_of(scales: Scales | None, offset: int) -> Scales | None:
+def _scales_at(scales: Scales | None, offset: int) -> Scales | None:
     if scales is None:
         return None
     first = scales.local[0][0] + offset
@@ -100,7 +99,7 @@ def _part_of(scales: Scales | None, offset: int) -> Scales | None:
 
 
 def intersect(first: Box, second: Box) -> Box | None:
-    """The box in both, or None."""
+    """Returns the intersection of two boxes, or None if it is empty."""
     both: list[tuple[int, int]] = []
     for (a, b), (c, d) in zip(first, second, strict=True):
         start, stop = max(a, c), min(b, d)
@@ -111,7 +110,7 @@ def intersect(first: Box, second: Box) -> Box | None:
 
 
 def volume(box: Box) -> int:
-    """Elements in a box."""
+    """Returns the number of elements in a box."""
     elements = 1
     for start, stop in box:
         elements *= stop - start
@@ -119,7 +118,7 @@ def volume(box: Box) -> int:
 
 
 def tensor_shapes(slices: Iterable[WeightSlice]) -> TensorShapes:
-    """The shapes of the tensors that slices lie in; rows behind the last slice are not seen."""
+    """Returns the shapes of the slices' local tensors. Rows after the last slice are not counted."""
     shapes: dict[str, tuple[int, ...]] = {}
     for held in slices:
         reached = tuple(stop for _, stop in held.local)
@@ -128,8 +127,8 @@ def tensor_shapes(slices: Iterable[WeightSlice]) -> TensorShapes:
     return shapes
 
 
-def in_one_piece(tensor: str, local: Box, shapes: TensorShapes) -> bool:
-    """Whether `local` is one piece of the memory of a tensor that has its elements in order; a stack of tensors is none."""
+def is_contiguous_box(tensor: str, local: Box, shapes: TensorShapes) -> bool:
+    """Returns whether `local` is contiguous in a contiguous tensor. A box over several tensors of a stack is not."""
     dims = list(zip(local, shapes[tensor], strict=True))
     if STACKED in tensor and local[0][1] - local[0][0] > 1:
         return False

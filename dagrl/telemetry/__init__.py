@@ -1,1 +1,1 @@
-"""Telemetry: what a run measures, writes down and shows."""
+"""Telemetry: metrics, timing, traces, progress and the run directory."""

@@ -1,4 +1,7 @@
-"""Metrics of a step: how the parts that workers report become one number each."""
+"""Metric names, and how the parts that workers report are merged into the metrics of a step.
+
+Names are those of metrics.jsonl, TensorBoard and the plot, NeMo-RL's where it has them. Metrics of a loss keep their names.
+"""
 
 from __future__ import annotations
 
@@ -7,56 +10,64 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Names in metrics.jsonl, TensorBoard and the plot, NeMo-RL's where it has them: `loss` and the losses' own as they are, and
-REWARD_MEAN = "reward/mean"  # of a step's samples, as the reward function gave it
+REWARD_MEAN = "reward/mean"  # of a step's samples, unshaped
 KL = "policy/kl"  # to the reference policy, per token
 ENTROPY = "policy/entropy"  # nats per token
-ENVIRONMENT_FAILURES = "environment/failures"  # of a step's samples, those that the environment failed for
-CLIP_RATIO = "policy/clip_ratio"  # share of tokens whose ratio PPO's clip cut
-TOKENS_PER_SEC = "perf/tokens_per_sec"  # of prompts and completions trained on
-TOKENS_PER_SEC_PER_GPU = "perf/tokens_per_sec_per_gpu"  # by the run's GPUs; by its workers on a machine without
-# with a prefix:
-TIMING = "timing_s/"  # seconds of a phase in the step; `timing_s/total` is the step's wall time
-IDLE = "idle/"  # share of the step, 0 to 1, in which the workers of a role ran no phase
-STALENESS = "staleness/"  # policy versions between a token and the step that trains on it
-DROPPED = "dropped/"  # groups given up since the run began, by reason
-UPDATE = TIMING + "update"  # from the end of training until generation has the weights: what ran there, and the refit
-UPDATE_PAUSE = TIMING + "update_pause"  # generation stood still for a refit; `timing_s/refit` counts from the asking
-STEP_OVERHEAD = "perf/step_overhead_s"  # of the step's wall time, that in which no replay was computing on its longest path
+CLIP_RATIO = "policy/clip_ratio"  # share of tokens whose probability ratio was clipped
+ENVIRONMENT_FAILURES = "environment/failures"  # samples of a step for which the environment failed
+VALIDATION = "validation/"  # prefix of metrics of held-out data, which only some steps have
+STALENESS = "staleness/"  # prefix: policy versions between a token and the step that trains on it
+DROPPED = "dropped/"  # prefix: groups dropped since the run began, by reason
+
+# Time
+TIMING = "timing_s/"  # prefix: seconds of a phase in the step; `timing_s/total` is the step's wall time
+UPDATE = TIMING + "update"  # from the end of training until generation has the weights, including the refit
+UPDATE_PAUSE = TIMING + "update_pause"  # how long a refit stopped generation; `timing_s/refit` starts at its request
+EXPOSED = TIMING + "exposed_generation"  # how long training waited for generation
+SPANS = frozenset({TIMING + "total", EXPOSED, UPDATE, UPDATE_PAUSE})  # not phases: these contain phases
+IDLE = "idle/"  # prefix: share of the step, 0 to 1, in which the workers of a role ran no phase
+STEP_OVERHEAD = "perf/step_overhead_s"  # part of the wall time in which no replay on the critical path was computing
 QUANTUM_OVERHEAD = "perf/quantum_overhead"  # share of the time of quanta in which no engine ran
-EXPOSED = TIMING + "exposed_generation"  # time in which training waited for generation, 0 where it did not
-SPANS = frozenset({TIMING + "total", EXPOSED, UPDATE, UPDATE_PAUSE})  # no phases: they contain some
-FILLED_TOKENS = "filled_tokens"  # tokens of the batch among
-PROCESSED_TOKENS = "processed_tokens"  # those that the model was given, padding included
-MICROBATCH_PADDING = "microbatch_padding_share"  # share of those that is padding; `padding_share` is of the batch as sent
-TRAIN_SECONDS = "perf/train_seconds"  # of an optimizer step and what came early, on the slowest worker; from it and
-TRAIN_TFLOP = "train_tflop"  # the model's FLOPs by Megatron's formula (`workers.megatron.flops`), in 10^12,
-TRAIN_TOKENS = "train_tokens"  # tokens,
-TRAIN_RANKS = "train_ranks"  # train workers
-PEAK_TFLOPS = "peak_tflops"  # and what a GPU can do at most, in 10^12 FLOP/s, come
+
+# Tokens
+VALID_TOKENS = "valid_tokens"  # tokens in the loss
+FILLED_TOKENS = "filled_tokens"  # tokens of the batch
+PROCESSED_TOKENS = "processed_tokens"  # tokens that the model processed, including padding
+MICROBATCH_PADDING = "microbatch_padding_share"  # padding among the processed tokens; `padding_share` is of the sent batch
+TOKENS_PER_SEC = "perf/tokens_per_sec"  # prompt and completion tokens of the step per second
+TOKENS_PER_SEC_PER_GPU = "perf/tokens_per_sec_per_gpu"  # per GPU of the run, or per worker without GPUs
+
+# Optimizer steps
+GRAD_NORM = "grad_norm"  # before clipping; the largest of several optimizer steps
+SKIPPED_STEPS = "skipped_steps"  # optimizer steps of the run skipped because the gradient was zero or not finite
+MASKED_MINIBATCHES = "masked_minibatches"  # minibatches of a step skipped because they have no token in the loss
+
+# What train workers report of a step, and `throughput` turns into the metrics below
+TRAIN_TFLOP = "train_tflop"  # model TFLOPs by Megatron's formula (`dagrl.workers.megatron.flops`)
+TRAIN_TOKENS = "train_tokens"
+TRAIN_RANKS = "train_ranks"  # number of train workers
+PEAK_TFLOPS = "peak_tflops"  # peak TFLOP/s of a GPU, if known
+TRAIN_SECONDS = "perf/train_seconds"  # of an optimizer step and gradients accumulated early, on the slowest worker
+
 TRAIN_TOKENS_PER_SEC = "perf/policy_training_tokens_per_sec"
 TRAIN_TOKENS_PER_SEC_PER_GPU = "perf/policy_training_tokens_per_sec_per_gpu"
 TRAIN_TFLOPS_PER_GPU = "perf/train_tflops_per_gpu"
-TRAIN_MFU = "perf/train_fp_utilization"  # model FLOPs utilization, 0 to 1; only where the peak is known
-PEAK_MEMORY = "perf/peak_memory_gib"  # of the train worker that held most, since it started; each worker's own below
-RANK = "perf/rank_"  # of each: `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`, and of its own tokens and FLOPs
-RANK_TOKENS_PER_SEC = "policy_training_tokens_per_sec"  # after `perf/rank_3/`, by its own seconds
+TRAIN_MFU = "perf/train_fp_utilization"  # model FLOPs utilization, 0 to 1, if the peak is known
+PEAK_MEMORY = "perf/peak_memory_gib"  # largest of the train workers, since they started
+RANK = "perf/rank_"  # prefix of each worker's own: `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`, and these
+RANK_TOKENS_PER_SEC = "policy_training_tokens_per_sec"
 RANK_TFLOPS = "train_tflops"
 RANK_MFU = "train_fp_utilization"
-VALID_TOKENS = "valid_tokens"  # in the loss
-MASKED_MINIBATCHES = "masked_minibatches"  # of a step, left out because no token of theirs is in the loss
-GRAD_NORM = "grad_norm"  # before clipping; of several optimizer steps the largest
-COUNTS = frozenset({VALID_TOKENS, FILLED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS})  # the other `sums` are means
-SKIPPED_STEPS = "skipped_steps"  # of the run so far, left out for a gradient of zero, or not finite
-VALIDATION = "validation/"  # measured on held-out data, on some steps only
+
+COUNTS = frozenset({VALID_TOKENS, FILLED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS})  # other `sums` are means
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one or more workers report of a step.
+    """Metrics of a step from one or more workers.
 
-    `sums` add up over workers (a loss already divided by the global token count, token counts), `maxima` keep the largest,
-    `shared` are equal on every worker that reports them (learning rate, gradient norm).
+    `sums` add up over workers (token counts, and losses already divided by the global token count), `maxima` keep the
+    largest, and `shared` are equal on every worker that reports them (learning rate, gradient norm).
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -64,7 +75,7 @@ class StepMetrics:
     shared: Mapping[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
-        """All metrics in one dictionary; of the tokens of microbatches, the share that is padding, and throughput."""
+        """Returns all metrics in one dictionary, with throughput and the padding of microbatches."""
         metrics = {**self.sums, **self.maxima, **self.shared}
         if TRAIN_SECONDS in metrics:
             metrics |= throughput(metrics)
@@ -74,7 +85,7 @@ class StepMetrics:
 
 
 def throughput(metrics: dict[str, float]) -> dict[str, float]:
-    """Figures of a train step, of all workers and of each, from what they reported; takes out of `metrics` what that was."""
+    """Computes throughput, of all train workers and of each, and removes its inputs from `metrics`."""
     tokens, tflop, ranks = (metrics.pop(name) for name in (TRAIN_TOKENS, TRAIN_TFLOP, TRAIN_RANKS))
     seconds, peak = metrics[TRAIN_SECONDS], metrics.pop(PEAK_TFLOPS, None)
     figures = {
@@ -98,7 +109,7 @@ def _of_rank(prefix: str, metrics: dict[str, float], peak: float | None) -> dict
 
 
 def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
-    """One `StepMetrics` from many; associative, so that it can be joined in a tree."""
+    """Merges metrics of several workers; associative, so that a tree can join them."""
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     shared: dict[str, float] = {}
@@ -106,16 +117,16 @@ def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
         for name, value in part.sums.items():
             sums[name] = sums.get(name, 0.0) + value
         for name, value in part.maxima.items():
-            maxima[name] = float(np.maximum(maxima.get(name, value), value))  # of NaN too
+            maxima[name] = float(np.maximum(maxima.get(name, value), value))  # keeps NaN
         shared.update(part.shared)
     return StepMetrics(sums, maxima, shared)
 
 
 def join_optimizer_steps(parts: Sequence[StepMetrics]) -> StepMetrics:
-    """One `StepMetrics` of the optimizer steps that a batch was trained on in.
+    """Merges metrics of the optimizer steps of one batch.
 
-    Means are weighted by the tokens in the loss, counts and seconds add up; of maxima and gradient norms the largest stays,
-    of what else is shared (the learning rate) the last.
+    Means are weighted by the tokens in the loss; counts and seconds add up. Of maxima and gradient norms the largest counts,
+    of other shared metrics (the learning rate) the last.
     """
     if len(parts) == 1:
         return parts[0]
@@ -132,5 +143,5 @@ def join_optimizer_steps(parts: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def _is_count(name: str) -> bool:
-    """Also of a single worker: `perf/rank_3/train_tokens`."""
+    """Whether the metric is a count, also of a single worker, such as `perf/rank_3/train_tokens`."""
     return name in COUNTS or (name.startswith(RANK) and name.rpartition("/")[2] in COUNTS)

@@ -1,15 +1,15 @@
-"""What a run shows on the terminal: what is being set up, a progress bar, and at the end where the time went.
+"""Shows a run on the terminal: setup stages, a progress bar, and a summary of where the time went.
 
     with Progress(config.logger) as progress:
-        progress.stage("Starting train workers")           # ends the stage before it, with its time
+        progress.stage("Starting train workers")           # ends the previous stage and shows its time
         progress.stage("Warming up")
         for step in range(1, total + 1):
             ...
             progress.step(step, total, {"reward/mean": 0.4, "loss": 0.01, "timing_s/generate": 0.8}, stage="grpo")
         progress.summary(clock.totals, paths.written())
 
-Where the output is not a terminal, the same comes as plain log lines, one a stage and one a step. While it is open, the log
-records of dagrl go through it, so that they do not tear the bar.
+If the output is not a terminal, it writes plain log lines instead, one per stage and one per step. While open, it handles
+dagrl's log records, so that they do not break the bar.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SUMMARY_WIDTH = 100  # of the closing tables in a log file
 
 @dataclass(frozen=True)
 class Setup:
-    """A stage that has no steps, such as starting the workers."""
+    """A stage without steps, such as starting the workers."""
 
     name: str
     started: float
@@ -51,7 +51,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Training:
-    """A stage with steps; `validation` keeps the last validation metrics, which most steps do not have."""
+    """A stage with steps. `validation` keeps the last validation metrics, as most steps have none."""
 
     name: str
     started: float
@@ -63,7 +63,7 @@ class Training:
     validation: Mapping[str, float] = field(default_factory=dict)
 
     def seconds_left(self, now: float) -> float | None:
-        """By the mean time of the steps so far, counting down within a step; None before the second report."""
+        """Estimates the time left from the mean step so far, counting down within a step; None before the second report."""
         done = self.step - self.first
         if done <= 0:
             return None
@@ -72,7 +72,7 @@ class Training:
 
 
 class Progress:
-    """Shows one run. All methods are for the driver's thread; nothing is shown outside of `with`."""
+    """Shows one run, inside `with`. Call all methods from the driver's thread."""
 
     def __init__(self, config: LoggerConfig, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -98,21 +98,18 @@ class Progress:
         self._detach_logging()
 
     def stage(self, name: str) -> None:
-        """Begin a stage without steps; the one before it is finished."""
+        """Begins a stage without steps and finishes the previous one."""
         self._finish()
         self._current = Setup(name, time.monotonic())
         if not self._live:
             logger.info("%s ...", name)
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], stage: str = "train") -> None:
-        """Report that `step` of `total` is done; `step` 0 opens the bar before the first is.
-
-        Names as in `dagrl.telemetry.metrics`.
-        """
+        """Reports that `step` of `total` is done. `step` 0 opens the bar. Names are those of `dagrl.telemetry.metrics`."""
         before, now = self._current, time.monotonic()
         if not isinstance(before, Training) or before.name != stage:
             self._finish()
-            # without a report of step 0 the first step's time is unknown, and is left out of the estimate
+            # Without a report of step 0 the first step's time is unknown and not part of the estimate.
             before = Training(stage, now, now, step, step, total)
         validation = {name: value for name, value in metrics.items() if name.startswith(VALIDATION)}
         self._current = Training(
@@ -123,11 +120,11 @@ class Progress:
             logger.info("%s step %d/%d  %s  %s", stage, step, total, _headline(self._current), _phases(metrics))
 
     def status(self, text: str) -> None:
-        """Show what is going on between two steps, such as a validation or a save; on a terminal only."""
+        """Shows work between two steps, such as a validation or a save, if the output is a terminal."""
         self._status = text
 
     def summary(self, phase_seconds: Mapping[str, float], paths: Mapping[str, Path]) -> None:
-        """Finish, and show where the time went and what was written. Call once, at the end."""
+        """Shows where the time went and what was written. Call once, at the end."""
         self._finish()
         self._stop_live()
         tables = (_time_table(phase_seconds, time.monotonic() - self._opened), _path_table(paths))
@@ -140,7 +137,7 @@ class Progress:
             logger.info("%s", line.rstrip())
 
     def _finish(self, failed: bool = False) -> None:
-        """Turn the current stage into a line that stays."""
+        """Replaces the current stage by a permanent line."""
         current, self._current, self._status = self._current, None, ""
         if current is None:
             return
@@ -154,7 +151,7 @@ class Progress:
             logger.info("%s: %s", "stopped" if failed else "done", line)
 
     def _render(self) -> RenderableType:
-        """The lines that change, drawn by the refresh thread; the state they show is replaced, never changed."""
+        """Renders the live lines in the refresh thread. The state they show is replaced, never modified."""
         current = self._current
         now = time.monotonic()
         if current is None:
@@ -188,7 +185,7 @@ class Progress:
             self._levels[name] = logging.getLogger(name).level
             logging.getLogger(name).setLevel(self._level)
             logging.getLogger(name).addHandler(self._handler)
-            logging.getLogger(name).propagate = False  # else a handler of the root logger would say everything twice
+            logging.getLogger(name).propagate = False  # else a handler of the root logger repeats everything
 
     def _detach_logging(self) -> None:
         for name, level in self._levels.items():
@@ -202,7 +199,7 @@ def _title(stage: Setup | Training) -> str:
 
 
 def _headline(training: Training) -> str:
-    """Reward, loss, KL, speed, and the last validation, as one line."""
+    """Formats reward, loss, KL, speed and the last validation as one line."""
     metrics = training.metrics
     parts = [f"{label} {metrics[name]:.4g}" for name, label in SHOWN.items() if name in metrics]
     if TOKENS_PER_SEC in metrics:
@@ -213,7 +210,7 @@ def _headline(training: Training) -> str:
 
 
 def _phases(metrics: Mapping[str, float]) -> str:
-    """Time per phase of a step, the costliest first."""
+    """Formats the time per phase of a step, the costliest first."""
     phases = [item for item in metrics.items() if item[0].startswith(TIMING) and item[0] not in SPANS]
     ordered = sorted(phases, key=lambda item: -item[1])
     return "  ".join(f"{name.removeprefix(TIMING)} {value:.2f} s" for name, value in ordered)
@@ -227,7 +224,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _time_table(phase_seconds: Mapping[str, float], wall: float) -> Table:
-    """Phases by cost, what none of them accounts for, and the whole."""
+    """Returns a table of phases by cost, the time outside of phases, and the total."""
     table = Table(title="Where the time went", title_justify="left", title_style="bold")
     table.add_column("phase")
     for heading in ("seconds", "share"):

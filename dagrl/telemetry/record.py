@@ -1,18 +1,18 @@
-"""The record of a run: its directory, its configuration, its metrics.
+"""The run directory, its saved configuration and its metrics.
 
     runs/<name>/
       config.yaml      the resolved configuration
-      metrics.jsonl    one line a step, written at once
+      metrics.jsonl    one line per step, flushed after each
       tensorboard/     the same metrics as TensorBoard events
-      trace.json       what every worker did when (see `dagrl.telemetry.trace`)
+      trace.json       timeline of all workers (see `dagrl.telemetry.trace`)
       metrics.png      reward, loss, KL and time per phase (see `dagrl.telemetry.plot`)
-      checkpoints/     to go on from (see `dagrl.checkpoint`)
+      checkpoints/     to resume from (see `dagrl.run.checkpoints`)
       final_model/     the last policy as Hugging Face safetensors
-      init_model/      the model that `policy.random_init` made, if it did
+      init_model/      the model made by `policy.random_init`
 
 Use:
 
-    with kept_from_others(RunPaths.of(config)):
+    with lock_run(RunPaths.of(config)):
         paths = prepare_run_directory(config)
         with RunRecord(config, resumed_step=0) as record:
             record.log(step, "grpo", {"loss": 0.1, "reward/mean": 0.4, "timing_s/generate": 0.8})
@@ -46,14 +46,14 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run writes what; absolute, as workers, which write there too, have working directories of their own."""
+    """Where a run writes. Paths are absolute, because workers have other working directories."""
 
     directory: Path
     checkpoints: Path
 
     @classmethod
     def of(cls, config: Config) -> RunPaths:
-        """The paths of the run that `config` describes; nothing is created."""
+        """Returns the paths of the run of `config`. Creates nothing."""
         directory = Path(config.output_dir).absolute() / config.name
         checkpoints = config.checkpointing.checkpoint_dir
         return cls(directory, Path(checkpoints).absolute() if checkpoints else directory / "checkpoints")
@@ -87,7 +87,7 @@ class RunPaths:
         return self.directory / "init_model"
 
     def written(self) -> dict[str, Path]:
-        """What exists by now, by a name for people."""
+        """Returns the existing paths by display name."""
         named = {
             "configuration": self.config,
             "metrics": self.metrics,
@@ -101,14 +101,17 @@ class RunPaths:
 
 
 @contextmanager
-def kept_from_others(paths: RunPaths) -> Iterator[None]:
-    """Let no other run write where this one does, for the block: locks beside its directory, which a run may move aside, and
-    in that of its checkpoints where it is elsewhere. ConfigError, before anything has changed, where another run has one."""
+def lock_run(paths: RunPaths) -> Iterator[None]:
+    """Locks the run's directory, and that of its checkpoints if it is elsewhere, against other runs during the block.
+
+    The lock file of a directory is next to it, as a run may rename the directory. Raises ConfigError, before anything is
+    changed, if another run holds a lock.
+    """
     files = {paths.directory: _lock_of(paths.directory)}
     if not paths.checkpoints.is_relative_to(paths.directory):
         files[paths.checkpoints] = paths.checkpoints / ".lock"
         owner = paths.checkpoints.parent
-        if (owner / paths.config.name).exists():  # another run's
+        if (owner / paths.config.name).exists():  # the directory of another run
             files[owner] = _lock_of(owner)
     with ExitStack() as stack:
         for directory, file in files.items():
@@ -122,30 +125,30 @@ def _lock_of(directory: Path) -> Path:
 
 
 def prepare_run_directory(config: Config) -> RunPaths:
-    """Make the run's directory and save the resolved configuration in it.
+    """Creates the run's directory and saves the resolved configuration in it.
 
-    What an earlier run of the name left is kept as `<name>.1`, unless this one resumes it. Raises ConfigError as
-    `check_run_directory` does.
+    Renames the directory of an earlier run of that name to `<name>.1`, unless this one resumes it. Raises ConfigError like
+    `check_run_directory`.
     """
     paths = RunPaths.of(config)
     check_run_directory(paths)
     if paths.config.exists() and not config.checkpointing.resume:
-        logger.info("the earlier run of this name is now at %s", move_aside(paths.directory))
+        logger.info("renamed the directory of the earlier run to %s", move_aside(paths.directory))
     paths.directory.mkdir(parents=True, exist_ok=True)
     _save_config(config, paths.config)
     return paths
 
 
 def check_run_directory(paths: RunPaths) -> None:
-    """Raise ConfigError when the directory holds something that is not a run, nor what a start that was killed left."""
+    """Raises ConfigError if the directory is neither a run's nor left by a start that was killed."""
     if not paths.directory.exists() or paths.config.exists():
         return
     if any(path.suffix != PART for path in paths.directory.iterdir()):
-        raise ConfigError(f"{paths.directory} holds something that is not a run; choose another name or output_dir")
+        raise ConfigError(f"{paths.directory} exists and is not a run; choose another name or output_dir")
 
 
 def require_extras(config: LoggerConfig) -> None:
-    """Raise MissingDependencyError if the configuration asks for a package that is not installed."""
+    """Raises MissingDependencyError if the configuration needs a package that is not installed."""
     for enabled, key, package in (
         (config.tensorboard_enabled, "logger.tensorboard_enabled", "tensorboard"),
         (config.wandb_enabled, "logger.wandb_enabled", "wandb"),
@@ -156,9 +159,9 @@ def require_extras(config: LoggerConfig) -> None:
 
 
 class RunRecord:
-    """Writes a run's metrics to `metrics.jsonl` and the trackers that the configuration asks for.
+    """Writes a run's metrics to `metrics.jsonl` and to the configured trackers.
 
-    After a resume from `resumed_step`, lines of `metrics.jsonl` are dropped whose steps, or validations, are made again.
+    A run that resumes from `resumed_step` drops the lines of `metrics.jsonl` whose steps or validations it repeats.
     """
 
     def __init__(self, config: Config, *, resumed_step: int = 0) -> None:
@@ -179,10 +182,10 @@ class RunRecord:
         self.close()
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
-        """Record one step.
+        """Records one step.
 
-        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names as in `dagrl.telemetry.metrics`.
-        A number that is not finite becomes null in `metrics.jsonl`, which is strict JSON.
+        `step` counts from 1 over all stages of the run, `stage` is `sft` or `grpo`. Names are those of
+        `dagrl.telemetry.metrics`. In `metrics.jsonl`, which is strict JSON, numbers that are not finite become null.
         """
         clean = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         line = {"step": step, "stage": stage, "time": round(time.time(), 3), **clean}
@@ -193,7 +196,7 @@ class RunRecord:
             tracker.log(step, stage, metrics)
 
     def close(self) -> None:
-        """Close all files; call once, at the end."""
+        """Closes all files. Call once, at the end."""
         for tracker in self._trackers:
             tracker.close()
         with naming(self.paths.metrics):
@@ -201,13 +204,13 @@ class RunRecord:
 
 
 def read_metrics(path: Path) -> list[dict[str, float | str | None]]:
-    """The lines of a `metrics.jsonl`; a last line that a crash tore is left out."""
+    """Returns the lines of a `metrics.jsonl`, without a last line truncated by a crash."""
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last line end was never finished
+    return [json.loads(line) for line in lines[:-1]]  # text after the last newline is incomplete
 
 
 class Tracker(Protocol):
-    """Something beside `metrics.jsonl` that shows metrics."""
+    """Receives the metrics in addition to `metrics.jsonl`."""
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None: ...
 
@@ -215,13 +218,13 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """TensorBoard events; a metric `loss` of stage `grpo` is `grpo/loss`."""
+    """Writes TensorBoard events. The metric `loss` of stage `grpo` is `grpo/loss`."""
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._directory = directory
-        with naming(directory):  # purge_step hides what the interrupted run logged after the step that this one resumes from
+        with naming(directory):  # purge_step hides steps after the one resumed from
             self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
@@ -236,7 +239,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; a resumed run continues the run whose id lies in its directory."""
+    """Logs to Weights & Biases. A resumed run continues the run whose id is saved in its directory."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         import wandb
@@ -261,7 +264,10 @@ class WandbTracker:
 
 
 def _save_config(config: Config, path: Path) -> None:
-    """An earlier one is kept as a copy: at no time is the directory without one, which makes it a run's."""
+    """Saves the configuration and keeps a copy of a different earlier one.
+
+    The directory always has a config.yaml, which marks it as a run's.
+    """
     content = dump_config(config)
     if path.exists() and path.read_text(encoding="utf-8") != content:
         shutil.copyfile(path, free_name(path))
@@ -269,7 +275,7 @@ def _save_config(config: Config, path: Path) -> None:
 
 
 def _truncate(path: Path, step: int, config: Config) -> None:
-    """Keep the lines of `path` up to `step`, less a validation there before the first step of a stage."""
+    """Keeps the lines of `path` up to `step`, without a validation at `step` that the stage repeats at its start."""
     if not path.exists():
         return
     again = {"sft": (0, config.sft.val_at_start), "grpo": (config.sft.max_num_steps, config.grpo.val_at_start)}

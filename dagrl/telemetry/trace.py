@@ -1,17 +1,17 @@
-"""The trace of a run: what every worker and the driver did when, for https://ui.perfetto.dev or chrome://tracing.
+"""Writes the trace of a run: a timeline of the driver and all workers, for https://ui.perfetto.dev or chrome://tracing.
 
 The format is the JSON array of Chrome's Trace Event Format (Google, "Trace Event Format", sections "JSON Array Format",
-"Complete Events" and "Metadata Events"): one process row for each worker and the driver, in the order they were declared.
+"Complete Events" and "Metadata Events"). The driver and each worker have a process row, in the order of declaration.
 
     with TraceWriter(paths.trace) as trace:
         trace.declare(["driver", "train 0 (dp 0, pp 0, tp 0, cp 0)"])
         trace.write([TraceEvent("train_step", "replay", start_ns, duration_ns, "train 0 (...)", "replays")])
 
-Timestamps count from where those of `torch.profiler` do (`baseTimeNanoseconds` in its export), on the same clock: the events
-of both belong on one time axis.
+Timestamps have the clock and origin of `torch.profiler` (`baseTimeNanoseconds` in its export), so events of both fit on
+one time axis.
 
-The file is a complete JSON document after every flush, so that a crash loses only the events of the last moment. Memory
-holds those events and the labels, no more, however long the run is.
+The file is a complete JSON document after every flush, so a crash loses only the last events. Memory holds only these and
+the labels.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 DRIVER = "driver"
 
 START, END = b"[\n", b"\n]\n"
-"""Of the file. The newline before its closing bracket is written with the first events."""
+"""Start and end of the file. The newline before the closing bracket is written with the first events."""
 
 _ORIGIN_PERIOD_NS = 3 * 2_629_746 * 10**9
-"""Kineto's zero is the last multiple of three months (each a twelfth of a Gregorian year) since the epoch: microseconds
+"""Kineto's origin is the last multiple of three months since the epoch, each a twelfth of a Gregorian year. Microseconds
 since the epoch itself would lose digits in a JavaScript number (libkineto, output_json.cpp, `ChromeTraceBaseTime`)."""
 
 
@@ -47,8 +47,8 @@ since the epoch itself would lose digits in a JavaScript number (libkineto, outp
 class TraceEvent:
     """A span of time on one thread of one process.
 
-    `start_ns` is nanoseconds since the epoch (`time.time_ns()`, the one clock that processes share), `duration_ns` their
-    number. `process` and `thread` are labels; each new label opens a row.
+    `start_ns` is nanoseconds since the epoch (`time.time_ns()`, the clock that processes share). `process` and `thread` are
+    labels; each new label opens a row.
     """
 
     name: str
@@ -61,21 +61,21 @@ class TraceEvent:
 
 
 class TraceWriter:
-    """Writes a trace file while the run goes on; safe to use from several threads.
+    """Writes a trace file during the run. Thread-safe.
 
-    A file that is there already, of the run before a resume, is kept under another name (`trace.1.json`). Events are written
-    out once `buffered_events` have come or `flush_s` seconds passed. After `max_events` no more are recorded: viewers cannot
-    open files that large. Nor are they once the file could not be written (a full disk): a run does not end for its trace.
+    An existing file, from before a resume, is renamed (`trace.1.json`). Events are flushed after `buffered_events` events or
+    `flush_s` seconds. Recording stops after `max_events`, because viewers cannot open larger files, or if the file cannot be
+    written (a full disk): a broken trace does not end the run.
     """
 
     def __init__(self, path: Path, *, buffered_events: int = 512, flush_s: float = 2.0, max_events: int = 1_000_000) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         move_aside(path)
         self.path = path
-        self._file = path.open("wb", buffering=0)  # a flush is then one write to the file
+        self._file = path.open("wb", buffering=0)  # so that a flush is one write
         with naming(path):
             self._file.write(START + END[1:])
-        self._end = len(START)  # where the closing bracket stands, and the next event goes
+        self._end = len(START)  # offset of the closing bracket and of the next event
         self._origin_ns = time.time_ns() // _ORIGIN_PERIOD_NS * _ORIGIN_PERIOD_NS
         self._rows: dict[tuple[str, str | None], int] = {}
         self._lines: list[str] = []
@@ -91,13 +91,13 @@ class TraceWriter:
         self.close()
 
     def declare(self, processes: Iterable[str]) -> None:
-        """Open a row for each process, in this order, before its first event."""
+        """Opens a row for each process, in this order, before its first event."""
         with self._lock:
             for process in processes:
                 self._process(process)
 
     def write(self, events: Iterable[TraceEvent]) -> None:
-        """Record events, in any order of time."""
+        """Records events, in any order of time."""
         buffered, flush_s, limit = self._limits
         with self._lock:
             for event in events:
@@ -111,7 +111,7 @@ class TraceWriter:
 
     @contextmanager
     def span(self, name: str, category: str = "driver", thread: str = "main", **args: Json) -> Iterator[None]:
-        """Record the time the block takes, on the driver's row; also when it raises."""
+        """Records the time of the block on the driver's row, even if it raises."""
         start = time.time_ns()
         try:
             yield
@@ -119,12 +119,12 @@ class TraceWriter:
             self.write([TraceEvent(name, category, start, time.time_ns() - start, DRIVER, thread, args)])
 
     def flush(self) -> None:
-        """Write out what is buffered."""
+        """Writes buffered events to the file."""
         with self._lock:
             self._flush()
 
     def close(self) -> None:
-        """Write out what is buffered and close the file; events that come later are an error."""
+        """Flushes and closes the file. Later events are an error."""
         with self._lock:
             if not self._file.closed:
                 self._flush()
@@ -145,7 +145,7 @@ class TraceWriter:
         )
 
     def _process(self, process: str) -> int:
-        """The process's number; its first use names and places its row."""
+        """Returns the process's number. Its first use names and orders its row."""
         if (number := self._rows.get((process, None))) is None:
             number = self._rows[process, None] = len(self._rows) + 1
             self._metadata("process_name", number, 0, {"name": process})
@@ -165,7 +165,7 @@ class TraceWriter:
         self._lines.append(json.dumps(content, separators=(",", ":")))
 
     def _flush(self) -> None:
-        """Overwrite the closing bracket with the new events and a new bracket, in one write."""
+        """Overwrites the closing bracket with the new events and a new bracket, in one write."""
         self._flushed_at = time.monotonic()
         if not self._lines:
             return
@@ -186,11 +186,11 @@ class TraceWriter:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _give_up(self, error: OSError) -> None:
-        """Leave the file as it was before the events that it does not hold, and record no more."""
+        """Removes partly written events from the file and stops recording."""
         buffered, flush_s, _ = self._limits
         self._limits = (buffered, flush_s, -1)
-        logger.warning("the trace %s cannot be written: %s; later events are not recorded", self.path, error)
-        with suppress(OSError):  # the bracket stood there before
+        logger.warning("cannot write the trace %s: %s; later events are not recorded", self.path, error)
+        with suppress(OSError):  # restore the bracket
             self._file.truncate(self._end)
             self._overwrite(b"")
 

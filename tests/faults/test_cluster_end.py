@@ -10,9 +10,9 @@ import time
 
 STOPPED = """
 import logging, os, ray, signal, threading, time
-from dagrl.cluster import ray_cluster
+from dagrl.run.cluster import ray_cluster
 from dagrl.config import ClusterConfig
-from dagrl.executors.local_cluster import cluster_processes
+from dagrl.run.local_cluster import cluster_processes
 from dagrl.machine import descendants_of
 
 logging.basicConfig(level="WARNING")

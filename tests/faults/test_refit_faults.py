@@ -1,4 +1,4 @@
-"""Refits that break off in the middle, on real workers: no token is made from mixed weights, nobody hangs, the next is good.
+"""Refits that fail halfway, on real workers: no token comes from mixed weights, no rank hangs, and the next refit succeeds.
 
 A worker dies, or its channel breaks, when it posts a given message of the refit; nothing here depends on time.
 """
@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
-from dagrl.deadline import Deadline
 from dagrl.errors import RunError
-from dagrl.layout import ParallelLayout
-from dagrl.refit.connect import connect_refit
-from dagrl.shapes import Batch
-from dagrl.worker_group import WorkerGroup, call_together
+from dagrl.refit import Refit
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker_group import WorkerGroup, call_together
+from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.vllm import VllmWorker
 from tests.integration.megatron_reference import VOCABULARY, make_model
 from tests.integration.vllm_ranks import requests
-from workers.megatron import MegatronWorker
-from workers.vllm import VllmWorker
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -38,7 +38,7 @@ How = Literal["kill", "break"]
 
 
 class FailingChannel:
-    """A channel whose `at`-th exchange of messages (counted from 0, the header's included) does not happen."""
+    """A channel whose exchange number `at` (from 0, with the header's) fails."""
 
     def __init__(self, channel: Any, at: int, how: How) -> None:
         self._channel, self._left, self._how = channel, at, how
@@ -56,12 +56,12 @@ class FailingChannel:
 
 
 class Failing:
-    """Lets the channels of a worker, opened from now on, fail."""
+    """Makes the channels that a worker opens from now on fail."""
 
     def fail_at(self, at: int, how: How) -> None:
-        import dagrl.channels.base as base
+        import dagrl.channels
 
-        self._usual: Any = base.open_channel
+        self._usual: Any = dagrl.channels.open_channel
         self._open_by(lambda spec: FailingChannel(self._usual(spec), at, how))
 
     def fail_no_more(self) -> None:
@@ -69,9 +69,7 @@ class Failing:
 
     def _open_by(self, opener: Any) -> None:
         import dagrl.channels
-        import dagrl.channels.base as base
 
-        base.open_channel = opener
         dagrl.channels.open_channel = opener
 
 
@@ -95,7 +93,7 @@ def make_config(model: Path) -> Config:
 
 
 class Groups:
-    """The two groups, either of which can be made anew."""
+    """The two groups, each of which can be replaced."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -110,14 +108,11 @@ class Groups:
         self.generation = WorkerGroup.create("generation", FailingGenerator, GENERATION, self.config, start_timeout_s=280)
 
     def connect(self) -> None:
-        connect_refit(
+        Refit.connect(
             self.train,
             self.generation,
             dtype="float32",
-            tied_embeddings=False,
-            kind="gloo",
-            timeout_s=60,
-            channel_timeout_s=DEADLINE_S,
+            timeout_s=DEADLINE_S,
             bucket_bytes=20_000,
         )
 
@@ -143,7 +138,7 @@ def groups(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def learn(train: WorkerGroup) -> None:
-    """Other weights than any version before."""
+    """Changes the weights to ones that no earlier version had."""
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 16))
     mask = np.ones((2, 16), np.float32)
     scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": 2.0, "lr": 0.02}
@@ -151,7 +146,7 @@ def learn(train: WorkerGroup) -> None:
 
 
 def difference(groups: Groups) -> float:
-    """Largest difference between what both engines say of their tokens, and what Megatron says of these."""
+    """Returns the largest difference between the engines' and Megatron's log-probabilities of generated tokens."""
     results = groups.generation.call("generate", requests([1, 2], PROMPTS, new=8, steps=20, seed=groups.version))
     largest = 0.0
     for result in results:
@@ -170,7 +165,7 @@ def difference(groups: Groups) -> float:
 
 
 def check_closed(groups: Groups, ranks: Sequence[int]) -> None:
-    """Engines refuse to generate."""
+    """Asserts that the engines refuse to generate."""
     import ray
 
     for rank in ranks:
@@ -183,7 +178,7 @@ def check_closed(groups: Groups, ranks: Sequence[int]) -> None:
     [("train", 1, "break"), ("generation", 0, "break"), ("train", 1, "kill"), ("generation", 1, "kill")],
     ids=lambda value: str(value),
 )
-def test_a_refit_that_breaks_off_is_taken_up_by_nobody(groups: Groups, role: str, rank: int, how: How) -> None:
+def test_no_engine_uses_a_refit_that_failed_halfway(groups: Groups, role: str, rank: int, how: How) -> None:
     group = groups.train if role == "train" else groups.generation
     groups.connect()
     learn(groups.train)

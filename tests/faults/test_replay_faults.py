@@ -8,19 +8,23 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from dagrl.deadline import Deadline
 from dagrl.errors import DeadlineError, PhaseError, RunError, WorkerError
-from dagrl.executors.compiled import CompiledGraph
-from dagrl.layout import ParallelLayout
-from dagrl.phase import Shard, phase
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.worker_group import WorkerGroup, shutdown_groups
-from tests.integration.fake_workers import FakeWorker
-from workers.megatron.groups import abort_groups
+from dagrl.runtime.compile import Engine, executor_of
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.executors import ray_dag
+from dagrl.runtime.executors.base import Actors, Executable, GraphLimits
+from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Shard, phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
+from dagrl.workers.megatron.groups import abort_groups
+from tests.integration.fake_workers import ENGINES, FakeWorker
 
 SOON_S = 50.0
 """For what takes seconds, on a machine that does other things: long before anything that hangs would be given up."""
@@ -39,10 +43,10 @@ def other_ranks(other: Shard, value):
     return other.map("rank", value)
 
 
-@pytest.fixture(params=["compiled", "eager"])
+@pytest.fixture(params=ENGINES)
 def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Scheduler]:
     groups = [WorkerGroup.create(role, FakeWorker, ParallelLayout(dp=1, tp=2), None) for role in ("train", "other")]
-    options = SchedulerOptions(executor=request.param, fallback="error", replay_s=120.0, teardown_s=TEARDOWN_S)
+    options = SchedulerOptions(**ENGINES[request.param], fallback="error", replay_s=120.0, teardown_s=TEARDOWN_S)
     with Scheduler(groups, options) as scheduler:
         scheduler.add(misbehave, warmup_value={"rank": -1})
         scheduler.add(other_ranks, warmup_value=None)
@@ -61,7 +65,7 @@ def test_a_killed_worker_is_named(scheduler: Scheduler) -> None:
         scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
     failure = caught.value.failures[0]
     assert (failure.role, failure.rank, failure.kind, failure.phase) == ("train", 1, "died", "misbehave")
-    assert failure.pid == scheduler.groups["train"].places[1].pid
+    assert failure.pid == scheduler.groups["train"].locations[1].pid
     with pytest.raises(RunError, match="recover"):
         scheduler.replay(misbehave, {"rank": -1})
 
@@ -94,17 +98,60 @@ def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
     assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
 
 
+@phase
+def train_ranks(train: Shard, value):
+    return train.map("rank", value)
+
+
+@pytest.mark.parametrize("engine", ["dagrl", "ray"])
+def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=2, tp=2), None)
+    compiled: list[tuple[str, list[Any]]] = []
+
+    def recording(name: str, engine: Engine) -> Any:
+        def compile_(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Executable:
+            compiled.append((graph.phase, list(actors["train"])))
+            return executor.compile(graph, actors, limits)
+
+        executor = executor_of(name, engine)
+        return SimpleNamespace(name=name, compile=compile_)
+
+    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", recording)
+    options = SchedulerOptions(**ENGINES[engine], fallback="error", replay_s=60.0, teardown_s=TEARDOWN_S)
+    with Scheduler([group], options) as scheduler:
+        scheduler.add(misbehave, warmup_value={"rank": -1})
+        scheduler.add(train_ranks, warmup_value=None)
+        scheduler.compile()
+        scheduler.warmup()
+        assert len(compiled) == 4
+        compiled.clear()
+        pids = [location.pid for location in group.locations]
+        with pytest.raises(PhaseError, match=r"train worker 3 .* died"):
+            scheduler.replay(misbehave, {"rank": 3, "kind": "die"}).result()
+        group.replace_workers([3])
+        assert scheduler.recover() == {"misbehave": [1], "train_ranks": [1]}
+        assert compiled == [(name, list(group.actors[2:])) for name in ("misbehave", "train_ranks")]
+        assert [now.pid == before for now, before in zip(group.locations, pids, strict=True)] == [True, True, True, False]
+        scheduler.warmup()
+        for _ in range(3):
+            assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1], [2, 3])
+            assert scheduler.replay(train_ranks).result() == ([0, 1], [2, 3])
+    group.shutdown(2.0)
+
+
 def test_compiling_with_a_worker_that_does_not_answer_ends(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops once Ray begins, which would wait for it without end."""
     group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=1, tp=2), None)
-    prepare, stopped = CompiledGraph._prepare, group.places[1].pid
+    call_loops, stopped = ray_dag.call_loops, group.locations[1].pid
 
-    def stop_after(graph: CompiledGraph, *arguments: Any) -> list[str]:
-        nodes = prepare(graph, *arguments)
+    def stop_after(*arguments: Any) -> Any:
+        nodes = call_loops(*arguments)
         os.kill(stopped, signal.SIGSTOP)
         return nodes
 
-    monkeypatch.setattr(CompiledGraph, "_prepare", stop_after)
+    monkeypatch.setattr(ray_dag, "call_loops", stop_after)
     options = SchedulerOptions(executor="compiled", fallback="error", compile_s=5.0, teardown_s=TEARDOWN_S)
     with Scheduler([group], options) as scheduler:
         scheduler.add(misbehave, warmup_value={"rank": -1})
@@ -147,8 +194,8 @@ def add_up(train: Shard, raises):
     return train.map("add", raises)
 
 
-def check_freed(group: WorkerGroup, executor: Literal["compiled", "eager"]) -> None:
-    options = SchedulerOptions(executor=executor, fallback="error", replay_s=90.0, teardown_s=TEARDOWN_S)
+def check_freed(group: WorkerGroup, engine: str) -> None:
+    options = SchedulerOptions(**ENGINES[engine], fallback="error", replay_s=90.0, teardown_s=TEARDOWN_S)
     with Scheduler([group], options) as scheduler:
         scheduler.add(add_up, warmup_value=-1)
         scheduler.compile()
@@ -166,8 +213,8 @@ def check_freed(group: WorkerGroup, executor: Literal["compiled", "eager"]) -> N
 
 def test_a_shard_that_waits_in_a_collective_for_one_that_raised_is_freed(cluster: None) -> None:
     group = WorkerGroup.create("train", Adding, ParallelLayout(dp=2), None)
-    check_freed(group, "compiled")
-    check_freed(group, "eager")
+    for engine in ENGINES:
+        check_freed(group, engine)
     group.shutdown(2.0)
 
 
@@ -198,7 +245,9 @@ def group(cluster: None) -> Iterator[WorkerGroup]:
 
 def test_a_worker_that_dies_in_a_plain_call_is_named_before_those_that_it_makes_fail(group: WorkerGroup) -> None:
     calls = [({"rank": 0, "kind": "raise"},), ({"rank": 1, "kind": "die"},)]
-    with pytest.raises(WorkerError, match=rf"^train worker 1 .*pid {group.places[1].pid}\) died in 'misbehave'") as caught:
+    with pytest.raises(
+        WorkerError, match=rf"^train worker 1 .*pid {group.locations[1].pid}\) died in 'misbehave'"
+    ) as caught:
         group.call_each("misbehave", calls)
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died"), (0, "raised")]
     assert "told to raise" in caught.value.failures[1].message
@@ -212,6 +261,8 @@ def test_a_failed_plain_call_does_not_wait_for_a_worker_that_hangs(group: Worker
 
 
 def test_a_plain_call_past_its_deadline_names_who_is_late(group: WorkerGroup) -> None:
-    late = rf"^train worker 1 \(dp 1, .*, pid {group.places[1].pid}\) hung in 'misbehave': no answer within patience = 1 s"
+    late = (
+        rf"^train worker 1 \(dp 1, .*, pid {group.locations[1].pid}\) hung in 'misbehave': no answer within patience = 1 s"
+    )
     with pytest.raises(DeadlineError, match=late):
         group.call("misbehave", {"rank": 1, "kind": "hang"}, deadline=Deadline(1.0, "patience"))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dagrl.refit import RefitReceiver, RefitSender, plan_refit
-from dagrl.refit.quantize import in_blocks, quantize_blocks
+from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.slices import WeightSlice, expand
+from dagrl.workers.vllm import VllmWorker
 from tests.integration.vllm_models import state_of
-from tests.unit.memory_channel import Done, MemoryChannel
-from workers.vllm import VllmWorker
+from tests.unit.refit.memory_channel import Done, MemoryChannel
 
 
 class DeviceChannel(MemoryChannel):
@@ -53,8 +53,8 @@ def refit_from(
         queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
         sender, receiver = (DeviceChannel(rank, plan.size, queues) for rank in (0, here))
         sender.flip = flip
-        RefitSender(plan.for_rank(0), sources, sender, "checksum").send(version)
-        RefitReceiver(plan.for_rank(here), worker.weight_tensors(), receiver, "checksum").receive(version)
+        RefitSender(plan.for_rank(0, "checksum"), sources, sender).send(version)
+        RefitReceiver(plan.for_rank(here, "checksum"), worker.weight_tensors(), receiver).receive(version)
 
 
 def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dagrl.executors.node import NodeCall, Take, drain_runs, install, run_node
-from dagrl.executors.packet import Header, Packet
-from dagrl.telemetry.annotate import disable_ranges, enable_ranges
+from dagrl.runtime.annotate import disable_ranges, enable_ranges
+from dagrl.runtime.edges.packet import Header, Packet
+from dagrl.runtime.executors.node import NodeCall, Take, drain_runs, install, run_node
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -1,4 +1,4 @@
-"""The channel suite between two GPUs, over CUDA IPC, and into memory that only its own GPU reaches; needs cupy."""
+"""The channel suite between two GPUs, over CUDA IPC, and into memory that only its own GPU can access; needs cupy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TestIpcBetweenGpus(ChannelSuite):
 
 
 def into_memory_that_sleeps(place: Place) -> object:
-    """Rank 1 receives into memory of vLLM's allocator, which no other GPU reaches."""
+    """Rank 1 receives into memory of vLLM's allocator, which no other GPU can access."""
     sent = torch.arange(300_000, device=place.device)
     channel = place.open()
     if place.rank == 0:

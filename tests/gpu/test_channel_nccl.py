@@ -1,4 +1,4 @@
-"""The channel suite over NCCL; needs two GPUs and cupy. A dead peer shows only by the deadline."""
+"""The channel suite over NCCL; needs two GPUs and cupy. A dead peer is noticed only at the deadline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.channel_suite import ChannelSuite
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 
 
-SLOW_CYCLES = 200_000_000  # of a GPU: a tenth of a second
+SLOW_CYCLES = 200_000_000  # GPU cycles: a tenth of a second
 
 
 def in_stream_order(place: Place) -> object:
-    """Nobody waits on the host: a message goes after a slow kernel that makes it, and is read by the next that needs it.
+    """Nothing waits on the host: a message is sent after the slow kernel that writes it, and read by the next kernel.
 
     What the receiver saw, or on the sender whether the host was ahead of its GPU.
     """
@@ -29,7 +29,7 @@ def in_stream_order(place: Place) -> object:
             torch.cuda._sleep(SLOW_CYCLES)  # type: ignore[no-untyped-call]
             message.fill_(number)
             channel.send(message, 1).wait()
-            message.fill_(-1)  # not before it has gone
+            message.fill_(-1)  # not before it is sent
             ahead = ahead or not torch.cuda.current_stream().query()
         else:
             channel.receive(message, 0).wait()

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dagrl.config.file import load_config
-from dagrl.loops.grpo import train_grpo
-from dagrl.loops.grpo_step import grpo_plans
-from dagrl.loops.session import Session
-from dagrl.loops.sft import train_sft
-from dagrl.loops.start import open_session
-from dagrl.rewards import RewardRunner
+from dagrl.rl.rewards import RewardRunner
+from dagrl.run.loops.grpo import train_grpo
+from dagrl.run.loops.sft import train_sft
+from dagrl.run.plans import grpo_plans
+from dagrl.run.session import Session
+from dagrl.run.start import open_session
 from dagrl.telemetry.record import read_metrics
 
 pytestmark = [
@@ -54,7 +54,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_engines_agree_in_every_step(session: Session) -> None:
     with RewardRunner(session.config.reward) as reward:
         train_grpo(session, reward)
-    lines = [line for line in read_metrics(session.paths.metrics) if line["stage"] == "grpo" and "loss" in line]
+    lines = [line for line in read_metrics(session.recorder.paths.metrics) if line["stage"] == "grpo" and "loss" in line]
     assert len(lines) == 5
     for line in lines:
         assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def test_engines_agree_in_every_step(session: Session) -> None:
 def test_memory_changes_hands(session: Session) -> None:
     free = {}
     for roles in (("generation",), ("train",), ("train", "generation"), ("generation",)):
-        session.hold(*roles, keep_generation_weights=True)
+        session.replays.hold(*roles, keep_generation_weights=True)
         free[roles] = torch.cuda.mem_get_info()[0]
     assert free["train",] - free["generation",] > 0.9 * KV_CACHE
     assert free["train", "generation"] - free["generation",] > 0.9 * KV_CACHE

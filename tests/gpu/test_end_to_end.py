@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.loops.async_grpo import train_async
-from dagrl.loops.episodes import new_group, request_seeds
-from dagrl.loops.grpo import train_grpo
-from dagrl.loops.grpo_step import grpo_plans
-from dagrl.loops.rollout import Rollouts
-from dagrl.loops.session import Session
-from dagrl.loops.sft import train_sft
-from dagrl.loops.start import PhasePlan, open_session
-from dagrl.rewards import RewardRunner
-from dagrl.scheduler import Scheduler, SchedulerOptions
+from dagrl.rl.rewards import RewardRunner
+from dagrl.rl.rollout.episodes import new_group, request_seeds
+from dagrl.rl.rollout.rollouts import Rollouts
+from dagrl.run.checkpoints import TrainState
+from dagrl.run.engines import WorkerEngines
+from dagrl.run.loops.async_grpo import train_async
+from dagrl.run.loops.grpo import train_grpo
+from dagrl.run.loops.sft import train_sft
+from dagrl.run.plans import PhasePlan, grpo_plans
+from dagrl.run.session import Session
+from dagrl.run.start import open_session
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.telemetry.record import read_metrics
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
@@ -72,24 +75,23 @@ def reward(session: Session) -> Iterator[RewardRunner]:
 def begin_again(session: Session) -> int:
     """Take up the weights after SFT; how many metrics there are by now."""
     session.train.call("load_checkpoint", str(Path(session.config.output_dir) / "sft"))
-    session.step = SFT_STEPS
-    session.savers.clear()
-    return len(read_metrics(session.paths.metrics))
+    session.checkpoints.state = TrainState(SFT_STEPS)
+    session.checkpoints.parts.clear()
+    return len(read_metrics(session.recorder.paths.metrics))
 
 
 def run(session: Session, reward: RewardRunner, **grpo: Any) -> list[dict[str, Any]]:
     """The metrics of GRPO steps from the weights after SFT."""
-    before, original = begin_again(session), session.config
-    session.config = original.model_copy(update={"grpo": original.grpo.model_copy(update=grpo)})
-    try:
-        (train_async if session.config.grpo.async_grpo.enabled else train_grpo)(session, reward)
-    finally:
-        session.config = original
-    return [dict(line) for line in read_metrics(session.paths.metrics)[before:] if "loss" in line]
+    before, config = begin_again(session), session.config
+    changed = replace(session, config=config.model_copy(update={"grpo": config.grpo.model_copy(update=grpo)}))
+    (train_async if changed.config.grpo.async_grpo.enabled else train_grpo)(changed, reward)
+    return [dict(line) for line in read_metrics(session.recorder.paths.metrics)[before:] if "loss" in line]
 
 
 def test_sft_learns(session: Session) -> None:
-    losses = [line["loss"] for line in read_metrics(session.paths.metrics) if line["stage"] == "sft" and "loss" in line]
+    losses = [
+        line["loss"] for line in read_metrics(session.recorder.paths.metrics) if line["stage"] == "sft" and "loss" in line
+    ]
     assert losses[-1] < 0.8 * losses[0]  # type: ignore[operator]
 
 
@@ -120,7 +122,7 @@ def test_generation_has_the_log_probabilities_of_hugging_face(session: Session, 
     """Of the policy as it stands, exported and read by transformers in float32."""
     from transformers import AutoModelForCausalLM
 
-    session.replay("refit", session.step + 1)
+    session.replays.replay("refit", session.step + 1)
     session.train.call("export_hf", str(tmp_path / "policy"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).eval()
     gaps = []
@@ -135,9 +137,12 @@ def test_generation_has_the_log_probabilities_of_hugging_face(session: Session, 
 
 def sampled(session: Session) -> list[tuple[list[int], list[int], list[float]]]:
     """Prompt, completion and log-probabilities of some samples."""
-    rollouts = Rollouts(session)
+    config = session.config
+    assert session.generation is not None
+    engines = WorkerEngines(session.generation, session.replays, config.timeouts.replay)
+    rollouts = Rollouts(config, engines, session.inputs.tokenizer)
     for number, prompt in enumerate(session.inputs.prompts[:8]):
-        rollouts.start(new_group(session, number, number, prompt, request_seeds(0, number, 4)))
+        rollouts.start(new_group(config, number, number, prompt, request_seeds(0, number, 4)))
     groups = []
     while rollouts.busy:
         groups += rollouts.advance()
@@ -151,30 +156,30 @@ class eager:
     """The session's phases on plain actor calls, for a while."""
 
     def __init__(self, session: Session) -> None:
-        self._session, self._compiled = session, session.scheduler
+        self._session, self._compiled = session, session.replays.scheduler
 
     def __enter__(self) -> None:
         session, config = self._session, self._session.config
         self._compiled._teardown()
-        scheduler = Scheduler(session.groups, SchedulerOptions(executor="eager", fallback="error"))
+        scheduler = Scheduler(session.recorder.groups, SchedulerOptions(executor="eager", fallback="error"))
         for plan in grpo_plans(config):
             add_phase(scheduler, config, plan)
         scheduler.compile()
-        session.scheduler = scheduler
+        session.replays.scheduler = scheduler
 
     def __exit__(self, *exception: object) -> None:
-        self._session.scheduler.close()
-        self._session.scheduler = self._compiled
+        self._session.replays.scheduler.close()
+        self._session.replays.scheduler = self._compiled
         self._compiled.recover()
 
 
 def add_phase(scheduler: Scheduler, config: Config, plan: PhasePlan) -> None:
-    from dagrl.preflight import load_phase
+    from dagrl.run.preflight import load_phase
 
     scheduler.add(
         load_phase(config.phases, plan.name),
         buckets=plan.buckets,
-        scalars={"global_valid_tokens": 1.0, "global_valid_sequences": 1.0},
-        warmup_value=0 if plan.name == "refit" else None,
+        scalars={"global_valid_tokens": 1.0, "global_valid_sequences": 1.0, **plan.scalars},
+        warmup_value=plan.value,
         result_bytes=plan.result_bytes,
     )

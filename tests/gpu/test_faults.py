@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu.dying import PLACES
-from bench.gpu.faults import CONFIG, Fault, measure
+from dagrl.bench.gpu.dying import PLACES
+from dagrl.bench.gpu.faults import CONFIG, Fault, measure
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = [

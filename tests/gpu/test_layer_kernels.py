@@ -1,4 +1,4 @@
-"""Rotary embedding and RMSNorm by our kernels, against plain torch in float64."""
+"""Our rotary embedding and RMSNorm kernels against plain torch in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("shape", [(7, 3, 16, 128), (130, 1, 5, 64), (3, 2, 1, 48)], ids=str)
 def test_rotary_embedding(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from workers.megatron.layer_kernels import rotate
+    from dagrl.workers.megatron.layer_kernels import rotate
 
     length, batch, heads, width = shape
     fused = torch.randn(length, batch, heads + 4, width, device="cuda", dtype=dtype)
@@ -40,7 +40,7 @@ def test_rotary_embedding(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("shape", [(16384, 16, 128), (33, 2, 1024), (5, 2560), (1, 100)], ids=str)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from workers.megatron.layer_kernels import rms_norm
+    from dagrl.workers.megatron.layer_kernels import rms_norm
 
     states = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(shape[-1], device="cuda", dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""On one GPU: grouped products of experts in BF16 against experts one by one in float32, of a layer and in whole steps."""
+"""On one GPU: grouped experts in BF16 against sequential experts in float32, for a layer and whole steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.integration import megatron_reference as reference
 from tests.integration.test_megatron_experts import WAYS, step_of
-from tests.unit.test_megatron_experts import inputs_of, make_experts, relative, run
+from tests.unit.workers.test_megatron_experts import inputs_of, make_experts, relative, run
 
 pytest.importorskip("megatron.core")
 
@@ -30,7 +30,7 @@ CASES = {
 
 
 def poison() -> None:
-    """Leave NaN in the memory that the allocator gives out next: what a kernel does not write would show."""
+    """Fills free memory with NaN, so that elements a kernel does not write show."""
     torch.full((1 << 28,), torch.nan, device="cuda")
 
 
@@ -43,7 +43,7 @@ def run_on_gpu(way: Literal["grouped", "sequential"], dtype: torch.dtype, case: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_are_near_those_of_float32(case: str) -> None:
+def test_outputs_and_gradients_are_close_to_float32(case: str) -> None:
     exact = run_on_gpu("sequential", torch.float32, case)
     near = run_on_gpu("sequential", torch.bfloat16, case)
     found = run_on_gpu("grouped", torch.bfloat16, case)
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_near_those_of_float32(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["odd", "empty", "all-empty"])
-def test_float32_is_that_of_experts_one_by_one(case: str) -> None:
+def test_float32_equals_sequential_experts(case: str) -> None:
     exact = run_on_gpu("sequential", torch.float32, case)
     for name, value in run_on_gpu("grouped", torch.float32, case).items():
         torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-5, msg=name)
@@ -85,24 +85,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def error(found: dict[str, Any], expected: Any) -> float:
-    """Relative norm of the difference of all gradients together."""
+    """Relative norm of the difference over all gradients."""
     difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
     return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_bf16_steps_are_as_near_to_float32_as_with_experts_one_by_one(
+def test_bf16_steps_are_as_close_to_float32_as_with_sequential_experts(
     name: str, way: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
     truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from workers.megatron.experts import GroupedExperts
+    from dagrl.workers.megatron.experts import GroupedExperts
 
     found, loss, norm = step_of(models[name], "bfloat16", GroupedExperts, **WAYS[way])
-    monkeypatch.setattr("workers.megatron.model.GroupedExperts", SequentialMLP)
+    monkeypatch.setattr("dagrl.workers.megatron.model.GroupedExperts", SequentialMLP)
     near, near_loss, near_norm = step_of(models[name], "bfloat16", SequentialMLP, **WAYS[way])
     assert error(near, truth.gradients) < 0.05
     assert error(found, truth.gradients) < 1.2 * error(near, truth.gradients) + 1e-3
@@ -112,7 +112,7 @@ def test_bf16_steps_are_as_near_to_float32_as_with_experts_one_by_one(
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_float32_steps_are_those_of_plain_torch(name: str, models: dict[str, Path]) -> None:
-    from workers.megatron.experts import GroupedExperts
+    from dagrl.workers.megatron.experts import GroupedExperts
 
     config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})
     truth = reference.train_reference(models[name], reference.make_batch(), config, reference.sft_reference)

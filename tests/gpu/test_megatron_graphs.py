@@ -1,4 +1,4 @@
-"""Passes replayed as CUDA graphs: the numbers of plain torch, and of passes that are launched kernel by kernel."""
+"""Passes replayed as CUDA graphs, against plain torch and passes without graphs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.train_inputs import single_worker
-from dagrl.layout import ParallelLayout
-from dagrl.shapes import Batch
-from dagrl.worker import ReplayContext, _current
+from dagrl.bench.train_inputs import single_worker
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import ReplayContext, _current
 from tests.gpu.test_megatron_nccl import check_abort
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
@@ -28,7 +28,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def recorded(item: Case) -> Case:
-    """The case with graphs."""
+    """Returns the case with CUDA graphs enabled."""
     item.megatron.update(GRAPHS)
     return item
 
@@ -66,7 +66,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
-    """Hugging Face and plain torch on the CPU in float32."""
+    """Results of Hugging Face and plain torch on the CPU in float32."""
     batch = reference.make_batch()
     return {
         name: reference.train_reference(
@@ -80,12 +80,12 @@ def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
 def test_three_steps_are_those_of_plain_torch(
     item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
 ) -> None:
-    """The first pass of a shape is not recorded; those of the three steps are."""
+    """The first pass of a shape is not recorded; the three steps' passes are."""
     reference.assert_near_float32(run_case(pool, item, models[item.model]), truth[item.model])
 
 
 @pytest.mark.parametrize("item", [*ONE, *HALF, *on_two([*TWO, *HALF_ON_TWO])], ids=lambda item: item.name)
-def test_bfloat16_is_near_float32(
+def test_bfloat16_is_close_to_float32(
     item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
 ) -> None:
     found = run_case(pool, item, models[item.model], precision="bfloat16")
@@ -93,7 +93,7 @@ def test_bfloat16_is_near_float32(
 
 
 def lengths_batch(lengths: list[int], seed: int) -> Batch:
-    """Rows of these lengths, with what a GRPO loss reads."""
+    """Rows of these lengths with the fields of a GRPO loss."""
     generator, shape = np.random.default_rng(seed), (len(lengths), max(lengths))
     mask = (np.arange(shape[1]) < np.array(lengths)[:, None]).astype(np.float32)
     mask[:, 0] = 0
@@ -108,8 +108,8 @@ BATCHES = [[40, 3, 9], [17, 5, 2, 2, 2, 2, 3, 4, 1, 1, 2], [40, 40], [1, 1, 2], 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
 
 
-def test_packed_sequences_of_any_number_and_length_are_those_that_are_launched(models: dict[str, Path]) -> None:
-    """Gradients and log-probabilities of batches with few and with many sequences, each three times."""
+def test_replays_take_packed_sequences_of_any_number_and_length(models: dict[str, Path]) -> None:
+    """Returns gradients and log-probabilities of batches with few and many sequences, three times each."""
     found: dict[bool, list[Any]] = {}
     counts = []
     for graphs in (False, True):
@@ -156,7 +156,7 @@ def test_a_warm_up_records_and_changes_nothing(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_reference_weights_and_offloaded_ones_are_read_where_they_are(where: str, models: dict[str, Path]) -> None:
+def test_replays_follow_swapped_and_offloaded_weights(where: str, models: dict[str, Path]) -> None:
     config = reference.make_config(models["qwen3"], precision="bfloat16", reference_weights=where, megatron_cfg=dict(GRAPHS))
     batch = reference.make_batch()
     with single_worker(config, TestedWorker) as made:
@@ -181,9 +181,7 @@ def test_reference_weights_and_offloaded_ones_are_read_where_they_are(where: str
 
 
 @two_gpus
-def test_who_replays_a_collective_that_no_peer_joins_raises_when_aborted(
-    pool: MegatronPool, models: dict[str, Path]
-) -> None:
+def test_an_abort_ends_a_replayed_collective_without_peers(pool: MegatronPool, models: dict[str, Path]) -> None:
     item = recorded(case("qwen3", "tp2", tp=2))
     batch, config = reference.make_batch(), configuration(item, models["qwen3"])
     with pool.group(ParallelLayout(tp=2), config) as group:

@@ -1,4 +1,4 @@
-"""Megatron layouts over NCCL: losses and gradients as on one process without a GPU, checkpoints, an end to what hangs."""
+"""Megatron layouts over NCCL: losses and gradients as on one CPU process, checkpoints, and aborts of hanging collectives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dagrl.layout import ParallelLayout
-from dagrl.shapes import Batch
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_checkpoint import SHARDED, Setting
@@ -34,6 +34,8 @@ CASES = [
     case("qwen3_tied", "pp2-packed", packed=True, pp=2),
     case("qwen3_tied", "pp2", pp=2),
     case("qwen3", "dp2-sharded", sharded=True, dp=2),
+    case("qwen3", "dp2-overlapped", overlap=True, dp=2),
+    case("qwen3", "dp2-sharded-overlapped", sharded=True, overlap=True, dp=2),
 ]
 
 
@@ -52,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
-    """Hugging Face and plain torch on the CPU in float32."""
+    """Results of Hugging Face and plain torch on the CPU in float32."""
     batch = reference.make_batch()
     return {
         name: reference.train_reference(
@@ -70,10 +72,10 @@ def test_three_steps_are_those_of_plain_torch(
 
 
 @pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
-def test_bfloat16_is_near_float32(
+def test_bfloat16_is_close_to_float32(
     item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
 ) -> None:
-    """By relative norm: of log-probabilities, of gradients, and of what three steps lose."""
+    """Compares log-probabilities, gradients and the losses of three steps by relative norm."""
     found = run_case(pool, item, models[item.model], precision="bfloat16")
     assert not reference.beyond_bfloat16(found, truth[item.model])
 
@@ -81,32 +83,40 @@ def test_bfloat16_is_near_float32(
 CHECKPOINTS: list[tuple[Setting, list[tuple[ParallelLayout, dict[str, Any], str]]]] = [
     (
         (ParallelLayout(tp=2), {}),
-        [(ParallelLayout(tp=2), {}, "beside"), (ParallelLayout(pp=2), {}, "step-1"), (ParallelLayout(dp=2), {}, "beside")],
+        [
+            (ParallelLayout(tp=2), {}, "background"),
+            (ParallelLayout(pp=2), {}, "step-1"),
+            (ParallelLayout(dp=2), {}, "background"),
+        ],
     ),
     (
         (ParallelLayout(dp=2), SHARDED),
-        [(ParallelLayout(dp=2), SHARDED, "beside"), (ParallelLayout(tp=2), {}, "step-1"), (ParallelLayout(), {}, "beside")],
+        [
+            (ParallelLayout(dp=2), SHARDED, "background"),
+            (ParallelLayout(tp=2), {}, "step-1"),
+            (ParallelLayout(), {}, "background"),
+        ],
     ),
 ]
 
 
 @pytest.mark.parametrize(("first", "others"), CHECKPOINTS, ids=["replicated", "sharded"])
-def test_a_checkpoint_goes_on_at_another_layout(
+def test_a_checkpoint_resumes_in_another_layout(
     first: Setting,
     others: list[tuple[ParallelLayout, dict[str, Any], str]],
     pool: MegatronPool,
     models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """Files are agreed on over Gloo, beside the NCCL groups of training, over which a sharded optimizer's pieces are joined.
+    """Ranks agree on files over Gloo, and gather a sharded optimizer's pieces over training's NCCL groups.
 
-    One checkpoint is written in the background, while training changes what it holds.
+    One checkpoint is written in the background while training changes the state.
     """
     batch, (layout, policy) = reference.make_batch(), first
     with pool.group(layout, reference.make_config(models["qwen3"], **policy)) as group:
         train(group, batch)
         group.call("save_checkpoint", str(tmp_path / "step-1"), {"step": 1})
-        group.call("save_checkpoint", str(tmp_path / "beside"), {"step": 1}, True)
+        group.call("save_checkpoint", str(tmp_path / "background"), {"step": 1}, True)
         went_on = [train(group, batch) for _ in range(2)]
         group.call("finish_checkpoint")
     for other, settings, name in others:
@@ -119,7 +129,7 @@ def test_a_checkpoint_goes_on_at_another_layout(
 
 
 def check_abort(group: Group, batch: Batch, waits_in: str = "logprobs") -> None:
-    """Worker 1 waits in a collective that worker 0 never comes to, is aborted, and raises."""
+    """Worker 1 waits in a collective that worker 0 never joins, is aborted, and raises."""
     start = time.monotonic()
     group.start(1, f"{waits_in}_and_abort_after", batch, 1.0)
     with pytest.raises(WorkerError, match="was aborted"):
@@ -132,10 +142,10 @@ def check_abort(group: Group, batch: Batch, waits_in: str = "logprobs") -> None:
     [(ParallelLayout(tp=2), "logprobs"), (ParallelLayout(cp=2), "logprobs"), (ParallelLayout(dp=2), "train")],
     ids=["tp2", "cp2", "dp2"],
 )
-def test_who_waits_in_a_collective_that_no_peer_joins_raises_when_aborted(
+def test_an_abort_ends_a_collective_without_peers(
     pool: MegatronPool, models: dict[str, Path], layout: ParallelLayout, waits_in: str
 ) -> None:
-    """After a step, with which every group has a communicator: a kernel waits in one of them, and all are to end."""
+    """After a step every group has a communicator. A kernel waits in one of them, and all must end."""
     batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
     with pool.group(layout, config) as group:
         train(group, batch)
@@ -145,8 +155,8 @@ def test_who_waits_in_a_collective_that_no_peer_joins_raises_when_aborted(
         assert group.call("logprobs", batch)[0] is not None
 
 
-def test_who_waits_for_a_peer_that_was_killed_raises(models: dict[str, Path]) -> None:
-    """The survivor hangs in an all-reduce until the runtime aborts it; its process then ends, as a group restarts whole."""
+def test_waiting_for_a_killed_peer_raises(models: dict[str, Path]) -> None:
+    """The survivor hangs in an all-reduce until the runtime aborts it. Its process ends, as groups restart as a whole."""
     batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
     pool = MegatronPool(2)
     with pytest.raises(BrokenPipeError), pool.group(ParallelLayout(tp=2), config) as group:

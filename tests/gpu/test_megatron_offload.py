@@ -1,4 +1,4 @@
-"""Train state off the GPU and back: memory that is really released, values bit for bit, log-probabilities in less memory."""
+"""Train state offloaded and back: memory is freed, values are bit-identical, log-probabilities need less memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-from bench.models import SHAPES, Shape, write_model
-from bench.optimizer_offload import GIB, runs_within
-from bench.train_inputs import single_worker, train_batch
+from dagrl.bench.models import SHAPES, ModelShape, write_model
+from dagrl.bench.optimizer_offload import GIB, runs_within
+from dagrl.bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
-from dagrl.shapes import Batch
-from workers.megatron import MegatronWorker
-from workers.megatron.offload import Part
-from workers.megatron.staging import Staging
+from dagrl.runtime.shapes import Batch
+from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.megatron.host_memory import StagingBuffers
+from dagrl.workers.megatron.offload import StatePart
 
 pytest.importorskip("megatron.core")
-from workers.megatron import checkpoint
+from dagrl.workers.megatron import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
 SLACK = 256 << 20  # bytes that workspaces and rounding may take
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["replicated", "sharded"])
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronWorker]:
-    """Real widths, four layers and a smaller vocabulary: about 80 million weights, 0.9 GiB of optimizer state."""
-    shape = Shape("small", {**SHAPES["qwen3-0.6b"].with_layers(4).config, "vocab_size": VOCABULARY})
+    """Realistic widths, four layers, a smaller vocabulary: about 80 million weights, 0.9 GiB of optimizer state."""
+    shape = ModelShape("small", {**SHAPES["qwen3-0.6b"].with_layers(4).config, "vocab_size": VOCABULARY})
     model = write_model(shape, tmp_path_factory.mktemp("model"), "cuda")
     policy = {
         "model_name": str(model),
@@ -49,7 +49,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def all_here(worker: MegatronWorker) -> Iterator[None]:
-    """A test that fails does not spoil the next."""
+    """Keeps a failing test from affecting the next."""
     yield
     worker.reload(PARTS)
 
@@ -59,12 +59,12 @@ BATCH = train_batch(4, 512, VOCABULARY)
 
 
 def held(worker: MegatronWorker) -> list[torch.Tensor]:
-    """Copies of weights and optimizer state."""
+    """Returns copies of weights and optimizer state."""
     trainer = worker._ready()
     return [tensor.clone() for tensor in (*trainer.weight_tensors(), *trainer.optimizer_tensors())]
 
 
-def test_memory_is_given_back_and_values_return_bit_for_bit(worker: MegatronWorker) -> None:
+def test_memory_is_freed_and_values_return_bit_for_bit(worker: MegatronWorker) -> None:
     offloader = worker._ready().offloader
     expected = [tensor.cpu() for tensor in held(worker)]
     sizes = {part: offloader.nbytes(part) for part in PARTS}
@@ -103,7 +103,7 @@ def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker
 
 
 def test_copies_for_a_checkpoint_are_in_pinned_memory() -> None:
-    staging = Staging()
+    staging = StagingBuffers()
     values = [torch.randn(1 << 20, device="cuda"), torch.randn(1001, 3, device="cuda", dtype=torch.bfloat16)[:, 1:]]
     copies = [staging.copy(value) for value in values]
     torch.cuda.synchronize()
@@ -111,10 +111,10 @@ def test_copies_for_a_checkpoint_are_in_pinned_memory() -> None:
         assert copy.is_pinned() and torch.equal(copy, value.cpu())
 
 
-def test_a_checkpoint_in_the_background_holds_the_state_of_its_start(
+def test_a_background_checkpoint_has_the_state_at_its_start(
     worker: MegatronWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it is written before a step has changed weights and optimizer."""
+    """Writing starts only after a step has changed weights and optimizer."""
     write, trained = checkpoint._write_buckets, threading.Event()
     monkeypatch.setattr(checkpoint, "_write_buckets", lambda *given: (trained.wait(60), write(*given)))
     before = [tensor.cpu() for tensor in held(worker)]

@@ -1,4 +1,4 @@
-"""On one GPU: attention kernels against plain math, packed against padded steps in BF16, and memory of log-probabilities."""
+"""On one GPU: attention kernels against plain math, packed against padded BF16 steps, and memory of log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.train_inputs import single_worker
-from dagrl.worker import ReplayContext, _current
+from dagrl.bench.train_inputs import single_worker
+from dagrl.runtime.worker import ReplayContext, _current
+from dagrl.workers.megatron.host_memory import upload
+from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
-from workers.megatron.logprobs import OutputLayer, VocabularyPart, token_logprobs
-from workers.megatron.upload import upload
 
 pytest.importorskip("megatron.core")
 
@@ -26,7 +26,7 @@ SEQUENCES = [[192, 8, 1024, 64, 760], [448, 512, 1088]]  # two rows, multiples o
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, segments: Any, scale: float) -> Tensor:
-    """Softmax(q k^T) v of each segment by itself, with a causal mask; [tokens, heads, d]."""
+    """Computes causal softmax(q k^T) v of each segment separately; [tokens, heads, d]."""
     outputs = []
     group = query.shape[1] // key.shape[1]
     parts = [(query, segments.query_lengths), (key, segments.key_lengths), (value, segments.key_lengths)]
@@ -41,8 +41,8 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, segments: Any, sc
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_kernels_agree_with_plain_math(size: int, rank: int, dtype: torch.dtype) -> None:
-    from workers.megatron.attention import segment_attention
-    from workers.megatron.segments import make_segments
+    from dagrl.workers.megatron.attention import segment_attention
+    from dagrl.workers.megatron.segments import make_segments
 
     torch.manual_seed(0)
     segments = make_segments(SEQUENCES, size, rank, torch.device("cuda"))
@@ -61,11 +61,11 @@ def test_attention_kernels_agree_with_plain_math(size: int, rank: int, dtype: to
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Relative norm of the difference."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def test_arrays_reach_the_gpu_in_one_piece() -> None:
+def test_arrays_reach_the_gpu_in_one_copy() -> None:
     sent = [np.arange(100_003), np.linspace(0, 1, 7, dtype=np.float32), np.arange(5, dtype=np.int32)]
     for _ in range(3):  # pinned memory is used again only when its copy is done
         arrived = upload(sent, torch.device("cuda"))
@@ -81,7 +81,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(model: Path) -> reference.Run:
-    """Float32, in plain torch on the CPU."""
+    """Results in float32 by plain torch on the CPU."""
     config = reference.make_config(model, optimizer={"clip_grad": 1e3})
     return reference.train_reference(model, reference.make_batch(), config, reference.sft_reference)
 
@@ -107,13 +107,13 @@ def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str,
 
 
 def error(found: dict[str, Any], expected: Any) -> float:
-    """Relative norm of the difference of all gradients together."""
+    """Relative norm of the difference over all gradients."""
     difference = sum(float(np.square(found[name] - value).sum()) for name, value in expected.items())
     return float(np.sqrt(difference / sum(float(np.square(value).sum()) for value in expected.values())))
 
 
 @pytest.mark.parametrize("way", ["packed", "dynamic"])
-def test_packed_steps_are_as_near_to_float32_as_padded_ones(way: str, model: Path, truth: reference.Run) -> None:
+def test_packed_steps_are_as_close_to_float32_as_padded_ones(way: str, model: Path, truth: reference.Run) -> None:
     padded, padded_rows = gradients_and_rows(model, "padded", "bfloat16")
     found, rows = gradients_and_rows(model, way, "bfloat16")
     assert error(padded, truth.gradients) < 0.05
@@ -131,13 +131,13 @@ def test_float32_steps_are_those_of_plain_torch(way: str, model: Path, truth: re
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_gradients_in_parts_are_those_of_the_whole_batch(
+def test_accumulated_gradients_are_those_of_the_whole_batch(
     precision: str, limit: float, model: Path, truth: reference.Run
 ) -> None:
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **WAYS["packed"])
     batch = reference.make_batch()
     with single_worker(config, TestedWorker) as made:
-        made.accumulate_gradients(batch.select([7]), "sft")  # of a step that was given up
+        made.accumulate_gradients(batch.select([7]), "sft")  # of an abandoned step
         for number, rows in enumerate(([0, 4, 5], [6])):
             made.accumulate_gradients(batch.select(rows).with_scalars(parts=float(number)), "sft")
         metrics = made.train_step(batch.select([1, 2, 3, 7]).with_scalars(parts=2.0, lr=0.0), "sft")
@@ -147,7 +147,7 @@ def test_gradients_in_parts_are_those_of_the_whole_batch(
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_reference_weights_come_and_go(where: str, sharded: bool, model: Path) -> None:
+def test_reference_weights_are_swapped_in_and_out(where: str, sharded: bool, model: Path) -> None:
     optimizer = {"use_distributed_optimizer": sharded}
     config = reference.make_config(model, precision="bfloat16", reference_weights=where, optimizer=optimizer)
     batch = reference.make_batch()
@@ -165,8 +165,8 @@ def test_reference_weights_come_and_go(where: str, sharded: bool, model: Path) -
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["values", "gradients"])
-def test_memory_of_logprobs_is_that_of_a_chunk(grad: bool) -> None:
-    """Qwen3's vocabulary: whole float32 logits would be 4.6 GiB, and their gradient as much again."""
+def test_logprobs_need_the_memory_of_a_chunk(grad: bool) -> None:
+    """With Qwen3's vocabulary all float32 logits would take 4.6 GiB, and their gradient as much again."""
     tokens, hidden_size, vocabulary, chunk = 8192, 1024, 151936, 512
     hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
     weight = (torch.randn(vocabulary, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.02).requires_grad_(grad)
@@ -174,13 +174,13 @@ def test_memory_of_logprobs_is_that_of_a_chunk(grad: bool) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    layer = OutputLayer(weight, VocabularyPart(0, vocabulary), chunk_tokens=chunk)
+    layer = OutputLayer(weight, VocabularyShard(0, vocabulary), chunk_tokens=chunk)
     logprobs, entropy = token_logprobs(hidden, labels, layer)
     if grad:
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
     peak = torch.cuda.max_memory_allocated() - before
     one_chunk, gradients = chunk * vocabulary * 4, vocabulary * hidden_size * (4 + 4 + 2) + tokens * hidden_size * 2
-    print(f"peak {peak / GIB:.2f} GiB beside {before / GIB:.2f} GiB of inputs; a chunk is {one_chunk / GIB:.2f} GiB")
+    print(f"peak {peak / GIB:.2f} GiB in addition to {before / GIB:.2f} GiB of inputs; a chunk is {one_chunk / GIB:.2f} GiB")
     assert peak < 3 * one_chunk + (gradients if grad else 0) + GIB // 8
     with torch.no_grad():
         rows = slice(0, 256)

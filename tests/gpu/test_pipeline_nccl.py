@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dagrl.errors import PhaseError
-from dagrl.layout import ParallelLayout
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.shapes import Batch, Bucket
-from dagrl.worker_group import Resources, WorkerGroup
-from graphs.pipeline import one_forward_one_backward, pipeline_phase
+from dagrl.graphs.pipeline import one_forward_one_backward, pipeline_phase
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.worker_group import Resources, WorkerGroup
+from tests.integration.fake_workers import ENGINES
 from tests.integration.pipeline_stage import MODEL, RecordedStage, ragged_batch, train_in_one_process
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
@@ -55,13 +57,23 @@ def group(cluster: None) -> Iterator[WorkerGroup]:
     group.shutdown(5.0)
 
 
-@pytest.fixture(scope="module", params=["compiled", "eager"])
+def warmed_up(group: WorkerGroup, **options: Any) -> Scheduler:
+    scheduler = Scheduler([group], SchedulerOptions(fallback="error", result_bytes=RESULT_BYTES, replay_s=60.0, **options))
+    scheduler.add(STEP, buckets=[Bucket(8, LENGTH)], scalars=SCALARS)
+    scheduler.compile()
+    scheduler.warmup()
+    return scheduler
+
+
+RUNS: dict[str, Any] = ENGINES | {
+    "dagrl, overlapped": {"overlap_communication": True},
+    "ray, overlapped": {"engine": "ray", "overlap_communication": True},
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def scheduler(request: pytest.FixtureRequest, group: WorkerGroup) -> Iterator[Scheduler]:
-    options = SchedulerOptions(executor=request.param, fallback="error", result_bytes=RESULT_BYTES, replay_s=60.0)
-    with Scheduler([group], options) as scheduler:
-        scheduler.add(STEP, buckets=[Bucket(8, LENGTH)], scalars=SCALARS)
-        scheduler.compile()
-        scheduler.warmup()
+    with warmed_up(group, **RUNS[request.param]) as scheduler:
         yield scheduler
 
 
@@ -98,7 +110,8 @@ def test_a_stage_that_fails_is_named_and_the_graph_lives_on(scheduler: Scheduler
     check_steps(scheduler, group, [ragged_batch(8, LENGTH, 4)])
 
 
-def test_a_pipeline_can_be_torn_down_and_compiled_again(scheduler: Scheduler, group: WorkerGroup) -> None:
-    scheduler.recover()
-    scheduler.warmup()
-    check_steps(scheduler, group, [ragged_batch(8, LENGTH, 5)])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_pipeline_can_be_torn_down_and_compiled_again(group: WorkerGroup, run: str) -> None:
+    for seed in (5, 6):
+        with warmed_up(group, **RUNS[run]) as scheduler:
+            check_steps(scheduler, group, [ragged_batch(8, LENGTH, seed)])

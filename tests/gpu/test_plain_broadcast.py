@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.plain import PlainDriver, with_plain_workers
+from dagrl.bench.plain import PlainDriver, with_plain_workers
 from dagrl.config.file import load_config
-from dagrl.loops.grpo_step import grpo_plans
-from dagrl.loops.start import open_session
-from dagrl.rewards import RewardRunner
+from dagrl.rl.rewards import RewardRunner
+from dagrl.run.plans import grpo_plans
+from dagrl.run.start import open_session
 from tests.plain_calls import digests, scale_weights
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
@@ -39,7 +39,7 @@ def test_the_broadcast_brings_the_bytes_of_a_refit(tmp_path: Path) -> None:
         driver.refit(100)
         (by_broadcast,) = session.generation.call_function(digests)
         session.train.call_function(scale_weights)
-        session.replay("refit", 101)
+        session.replays.replay("refit", 101)
         (by_refit,) = session.generation.call_function(digests)
         driver.refit(102)
         assert session.generation.call_function(digests) == [by_refit]

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from dagrl.config import Config
-from dagrl.deadline import Deadline
-from dagrl.layout import ParallelLayout
-from dagrl.refit.connect import connect_refit
-from dagrl.shapes import Batch
-from dagrl.worker_group import Resources, WorkerGroup, call_together
+from dagrl.refit import Refit
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker_group import Resources, WorkerGroup, call_together
 from tests.gpu import refit_calls
 from tests.integration.vllm_ranks import requests
 
@@ -97,17 +97,15 @@ def mean_difference(checkpoint: Path, rows: list[tuple[list[int], list[float], s
 
 @pytest.mark.parametrize("precision", [None, "fp8"])
 def test_refits_between_turns_on_one_gpu(cluster: None, tmp_path: Path, precision: str | None) -> None:
-    from workers.megatron import MegatronWorker
-    from workers.vllm import VllmWorker
+    from dagrl.workers.megatron import MegatronWorker
+    from dagrl.workers.vllm import VllmWorker
 
     config = make_config(make_model(tmp_path / "model"), precision)
     half = Resources(num_gpus=0.5)
     train = WorkerGroup.create("train", MegatronWorker, ParallelLayout(), config, resources=half)
     generation = WorkerGroup.create("generation", VllmWorker, ParallelLayout(), config, resources=half)
     try:
-        connect_refit(
-            train, generation, dtype="bfloat16", tied_embeddings=False, kind="ipc", timeout_s=60, channel_timeout_s=30
-        )
+        Refit.connect(train, generation, dtype="bfloat16", verify=config.refit.verify, timeout_s=30)
         for version in (1, 2, 3):
             train.call("train_step", sft_batch(), "sft")
             train.call("offload", ("gradients", "optimizer"))

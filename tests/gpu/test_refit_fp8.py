@@ -20,8 +20,9 @@ from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.errors import RunError
-from dagrl.refit.quantize import BlockQuantizer, quantize_blocks, scale_shape
-from dagrl.shapes import Batch
+from dagrl.refit.fp8 import quantize_blocks, scale_shape
+from dagrl.refit.kernels.block_quantizer import BlockQuantizer
+from dagrl.runtime.shapes import Batch
 from tests.gpu import refit_calls
 from tests.integration import vllm_calls
 from tests.integration.test_kv_scales import largest_in_cache
@@ -45,7 +46,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Blocks of very different sizes, among them one of zeros, one below the smallest peak, and negative zeros."""
+    """Blocks of very different magnitudes: one of zeros, one below the smallest peak, and negative zeros."""
     generator = torch.Generator().manual_seed(sum(shape))
     exponents = torch.randint(-18, 8, scale_shape(shape), generator=generator)
     spread = torch.exp2(exponents.float()).repeat_interleave(128, -2).repeat_interleave(128, -1)
@@ -96,7 +97,7 @@ def test_the_kernel_can_be_captured() -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pytest.importorskip("vllm")
-    from workers.vllm import VllmWorker
+    from dagrl.workers.vllm import VllmWorker
 
     ranks = Ranks(VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm"))))
     yield ranks
@@ -104,7 +105,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def make_checkpoint(directory: Path, model_type: str, seed: int) -> Path:
-    """Bfloat16 weights whose blocks have their own sizes."""
+    """Bfloat16 weights whose blocks have different magnitudes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {**SIZES, **(EXPERTS if model_type == "qwen3_moe" else {}), "tie_word_embeddings": False}
@@ -119,7 +120,7 @@ def make_checkpoint(directory: Path, model_type: str, seed: int) -> Path:
 
 
 def export_fp8(checkpoint: Path, directory: Path) -> Path:
-    """The checkpoint as DeepSeek's are: blocks by vLLM's own function, routers, embedding and head as they are."""
+    """A checkpoint in DeepSeek's format: blocks by vLLM's own function; routers, embedding and head unquantized."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     shutil.copytree(checkpoint, directory)
@@ -142,7 +143,7 @@ def export_fp8(checkpoint: Path, directory: Path) -> Path:
 
 
 def add_kv_scales(checkpoint: Path) -> None:
-    """Scales of the KV cache beside the weights, as calibration on the prompts would give them.
+    """Weights and scales of the KV cache, as calibration on the prompts would give them.
 
     Rounded to bfloat16, as vLLM's loader does it by way of its default dtype; a refit keeps them in float32.
     """
@@ -195,8 +196,8 @@ def test_a_refit_leaves_what_vllm_loads_from_the_checkpoint_in_fp8(
         add_kv_scales(second)
     with running(ranks, fp8_config(first, sleeps=cache == "fp8", **engine_of)) as engine:
         before, slices = greedy(engine), engine.on_all(call, "weight_slices")
-        with pytest.raises(RunError, match=r"parameter .* is not what rank 0 sent"):
-            engine.on_all(refit_calls.refit_from, slices, second, 1, 700_001)  # one byte changes on its way
+        with pytest.raises(RunError, match=r"parameter .* differs from what rank 0 sent"):
+            engine.on_all(refit_calls.refit_from, slices, second, 1, 700_001)  # one byte is changed in transit
         with pytest.raises(RunError, match="torn"):
             greedy(engine)
         engine.on_all(refit_calls.refit_from, slices, second, 2)

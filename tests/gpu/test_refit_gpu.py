@@ -1,4 +1,4 @@
-"""Refits on GPUs: the copy kernel against torch, recorded refits against slicing, memory that moves, absent peers."""
+"""Refits on GPUs: the copy kernel against torch, recorded refits against slicing, moved memory, absent peers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dagrl.refit.fastest import TRIALS
-from dagrl.refit.run import Record
-from dagrl.refit.verify import Verify
+from dagrl.refit import RecordMode, Verify
+from dagrl.refit.carry.autotune import TRIALS
 from tests import channel_cases as cases
 from tests.channel_cases import Place, run_case
 
@@ -21,7 +20,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Every bit pattern, so that equal means equal bytes."""
+    """Random bit patterns, so that equality means equal bytes."""
     count = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (count,), dtype=torch.uint8, device="cuda").view(dtype).view(shape)
 
@@ -31,14 +30,14 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Targets and sources: strided, stacked, transposed, of odd sizes and at odd places, empty, of one element."""
+    """Targets and sources: strided, stacked, transposed, with odd sizes and offsets, empty, of one element."""
     whole = random((6, 96, 320), dtype)
     return [
         (random((6, 96, 160), dtype), whole[:, :, 160:]),  # columns
         (random((6, 192, 320), dtype)[:, 96:], whole),  # rows of a stack
-        (random((96, 320), dtype), whole[3]),  # in one piece
+        (random((96, 320), dtype), whole[3]),  # contiguous
         (random((5, 7, 9), dtype), whole[:5, 11:18, 3:12]),  # odd
-        (random((1001,), dtype)[1:], random((1003,), dtype)[3:]),  # off any boundary
+        (random((1001,), dtype)[1:], random((1003,), dtype)[3:]),  # unaligned
         (random((320, 96), dtype), whole[1].t()),  # transposed
         (random((7, 3), dtype)[::2], random((4, 3), dtype)),
         (random((), dtype), random((), dtype)),
@@ -49,7 +48,7 @@ def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_launch_copies_what_torch_copies(dtype: torch.dtype) -> None:
-    from dagrl.refit.copies import BatchedCopy
+    from dagrl.refit.kernels.batched_copy import BatchedCopy
 
     copied = pairs(dtype)
     copy = BatchedCopy(*(list(side) for side in zip(*copied, strict=True)))
@@ -61,8 +60,8 @@ def test_one_launch_copies_what_torch_copies(dtype: torch.dtype) -> None:
             source.copy_(random(tuple(source.shape), dtype))
 
 
-def test_nothing_beside_the_targets_is_written() -> None:
-    from dagrl.refit.copies import BatchedCopy
+def test_only_the_targets_are_written() -> None:
+    from dagrl.refit.kernels.batched_copy import BatchedCopy
 
     around = torch.full((64, 4096), 7, dtype=torch.uint8, device="cuda")
     BatchedCopy([around[3:60, 17:4000]], [torch.full((57, 3983), 9, dtype=torch.uint8, device="cuda")]).run()
@@ -72,7 +71,7 @@ def test_nothing_beside_the_targets_is_written() -> None:
 
 
 def test_a_cast_in_a_bucket_is_left_to_torch() -> None:
-    from dagrl.refit.copies import BatchedCopy
+    from dagrl.refit.kernels.batched_copy import BatchedCopy
 
     source = torch.randn(64, 64, device="cuda")
     cast, same = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda"), torch.zeros(64, 64, device="cuda")
@@ -82,13 +81,13 @@ def test_a_cast_in_a_bucket_is_left_to_torch() -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_checksums_on_the_gpu_are_those_of_the_cpu(alone: bool) -> None:
-    """Of whole vectors, of parts of tensors where they lie, of several pieces with gaps between, of a transposed view."""
-    from dagrl.refit.checksum_kernel import ChecksumTable
-    from dagrl.refit.checksum_rows import Piece
-    from dagrl.refit.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, in_one_piece
+    """Whole vectors, strided views, several views with gaps between them, a transposed view."""
+    from dagrl.refit.carry.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, contiguous_bytes
+    from dagrl.refit.kernels.checksum_kernel import ChecksumTable
+    from dagrl.refit.kernels.checksum_rows import SummedView
 
     sizes = (1, 3, 8, 64, 8 * 1024, 3 * 8 * 1024 + 7, 70_000, 12_288, 5 << 20)
-    moves: list[list[Piece]] = [[(0, random((size,), torch.uint8))] for size in sizes]
+    moves: list[list[SummedView]] = [[(0, random((size,), torch.uint8))] for size in sizes]
     moves.append([(0, random((640, 960), torch.bfloat16)[:, 320:640])])
     moves.append([(0, random((57, 300), torch.uint8)[3:, 5:298])])
     moves.append([(0, random((128, 128), torch.uint8)), (128 * 128, random((3,), torch.float32))])
@@ -96,7 +95,7 @@ def test_checksums_on_the_gpu_are_those_of_the_cpu(alone: bool) -> None:
     moves.append([(0, random((640, 96), torch.bfloat16).t())])
     table = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER, alone)
     for _ in range(2):
-        expected = [checksum(in_one_piece([(at, view.cpu()) for at, view in pieces])) for pieces in moves]
+        expected = [checksum(contiguous_bytes([(at, view.cpu()) for at, view in pieces])) for pieces in moves]
         assert torch.equal(table.launch().cpu(), torch.stack(expected))
         for (_, view), *_ in moves:
             view[len(view) // 2] += 4
@@ -108,31 +107,31 @@ def moved(place: Place) -> object:
 
 
 def tried(place: Place) -> object:
-    """Two versions more than it takes to find the faster way, with checksums, which both ways must leave."""
+    """Two versions more than it takes to find the faster method, with checksums, which both methods must produce."""
     return _refits(place, 3 + 2 * TRIALS, record="auto", verify="checksum")
 
 
 def emptied(place: Place) -> object:
-    """Recorded refits between tensors that lose their memory and get other memory at the same addresses."""
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # addresses stay when the memory behind them goes
+    """Recorded refits between tensors that lose their memory and get new memory at the same addresses."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # addresses stay valid when their memory is freed
     return _refits(place, 6, record=True, verify="checksum", empties=(3, 4))
 
 
 def _refits(
     place: Place,
     versions: int,
-    record: Record,
+    record: RecordMode,
     verify: Verify,
     moves: tuple[int, ...] = (),
     empties: tuple[int, ...] = (),
 ) -> int:
-    """How often this rank recorded.
+    """Returns how often this rank recorded.
 
     At the first version of `moves` the sender's tensors move, at the second the other's. At those of `empties` memory is
     given back and taken again, with what was in it.
     """
     from dagrl.refit import RefitReceiver, RefitSender
-    from tests.unit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
+    from tests.unit.refit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
 
     plan, layout = cases._refit_plan(place.size)
     channel = place.open()
@@ -149,7 +148,7 @@ def _refits(
         live = _in_one_storage(held, place.device)
     else:
         live = {name: torch.nn.Parameter(tensor.to(place.device)) for name, tensor in held.items()}
-    end = (RefitSender if place.rank == 0 else RefitReceiver)(plan.for_rank(place.rank), live, channel, verify, record)
+    end = (RefitSender if place.rank == 0 else RefitReceiver)(plan.for_rank(place.rank, verify, record), live, channel)
     for version in range(versions):
         if version in moves:
             _move(live, place.rank == moves.index(version))
@@ -174,7 +173,7 @@ def _move(live: dict[str, torch.nn.Parameter], mine: bool) -> None:
 
 
 def _in_one_storage(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.nn.Parameter]:
-    """As Megatron's buffers have them; large enough to have its memory for itself."""
+    """A view of a large buffer, as in Megatron; large enough for an allocation of its own."""
     storage, used = torch.empty(64 << 20, dtype=torch.uint8, device=device), 0
     live = {}
     for name, tensor in tensors.items():
@@ -198,25 +197,25 @@ def _empty(live: dict[str, torch.nn.Parameter]) -> None:
 
 
 @two_gpus
-def test_a_recorded_refit_goes_to_memory_that_was_given_back_and_taken_again() -> None:
+def test_a_recorded_refit_writes_to_memory_that_was_freed_and_allocated_again() -> None:
     pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
     assert run_case(emptied, "nccl", 2) == [1, 1]
 
 
 @two_gpus
-def test_a_recorded_refit_follows_memory_that_moves() -> None:
+def test_a_recorded_refit_follows_moved_memory() -> None:
     pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
     assert run_case(moved, "nccl", 2) == [2, 2]
 
 
 @two_gpus
-def test_refits_that_try_both_ways_are_right_and_proved_in_each() -> None:
+def test_refits_that_try_both_methods_are_correct_and_verified_with_each() -> None:
     pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
     assert run_case(tried, "nccl", 2) == [1, 1]
 
 
 def abandoned(place: Place) -> object:
-    """A replay whose peer does not come ends at the deadline, and the channel closes though a graph refers to it."""
+    """A replay without its peer ends at the deadline, and the channel closes although a graph refers to it."""
     from dagrl.errors import ChannelError
 
     channel = place.open()
@@ -242,16 +241,16 @@ def abandoned(place: Place) -> object:
 
 
 @two_gpus
-def test_a_recorded_message_that_nobody_sends_ends_at_the_deadline() -> None:
+def test_a_recorded_message_without_a_sender_ends_at_the_deadline() -> None:
     pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
     _, result = run_case(abandoned, "nccl", 2, channel_timeout_s=3)
     assert isinstance(result, tuple), result
     error, seconds = result
-    assert "messages did not end within 3" in error and seconds < 10
+    assert "messages did not finish within 3" in error and seconds < 10
 
 
 def broken_while_recorded(place: Place) -> object:
-    """An abort in the middle of a recording, after a message of it: its graph refers to the communicator already."""
+    """An abort during a recording, after its first message: the graph already refers to the communicator."""
     from dagrl.errors import ChannelError
 
     channel = place.open()
@@ -262,7 +261,7 @@ def broken_while_recorded(place: Place) -> object:
 
     def work_and_break() -> None:
         work()
-        _ = channel.send(message, 1) if place.rank == 0 else channel.receive(message, 0)  # nobody waits for it yet
+        _ = channel.send(message, 1) if place.rank == 0 else channel.receive(message, 0)  # nothing waits for it yet
         channel.abort("the test said so")
         work()
 

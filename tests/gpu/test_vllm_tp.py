@@ -1,7 +1,7 @@
 """Tensor-parallel ranks of vLLM on GPUs agree from their first batch on, with CUDA graphs; a dead peer frees the others.
 
-No rank sends its tokens to the others. With vLLM's custom all-reduce, ranks were seen to draw different tokens in the first
-batch after a start; the worker keeps it off, and every quantum compares a digest of what the ranks drew.
+Ranks do not exchange tokens. With vLLM's custom all-reduce, ranks drew different tokens in the first batch after a start.
+The worker disables it, and every quantum compares a digest of the ranks' tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("start", range(2))
 def test_first_batches_agree(cluster: None, checkpoints: list[Path], start: int) -> None:
-    """`Engine.run` raises when ranks differ; the tokens are also those that the model would draw."""
+    """`Engine.run` raises if ranks differ. The tokens are also plausible under the model."""
     with started(checkpoints, gpu_config(checkpoints[0], eager=False, tp=2), tp=2, warm=False) as engine:
         prompts = [PROMPTS[row % 8] for row in range(64)]
         for round_ in range(3):
@@ -43,8 +43,8 @@ def test_first_batches_agree(cluster: None, checkpoints: list[Path], start: int)
             check_abort(engine.group)
 
 
-def test_a_first_batch_that_takes_long_agrees(cluster: None, tmp_path: Path) -> None:
-    """The host is far ahead of the GPU in the first step of a thread, and waits for what it reads all the same."""
+def test_a_slow_first_batch_agrees(cluster: None, tmp_path: Path) -> None:
+    """The host runs ahead of the GPU in a thread's first step, and still waits for what it reads."""
     model = make_gpu_checkpoint(tmp_path / "model", 0, **SHAPES["0.6B"])
     prompts = [[3 + (7 * row + 11 * place) % 900 for place in range(200 + row % 8)] for row in range(64)]
     with started([model], gpu_config(model, eager=False, tp=2), tp=2, warm=False) as engine:
@@ -53,7 +53,7 @@ def test_a_first_batch_that_takes_long_agrees(cluster: None, tmp_path: Path) -> 
 
 
 def check_abort(group: object) -> None:
-    """A rank whose peer does not come into the step is freed by `abort`, and gives no tokens."""
+    """`abort` frees a rank whose peer does not join the step. It returns no tokens."""
     lone = group.actors[0].__ray_call__.remote(vllm_calls.generate_then_abort, requests([500], PROMPTS[:1]), 1.0)  # type: ignore[attr-defined]
     import ray
 

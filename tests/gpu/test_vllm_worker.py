@@ -1,7 +1,7 @@
 """The vLLM worker as an actor on a GPU: quanta through a compiled graph, updates in place under CUDA graphs, sleep.
 
-The truth is transformers in float32 on the same bfloat16 weights. Differences of bfloat16 are about 0.01 to 0.03 in the
-mean; a stale weight shows as more than 0.5.
+The reference is transformers in float32 with the same bfloat16 weights. bfloat16 differs by 0.01 to 0.03 in the mean; a
+stale weight by more than 0.5.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 from dagrl.config import Config
 from dagrl.errors import RunError
-from dagrl.generation import FinishedRequest, Generated
-from dagrl.layout import ParallelLayout
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.shapes import Batch, Bucket
-from dagrl.worker_group import Resources, WorkerGroup
-from graphs.generate import generate
+from dagrl.graphs.generate import generate
+from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.worker_group import Resources, WorkerGroup
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import make_config
 from tests.integration.vllm_ranks import requests
@@ -81,8 +81,8 @@ def engine(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyte
 
 @contextmanager
 def started(checkpoints: list[Path], config: Config, tp: int = 1, *, warm: bool = True) -> Iterator[Engine]:
-    """Actors of one engine, with the `generate` phase compiled and (`warm`) warmed up."""
-    from workers.vllm import VllmWorker
+    """Actors of one engine with a compiled and (`warm`) warmed-up `generate` phase."""
+    from dagrl.workers.vllm import VllmWorker
 
     group = WorkerGroup.create("generation", VllmWorker, ParallelLayout(tp=tp), config, resources=Resources(num_gpus=1))
     try:
@@ -114,7 +114,7 @@ def gpu_config(model: Path, eager: bool, tp: int = 1) -> Config:
 def make_gpu_checkpoint(
     directory: Path, seed: int, *, layers: int, hidden: int, inter: int, heads: int, kv: int, head_dim: int, vocabulary: int
 ) -> Path:
-    """Random bfloat16 weights of a Qwen3 with distributions far from uniform."""
+    """Random bfloat16 weights of a Qwen3, with distributions far from uniform."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -135,7 +135,7 @@ def make_gpu_checkpoint(
 
 
 def difference(checkpoint: Path, rows: Sequence[FinishedRequest], prompts: Sequence[Sequence[int]]) -> float:
-    """Mean difference of the rows' log-probabilities from those of transformers."""
+    """Returns the mean difference of the rows' log-probabilities from transformers'."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).float().cuda().eval()
@@ -163,7 +163,7 @@ def test_quanta_give_the_models_logprobs(engine: Engine) -> None:
 
 
 def test_updates_in_place_between_quanta(engine: Engine) -> None:
-    """Running sequences go on, later ones are the new weights' alone, also where the prefix was cached before."""
+    """Running sequences continue. Later ones use only the new weights, even if their prefix was cached before."""
     engine.write(0, 1)
     engine.run(requests([90], [LONG_PROMPT], new=2))
     engine.quantum(batch(1, greedy=False, steps=6))
@@ -177,7 +177,7 @@ def test_updates_in_place_between_quanta(engine: Engine) -> None:
     engine.check(0, engine.run(batch(201, greedy=False)), PROMPTS)
 
 
-def test_versions_of_a_sequence_that_runs_across_an_update(engine: Engine) -> None:
+def test_versions_of_a_sequence_across_an_update(engine: Engine) -> None:
     engine.write(0, 4)
     engine.quantum(batch(1, new=12, steps=5))
     engine.write(1, 5)
@@ -198,7 +198,7 @@ def test_seeds_and_aborts(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_frees_memory_and_waking_brings_all_back(engine: Engine, level: int) -> None:
+def test_sleep_frees_memory_and_wake_up_restores_it(engine: Engine, level: int) -> None:
     engine.write(0, 7)
     before = engine.run(batch(1))
     addresses = engine.group.call_function(vllm_calls.memory_addresses)

@@ -27,7 +27,7 @@ def megatron_pool() -> Iterator[MegatronPool]:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Hugging Face checkpoints of every architecture that the Megatron worker knows, by name."""
+    """Hugging Face checkpoints of every architecture that the Megatron worker supports, by name."""
     from tests.integration.megatron_reference import MODELS, make_model
 
     directory = tmp_path_factory.mktemp("models")
@@ -38,9 +38,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def vllm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two processes that hold vLLM engines, one engine after the other."""
     pytest.importorskip("vllm")
+    from dagrl.workers.vllm import VllmWorker
     from tests.integration.vllm_models import make_config
     from tests.integration.vllm_ranks import SOCKETS, Ranks
-    from workers.vllm import VllmWorker
 
     environment = VllmWorker.environment(make_config(tmp_path_factory.mktemp("vllm")))
     ranks = Ranks({**environment, SOCKETS: str(tmp_path_factory.mktemp("sockets"))})

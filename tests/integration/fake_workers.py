@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
-from dagrl.shapes import Batch
-from dagrl.worker import WorkerContext, current_replay, in_warmup
-from tests.unit.unreadable import unreadable
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
+from tests.unit.runtime.unreadable import unreadable
+
+ENGINES: dict[str, Any] = {
+    "dagrl": {"executor": "compiled"},
+    "ray": {"executor": "compiled", "engine": "ray"},
+    "eager": {"executor": "eager"},
+}
+"""Options of a Scheduler for everything that runs phases."""
 
 
 class FakeWorker:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dagrl.rewards import exact_match
+from dagrl.rl.rewards import exact_match
 from dagrl.telemetry.record import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Four long-lived processes that Megatron workers of any layout run in, so that imports are paid once a test run."""
+"""Four long-lived processes for Megatron workers of any layout, so that imports run once per test run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dagrl.config import Config
-from dagrl.layout import ParallelLayout
-from dagrl.ports import reserve_port
-from dagrl.worker import ReplayContext, WorkerContext, _current
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.worker import ReplayContext, WorkerContext, _current
 
 SIZE = 4
 
 
 class WorkerError(Exception):
-    """What a worker raised: `kind` is the name of the exception's class."""
+    """A worker's exception; `kind` is the name of its class."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -29,17 +29,17 @@ class WorkerError(Exception):
 
 @dataclass
 class Group:
-    """Workers of one layout, one in each of the pool's first processes."""
+    """Workers of one layout, one per process."""
 
     connections: Sequence[Connection]
     layout: ParallelLayout
 
     def start(self, rank: int, method: str, *args: Any, warmup: bool = False, **kwargs: Any) -> None:
-        """Begin a call on one worker."""
+        """Starts a call on one worker."""
         self.connections[rank].send((method, args, kwargs, warmup))
 
     def finish(self, rank: int, timeout_s: float = 120.0) -> Any:
-        """The result of the call begun on one worker; raises WorkerError."""
+        """Returns the result of the call on one worker. Raises WorkerError."""
         if not self.connections[rank].poll(timeout_s):
             raise TimeoutError(f"worker {rank} did not answer within {timeout_s} s")
         error, value = self.connections[rank].recv()
@@ -50,7 +50,7 @@ class Group:
     def call(
         self, method: str, *args: Any, warmup: bool = False, per_rank: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Call a method on all workers at once; their results in rank order."""
+        """Calls a method on all workers at once. Returns results in rank order."""
         ranks = range(len(self.connections))
         for rank in ranks:
             self.start(rank, method, *(per_rank[rank] if per_rank else args), warmup=warmup)
@@ -66,7 +66,7 @@ class Group:
 
 
 class MegatronPool:
-    """Spawned processes; `group` makes workers in them and ends them again."""
+    """Spawned processes; `group` creates workers in them."""
 
     def __init__(self, size: int = SIZE) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -82,7 +82,7 @@ class MegatronPool:
 
     @contextmanager
     def group(self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0) -> Iterator[Group]:
-        """Workers that are set up; shut down at the end."""
+        """Sets up workers and shuts them down at the end."""
         group = Group(self.connections[: layout.world_size], layout)
         address = f"127.0.0.1:{reserve_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, timeout_s) for rank in range(layout.world_size)]

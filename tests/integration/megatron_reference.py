@@ -1,4 +1,4 @@
-"""The independent truth for the Megatron worker: tiny Hugging Face models, trained by plain torch in this process."""
+"""Independent reference for the Megatron worker: tiny Hugging Face models trained by plain torch in this process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dagrl.config import Config
-from dagrl.shapes import Batch
+from dagrl.runtime.shapes import Batch
 
 VOCABULARY = 200  # not a multiple of Megatron's padding: at tp 2 the second worker holds 72 tokens and 56 rows of padding
-WIDTH, ROWS, STEPS = 22, 8, 3  # the width is no multiple of 4: sequences are padded to be cut for context parallelism
+WIDTH, ROWS, STEPS = 22, 8, 3  # the width is not a multiple of 4: context parallelism has to pad sequences
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """Write a tiny model with random norms and biases (what is 1 or 0 by default could be left out unnoticed)."""
+    """Writes a tiny model with random norms and biases. Defaults of 1 or 0 would hide omissions."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
@@ -68,7 +68,7 @@ def make_model(name: str, directory: Path) -> Path:
 
 
 def make_config(model: Path, **policy: Any) -> Config:
-    """A run's configuration; `policy` adds to or replaces the section's keys."""
+    """Returns a run's configuration; `policy` adds or replaces keys of the section."""
     optimizer = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0, "adam_eps": 1e-6}
     optimizer |= policy.pop("optimizer", {})
     section = {"model_name": str(model), "train_micro_batch_size": 2, "logprob_batch_size": 3, **policy}
@@ -77,7 +77,7 @@ def make_config(model: Path, **policy: Any) -> Config:
 
 
 def make_batch(vocabulary: int = VOCABULARY, grpo: bool = False) -> Batch:
-    """Rows of very different length, each with a prompt that is masked out; one row has no loss at all."""
+    """Rows of very different lengths with masked prompts; one row has no loss."""
     generator = np.random.default_rng(11)
     lengths = np.array([22, 5, 17, 3, 21, 9, 4, 13], dtype=np.int64)
     prompts = np.array([2, 1, 12, 1, 1, 4, 4, 2])
@@ -100,7 +100,7 @@ def make_batch(vocabulary: int = VOCABULARY, grpo: bool = False) -> Batch:
 
 
 def hf_logits(model: Any, batch: Batch) -> Tensor:
-    """[rows, width, vocabulary], row by row and without padding."""
+    """Returns logits [rows, width, vocabulary], computed row by row without padding."""
     rows = []
     for tokens, length in zip(batch["tokens"], batch["lengths"], strict=True):
         logits = model(torch.tensor(tokens[: int(length)])[None]).logits[0]
@@ -109,7 +109,7 @@ def hf_logits(model: Any, batch: Batch) -> Tensor:
 
 
 def hf_logprobs(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Token-aligned log-probabilities and entropies [rows, width], 0 at entry 0 and past the length."""
+    """Returns token-aligned log-probabilities and entropies [rows, width], 0 at entry 0 and past the length."""
     distribution = (hf_logits(model, batch)[:, :-1] / temperature).log_softmax(-1)
     labels = torch.tensor(batch["tokens"])[:, 1:, None]
     inside = torch.arange(1, WIDTH)[None] < torch.tensor(batch["lengths"])[:, None]
@@ -126,7 +126,7 @@ def sft_reference(logprobs: Tensor, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """What training gave: one loss and gradient norm (before clipping) a step, and the first step's clipped gradients."""
+    """Training results: loss and gradient norm (before clipping) per step, and the first step's clipped gradients."""
 
     logprobs: Any
     entropy: Any
@@ -136,7 +136,7 @@ class Run:
 
 
 def train_reference(model_directory: Path, batch: Batch, config: Config, loss: Callable[[Tensor, Batch], Tensor]) -> Run:
-    """`STEPS` steps of AdamW on a Hugging Face model, in one process."""
+    """Runs `STEPS` steps of AdamW on a Hugging Face model in one process."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
@@ -162,7 +162,7 @@ def train_reference(model_directory: Path, batch: Batch, config: Config, loss: C
 
 
 def assert_near_float32(found: Run, expected: Run) -> None:
-    """What a GPU computes in float32, in another order than the reference does."""
+    """Compares float32 results of a GPU, whose order of operations differs."""
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
     np.testing.assert_allclose(found.losses, expected.losses, atol=1e-4, rtol=0)
     np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-3)
@@ -172,10 +172,10 @@ def assert_near_float32(found: Run, expected: Run) -> None:
 
 
 def beyond_bfloat16(found: Run, expected: Run) -> dict[str, tuple[float, float]]:
-    """Where a run in bfloat16 is not near one in float32: relative distances beyond their bounds, with those.
+    """Returns the relative distances of a bfloat16 run from float32 that exceed their bounds.
 
-    Runs without a GPU are at 0.002, 0.038, 0.00023 and 0.0013, and a model whose attention adds nothing at 0.11, 1.6,
-    0.0027 and 0.0038 at least. Gradients that a run does not tell (a sharded optimizer's) are not compared, their norms are.
+    CPU runs have 0.002, 0.038, 0.00023 and 0.0013; a model without attention has at least 0.11, 1.6, 0.0027 and 0.0038.
+    If a run has no gradients (sharded optimizer), only their norms are compared.
     """
     bounds = {
         "logprobs": (_distance(found.logprobs, expected.logprobs), 0.01),
@@ -193,7 +193,7 @@ def _flat(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Any]:
 
 
 def _distance(found: Any, expected: Any) -> float:
-    """Norm of the difference over the norm of what is expected."""
+    """Relative norm of the difference."""
     difference = np.linalg.norm(np.subtract(found, expected, dtype=np.float64))
     return float(difference / np.linalg.norm(expected)) if difference else 0.0
 
@@ -203,7 +203,7 @@ def _temperature(config: Config) -> float:
 
 
 def _checkpoint_names(model: Any) -> dict[str, Any]:
-    """Gradients. Transformers keeps a layer's experts in one tensor, but writes them apart; Mixtral's by other names."""
+    """Returns gradients. Transformers stacks a layer's experts but saves them separately; Mixtral's under other names."""
     mixtral = model.config.model_type == "mixtral"
     gate_name, up_name, down_name = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}
@@ -224,7 +224,7 @@ def _checkpoint_names(model: Any) -> dict[str, Any]:
 
 
 def assemble(parts: list[list[tuple[str, Any, Any]]]) -> dict[str, Any]:
-    """Whole tensors from the boxes of all ranks; replicas of a box must agree."""
+    """Assembles whole tensors from the boxes of all ranks. Replicas must agree."""
     boxes: dict[str, dict[Any, Any]] = {}
     for name, box, values in (piece for rank in parts for piece in rank):
         known = boxes.setdefault(name, {}).setdefault(box, values)

@@ -1,4 +1,4 @@
-"""MegatronWorker as tests use it: it also tells its gradients and state. Lives in the processes of `megatron_pool`."""
+"""MegatronWorker for tests, which also reports gradients and state. Runs in the processes of `megatron_pool`."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dagrl.refit.slices import Box
-from dagrl.shapes import Batch
-from workers.megatron import MegatronWorker
+from dagrl.runtime.shapes import Batch
+from dagrl.workers.megatron import MegatronWorker
 
 
 class TestedWorker(MegatronWorker):
-    """Adds what tests look at; values go through pipes, so tensors become numpy arrays."""
+    """Adds methods for tests. Tensors are returned as numpy arrays over pipes."""
 
     __test__ = False
 
     def gradients(self) -> list[tuple[str, Box, Any]]:
-        """HF name, box and values of every gradient that this rank holds, as the last step left them."""
+        """Returns HF name, box and values of this rank's gradients after the last step."""
         return self._boxes({name: parameter.main_grad for name, parameter in self._ready().model.parameters().items()})
 
     def own_logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Any:
-        """The log-probabilities `[rows, tokens]` of a worker that gives them."""
+        """Returns the log-probabilities `[rows, tokens]` on a reporting worker."""
         rows = self.logprobs(batch, model)
         assert rows is not None
         return rows["logprobs"]
 
     def configure(self, policy: dict[str, Any]) -> None:
-        """Go on with these keys of `policy` replaced; those that a worker reads in each phase."""
+        """Replaces keys of `policy` that a worker reads in each phase."""
         section = self.config.policy.model_copy(update=policy)
         self.config = self.config.model_copy(update={"policy": section})
 
     def weights(self) -> list[tuple[str, Box, Any]]:
-        """HF name, box and values of every weight that this rank holds."""
+        """Returns HF name, box and values of this rank's weights."""
         return self._boxes(self.weight_tensors())
 
     def state(self) -> dict[str, Any]:
-        """All that a step may change, copied."""
-        from workers.megatron.checkpoint import random_state
+        """Returns a copy of everything that a step may change."""
+        from dagrl.workers.megatron.checkpoint import random_state
 
         trainer = self._ready()
         values = {f"model.{name}": tensor for name, tensor in trainer.model.tensors().items()}
@@ -56,27 +56,27 @@ class TestedWorker(MegatronWorker):
         return {**numbers, **{name: value.float().cpu().clone().numpy() for name, value in values.items()}}
 
     def moments(self) -> list[tuple[str, Box, Any]]:
-        """HF name, box and values of Adam's first moments; for an optimizer that is not sharded."""
+        """Returns HF name, box and values of Adam's first moments, for an unsharded optimizer."""
         states = {parameter: state for inner in self._ready().inner_optimizers() for parameter, state in inner.state.items()}
         parameters = self._ready().model.parameters()
         return self._boxes({name: states[parameter]["exp_avg"] for name, parameter in parameters.items()})
 
     def recordings(self) -> int:
-        """Shapes of microbatches whose passes are recorded."""
-        from workers.megatron.cuda_graphs import RecordedPasses
+        """Returns the number of recorded microbatch shapes."""
+        from dagrl.workers.megatron.cuda_graphs import RecordedPasses
 
-        way = self._ready().way
+        way = self._ready().model_pass
         assert isinstance(way, RecordedPasses)
         return way.count
 
     def shorten_checkpoints(self, seconds: float) -> None:
-        """How long checkpoints may take to be written, from now on."""
+        """Sets the deadline for writing checkpoints."""
         timeouts = self.config.timeouts.model_copy(update={"checkpoint_s": seconds})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
     def stall_writing(self, marker: str) -> None:
-        """From now on checkpoints are written up to their last file, and no further; `marker` then exists."""
-        from workers.megatron import checkpoint
+        """Makes checkpoints stop before their last file and create `marker`."""
+        from dagrl.workers.megatron import checkpoint
 
         write = checkpoint._write_buckets
 
@@ -89,8 +89,8 @@ class TestedWorker(MegatronWorker):
         checkpoint._write_buckets = stall
 
     def attention_runs(self, batch: Batch) -> list[int]:
-        """How often each layer's attention runs in a step, its update left out."""
-        from workers.megatron.attention import CausalAttention
+        """Returns how often each layer's attention runs in a step without update."""
+        from dagrl.workers.megatron.attention import CausalAttention
 
         layers = [m for chunk in self._ready().model.chunks for m in chunk.modules() if isinstance(m, CausalAttention)]
         runs = [0] * len(layers)
@@ -108,10 +108,10 @@ class TestedWorker(MegatronWorker):
         return runs
 
     def tokens_of_experts(self, batch: Batch) -> Any:
-        """Tokens that each expert gets [layers, experts] while log-probabilities are computed; of a worker that has all."""
+        """Returns each expert's tokens [layers, experts] in a log-probability pass, on a worker with all experts."""
         import numpy as np
 
-        from workers.megatron.experts import GroupedExperts
+        from dagrl.workers.megatron.experts import GroupedExperts
 
         counts: list[list[int]] = []
         layers = [m for chunk in self._ready().model.chunks for m in chunk.modules() if isinstance(m, GroupedExperts)]
@@ -122,10 +122,10 @@ class TestedWorker(MegatronWorker):
         return np.array(counts).reshape(-1, len(layers), len(counts[0])).sum(0)  # over microbatches
 
     def optimizers_beside_another_adam(self) -> set[str]:
-        """Classes of the optimizers made where Transformer Engine or Apex is installed, whose Adam Megatron prefers."""
+        """Returns the optimizer classes if Transformer Engine or Apex is installed, whose Adam Megatron prefers."""
         from megatron.core import optimizer as megatron_optimizer
 
-        from workers.megatron.optimizer import make_trainer
+        from dagrl.workers.megatron.optimizer import make_trainer
 
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         try:
@@ -135,7 +135,7 @@ class TestedWorker(MegatronWorker):
         return {f"{type(inner).__module__}.{type(inner).__name__}" for inner in trainer.inner_optimizers()}
 
     def reseed(self, seed: int) -> None:
-        """Random states that no checkpoint has."""
+        """Sets random states that differ from every checkpoint's."""
         import torch
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -144,14 +144,14 @@ class TestedWorker(MegatronWorker):
         tracker.set_states({name: torch.Generator().manual_seed(seed).get_state() for name in tracker.get_states()})
 
     def shorten_collectives(self, seconds: float) -> None:
-        """The deadline of the default group, from now on; Megatron's own groups keep theirs."""
+        """Sets the deadline of the default group. Megatron's own groups keep theirs."""
         import torch.distributed as dist
 
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
     def hold_writing(self, marker: str) -> None:
-        """The next checkpoint is written when `marker` exists."""
-        from workers.megatron import checkpoint
+        """Delays writing the next checkpoint until `marker` exists."""
+        from dagrl.workers.megatron import checkpoint
 
         write = checkpoint._write_buckets
 
@@ -164,10 +164,10 @@ class TestedWorker(MegatronWorker):
         checkpoint._write_buckets = write_later
 
     def slow_disk(self, seconds: float) -> None:
-        """From now on files of checkpoints take so much longer to be written, and to be read."""
+        """Delays writing and reading of checkpoint files by `seconds`."""
         from torch.distributed.checkpoint import FileSystemReader
 
-        from workers.megatron import checkpoint
+        from dagrl.workers.megatron import checkpoint
 
         write, read = checkpoint._write_buckets, FileSystemReader.read_data
 
@@ -185,8 +185,8 @@ class TestedWorker(MegatronWorker):
         FileSystemReader.read_data = read_slowly  # type: ignore[method-assign]
 
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of each part of the train state that lie on the worker's device."""
-        from workers.megatron.offload import unique_storages
+        """Returns the bytes of each part of the train state on the worker's device."""
+        from dagrl.workers.megatron.offload import unique_storages
 
         trainer = self._ready()
         tensors = {
@@ -197,13 +197,13 @@ class TestedWorker(MegatronWorker):
         return {part: sum(storage.nbytes() for storage in unique_storages(held)) for part, held in tensors.items()}
 
     def kv_scales(self) -> dict[str, float]:
-        """Scales of generation's KV cache, by the names of checkpoints."""
+        """Returns the scales of generation's KV cache by checkpoint name."""
         assert self._kv_scales is not None
         tensors = self._kv_scales.tensors
         return {piece.name: float(tensors[piece.tensor]) for piece in self.weight_slices() if piece.tensor in tensors}
 
     def threads(self) -> int:
-        """Threads of this process, once there are no more than a moment ago; those that end take a while."""
+        """Returns the number of threads of this process, after waiting for ending threads."""
         counts = [len(os.listdir("/proc/self/task"))]
         for _ in range(20):
             time.sleep(0.05)
@@ -211,19 +211,19 @@ class TestedWorker(MegatronWorker):
         return min(counts)
 
     def logprobs_and_abort_after(self, batch: Batch, seconds: float | None) -> Batch | None:
-        """`logprobs`, with `abort()` from another thread meanwhile, as the runtime calls it."""
+        """Runs `logprobs` with a concurrent `abort()` from another thread, as in the runtime."""
         if seconds is not None:
             threading.Timer(seconds, self.abort).start()
         return self.logprobs(batch)
 
     def train_and_abort_after(self, batch: Batch, seconds: float) -> object:
-        """`train_step`, with `abort()` from another thread meanwhile, as the runtime calls it."""
+        """Runs `train_step` with a concurrent `abort()` from another thread, as in the runtime."""
         threading.Timer(seconds, self.abort).start()
         return self.train_step(batch, "sft")
 
     def export_in_files(self, directory: str, file_bytes: int) -> None:
-        """`export_hf` with files of at most `file_bytes`."""
-        from workers.megatron import hf_export
+        """Runs `export_hf` with files of at most `file_bytes`."""
+        from dagrl.workers.megatron import hf_export
 
         usual, hf_export.FILE_BYTES = hf_export.FILE_BYTES, file_bytes
         try:
@@ -232,7 +232,7 @@ class TestedWorker(MegatronWorker):
             hf_export.FILE_BYTES = usual
 
     def export_to_a_full_disk(self, directory: str, file_bytes: int) -> None:
-        """`export_in_files`, of which the second cannot be written."""
+        """Runs `export_in_files`; the second file cannot be written."""
         from safetensors import torch as files
 
         save, written = files.save_file, []
@@ -251,7 +251,7 @@ class TestedWorker(MegatronWorker):
 
     def _boxes(self, tensors: dict[str, Any]) -> list[tuple[str, Box, Any]]:
         from dagrl.refit.slices import expand
-        from workers.megatron.hf import local_view
+        from dagrl.workers.megatron.hf_load import local_view
 
         return [
             (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().clone().numpy())

@@ -1,8 +1,9 @@
-"""Both GRPO loops end to end with the unigram model: equal losses at age 0, ages kept, versions true, nothing lost."""
+"""Both GRPO loops end to end with the unigram model: equal losses at age 0, bounded ages, true versions, no lost group."""
 
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +16,15 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import RunError
-from dagrl.loops import grpo_step
-from dagrl.loops.batches import train_batch
-from dagrl.loops.early import EarlyWork
-from dagrl.loops.episodes import Episode, Sample
-from dagrl.loops.experience import Experience
-from dagrl.loops.grpo import run_grpo
-from dagrl.loops.restart import run_with_restarts
-from dagrl.loops.scoring import ScoredGroup
-from dagrl.loops.stop import StopRequestedError
+from dagrl.errors import RunError, StopRequestedError
+from dagrl.rl.rollout.batches import train_batch
+from dagrl.rl.rollout.episodes import Episode, Sample
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.loops import grpo_step
+from dagrl.run.loops.early_work import EarlyWork
+from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.restart import run_with_restarts
 from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED
 from tests.integration.unigram_workers import DIED, SIZE, TRUTH
@@ -46,7 +46,7 @@ Trained = list[list[ScoredGroup]]
 
 
 def configuration(output: Path, name: str, **sections: Any) -> Config:
-    """The unigram run; `sections` are laid over it."""
+    """Returns the configuration of the unigram run, with `sections` merged over it."""
     base: dict[str, Any] = {
         "name": name,
         "algorithm": "grpo",
@@ -88,18 +88,18 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run of this module joins the session's cluster."""
+    """Makes every run of this module join the session's cluster."""
 
     @contextmanager
     def joined(*args: object, **options: object) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr("dagrl.loops.start.ray_cluster", joined)
+    monkeypatch.setattr("dagrl.run.start.ray_cluster", joined)
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """The batches that were trained on, as the learner saw them."""
+    """The batches trained on."""
     batches: Trained = []
     learn = grpo_step.learn
 
@@ -108,7 +108,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
         return learn(session, groups, step, *early)
 
     for module in ("grpo", "async_grpo"):
-        monkeypatch.setattr(f"dagrl.loops.{module}.learn", watched)
+        monkeypatch.setattr(f"dagrl.run.loops.{module}.learn", watched)
     return batches
 
 
@@ -122,7 +122,7 @@ def numbers_of(batches: Trained) -> list[int]:
 
 
 def check_versions(config: Config, batches: Trained, first: int = 0, max_age: int = 2) -> Counter[int]:
-    """Ages within the maximum, and each log-probability that of the version noted beside it; counts ages by token."""
+    """Checks ages, and each log-probability against the recorded version; counts ages by token."""
     lines = (Path(config.output_dir) / config.name / TRUTH).read_text().splitlines()
     logits = {line["version"]: np.array(line["logits"]) for line in map(json.loads, lines)}
     ages: Counter[int] = Counter()
@@ -142,10 +142,9 @@ def check_versions(config: Config, batches: Trained, first: int = 0, max_age: in
 def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And both ask for the reward of every group once.
+    """Both score every group once.
 
-    Nor does it change anything what is trained on beside generation, which is a matter of time, or to take log-probabilities
-    from the step itself.
+    Neither early work nor log-probabilities from the step itself change losses.
     """
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
     chunks = watched_chunks(monkeypatch)
@@ -185,7 +184,7 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
 
 
 def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """The samples in each chunk of log-probabilities that is computed beside generation."""
+    """The samples of each early chunk of log-probabilities."""
     chunks: list[list[tuple[int, int]]] = []
     start = EarlyWork._start_chunk
 
@@ -229,21 +228,19 @@ def test_ages_versions_and_numbers(
 
 
 @pytest.mark.parametrize("choice", ["save", pytest.param("regenerate", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_with_what_was_under_way(
+def test_a_stopped_run_resumes_with_its_unfinished_groups(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:
-    """Stopped in its fourth step, with groups finished, scored and half-way: no step counts twice, no group is lost."""
+    """Stopped in its fourth step with finished, scored and unfinished groups: no step counts twice, no group is lost."""
     settings = {**ASYNC, "on_checkpoint": choice}
     slow = {"task_args": {"train_s": 0.03, "engine_step_s": 0.004}}
     config = configuration(tmp_path, "stopped", grpo={"async_grpo": settings, "max_num_steps": 8}, data=slow)
-    stop_after(monkeypatch, steps=4)
-    with pytest.raises(StopRequestedError):
+    with stop_after(steps=4), pytest.raises(StopRequestedError):
         run_grpo(config)
-    monkeypatch.undo_stop()  # type: ignore[attr-defined]
     before = len(steps_of(config))
     assert 4 <= before < 8
     under_way = saved_groups(config)
-    assert under_way, "there must be something to go on with"
+    assert under_way, "some sequences must be unfinished"
     resumed = configuration(
         tmp_path,
         "stopped",
@@ -268,7 +265,7 @@ def test_a_stopped_run_goes_on_with_what_was_under_way(
 
 @pytest.mark.slow
 def test_a_generation_worker_killed_in_a_quantum_costs_a_restart(tmp_path: Path, trained: Trained) -> None:
-    """The run goes on from its newest checkpoint: every step is recorded once, every group is trained on."""
+    """The run restarts from its newest checkpoint: every step is recorded once, every group is trained on."""
     config = configuration(
         tmp_path,
         "killed",
@@ -285,10 +282,8 @@ def test_a_generation_worker_killed_in_a_quantum_costs_a_restart(tmp_path: Path,
     assert set(numbers_of(trained)) == set(range(6 * PROMPTS))
 
 
-def test_groups_that_teach_nothing_are_replaced_and_environments_continue_sequences(
-    tmp_path: Path, trained: Trained
-) -> None:
-    """What was dropped counts on after a resume; a run in which all groups are dropped ends."""
+def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_path: Path, trained: Trained) -> None:
+    """Counts of dropped groups continue after a resume. A run that drops all groups ends."""
     lines = []
     for steps in (2, 3):
         config = configuration(
@@ -309,13 +304,13 @@ def test_groups_that_teach_nothing_are_replaced_and_environments_continue_sequen
     assert 0 < dropped[0] <= dropped[1] <= dropped[2] == groups[-1].group.number + 1 - 3 * PROMPTS
     check_turns([sample for group in groups for sample in group.samples])
     nothing = config.grpo.model_copy(update={"dynamic_sampling_max_gen_batches": 1, "max_num_steps": 4})
-    never = config.reward.model_copy(update={"function": "dagrl.rewards:exact_match"})
+    never = config.reward.model_copy(update={"function": "dagrl.rl.rewards:exact_match"})
     with pytest.raises(RunError, match=r"\d of \d groups generated for one step.* because their rewards are equal"):
         run_grpo(config.model_copy(update={"grpo": nothing, "reward": never}))
 
 
 def check_turns(samples: list[Sample]) -> None:
-    """What the environment wrote is no part of the loss, and the sequence goes on after it up to the last turn."""
+    """Tokens of the environment are not in the loss, and the sequence continues up to the last turn."""
     several = [sample for sample in samples if sample.completion.turns > 1]
     assert several and all(sample.completion.turns == 1 for sample in samples if sample.prompt.text == "3=")
     for sample in samples:
@@ -332,7 +327,7 @@ def check_turns(samples: list[Sample]) -> None:
 
 
 def turns_of(sample: Sample) -> list[list[int]]:
-    """The tokens that the policy made, turn by turn."""
+    """Returns the tokens of the policy, turn by turn."""
     pairs = zip(sample.completion.tokens, sample.completion.sampled, strict=True)
     return [[token for token, _ in turn] for sampled, turn in groupby(pairs, key=lambda pair: pair[1]) if sampled]
 
@@ -341,22 +336,26 @@ def turn_ends(sampled: list[bool]) -> list[int]:
     return [index for index in range(1, len(sampled)) if sampled[index - 1] and not sampled[index]]
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Ask for a stop as soon as `steps` steps are done and a later batch is being trained on."""
+@contextmanager
+def stop_after(steps: int) -> Iterator[None]:
+    """Interrupts the run in the block once `steps` steps are done and the next one is running."""
     work: Callable[..., None] = Experience.work
+    requested: list[Experience] = []
 
     def watched(self: Experience, other: Any = None) -> None:
-        if self._session.step >= steps and other is not None:
-            self._session.stop.requested = True
+        if self.buffer.version >= steps and other is not None and not requested:
+            requested.append(self)
+            signal.raise_signal(signal.SIGINT)
         work(self, other)
 
-    monkeypatch.setattr(Experience, "work", watched)
-    monkeypatch.undo_stop = lambda: setattr(Experience, "work", work)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experience, "work", watched)
+        yield
 
 
 def saved_groups(config: Config) -> dict[int, list[list[int]]]:
-    """Tokens of the sequences in the newest checkpoint, by group."""
-    from dagrl.loops.trajectory_file import read_trajectories
+    """Returns the tokens of the sequences in the newest checkpoint, by group."""
+    from dagrl.rl.rollout.trajectory_file import read_trajectories
 
     directory = sorted((Path(config.output_dir) / config.name / "checkpoints").iterdir())[-1]
     saved = read_trajectories(directory)

@@ -1,4 +1,4 @@
-"""Asynchronous GRPO with Megatron and vLLM: updates in flight, a stop with sequences half-way, and a second process.
+"""Asynchronous GRPO with Megatron and vLLM: updates in flight, a stop with unfinished sequences, and a resume.
 
 Every policy version is exported; the truth of each token's log-probability is transformers on the version beside it.
 """
@@ -16,12 +16,13 @@ import torch
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.loops import async_grpo, grpo_step
-from dagrl.loops.episodes import Episode
-from dagrl.loops.experience import Experience
-from dagrl.loops.grpo import run_grpo
-from dagrl.loops.scoring import ScoredGroup
-from dagrl.loops.stop import StopRequestedError
+from dagrl.errors import StopRequestedError
+from dagrl.rl.rollout.episodes import Episode
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.loops import async_grpo, grpo_step
+from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.replays import Replays
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
 from tests.integration.vllm_models import chosen, hf_logprobs
@@ -69,14 +70,14 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run of this module joins the session's cluster."""
+    """Makes every run of this module join the session's cluster."""
     pytest.importorskip("vllm")
     one_cluster.__wrapped__(cluster, monkeypatch)
 
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[list[ScoredGroup]]]:
-    """The batches that were trained on; each version that generation gets is exported as it is sent."""
+    """The batches trained on. Each version that generation receives is exported."""
     batches: list[list[ScoredGroup]] = []
     learn, refit = grpo_step.learn, grpo_step.refit
 
@@ -84,9 +85,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
         batches.append(groups)
         return learn(session, groups, step, *early)
 
-    def exported(session: Any, experience: Experience, version: int) -> dict[str, float]:
-        session.train.call("export_hf", str(tmp_path / f"version{version}"))
-        return refit(session, experience, version)
+    def exported(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
+        replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
+        return refit(replays, experience, version)
 
     monkeypatch.setattr(async_grpo, "learn", watched)
     monkeypatch.setattr(grpo_step, "refit", exported)
@@ -95,7 +96,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
 
 @pytest.fixture(autouse=True)
 def half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a step is trained, or a reward asked for, generation has one quantum, so that updates find sequences half-way.
+    """Gives generation one quantum during each step and each reward call, so that updates find unfinished sequences.
 
     A quick engine, or a slow start of the reward's process, would let everything finish under one version.
     """
@@ -120,10 +121,8 @@ def test_stopped_half_way_and_resumed(
     tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     config = configuration(tmp_path, case)
-    stop_after(monkeypatch, steps=1)
-    with pytest.raises(StopRequestedError):
+    with stop_after(steps=1), pytest.raises(StopRequestedError):
         run_grpo(config)
-    monkeypatch.undo_stop()  # type: ignore[attr-defined]
     before = len(steps_of(config))
     under_way = saved_groups(config)
     assert 1 <= before < STEPS and under_way
@@ -142,7 +141,7 @@ def steps_of(config: Config) -> list[dict[str, Any]]:
 
 
 def check_tokens(tmp_path: Path, batches: list[list[ScoredGroup]], case: str) -> None:
-    """Ages, mixtures of versions, and each token's log-probability."""
+    """Checks ages, mixed versions, and the log-probability of each token."""
     ages: Counter[int] = Counter()
     mixed = 0
     for version, batch in enumerate(batches):
@@ -157,7 +156,7 @@ def check_tokens(tmp_path: Path, batches: list[list[ScoredGroup]], case: str) ->
 
 
 def check_logprobs(tmp_path: Path, episode: Episode, *, all_versions: bool) -> None:
-    """Of the first version's tokens; with recomputed KV caches (none of an older version) of all of them."""
+    """Compares the tokens of the first version; with recomputed KV caches, all tokens."""
     for version in sorted(set(episode.versions)) if all_versions else episode.versions[:1]:
         logprobs = hf_logprobs(tmp_path / f"version{version}", episode.prompt.tokens.tolist(), episode.tokens)
         expected = chosen(logprobs, episode.tokens)

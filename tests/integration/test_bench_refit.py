@@ -1,4 +1,4 @@
-"""The refit benchmark with tiny models on the CPU: every way of every trial runs, and gives every element right."""
+"""The refit benchmark with tiny models on the CPU: every method of every trial runs and leaves every element right."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.refit_cases import TRIALS
-from dagrl.cli import main
+from dagrl.bench.refit_cases import TRIALS
+from dagrl.cli.main import main
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
-def test_every_trial_in_every_way(tmp_path: Path) -> None:
-    """To Megatron modules of another layout, Megatron-Core's own resharding carries the same tensors in the same run."""
+def test_every_trial_by_every_method(tmp_path: Path) -> None:
+    """To Megatron modules of another layout, Megatron-Core's own resharding runs in the same way over the same tensors."""
     results = tmp_path / "refit.json"
     assert main(["bench", "refit", "--trial", "--rounds", "1", "--deadline", "300", "--json", str(results)]) == 0
     rows = json.loads(results.read_text())["cases"]

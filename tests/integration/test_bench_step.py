@@ -1,4 +1,4 @@
-"""`dagrl bench step` with simulated devices, small: three ways, one burst of steps, and rows that can be true."""
+"""`dagrl bench step` with simulated devices: three variants, one burst of steps, plausible rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from bench import curves, step
-from bench.compare import CHOICE
-from bench.deadline import Deadline
+from dagrl.bench import curves, step
+from dagrl.bench.compare import CHOICE
+from dagrl.bench.deadline import BenchDeadline
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.errors import ConfigError
-from dagrl.loops.session import Session
-from dagrl.rewards import RewardRunner
+from dagrl.run.session import Session
 from dagrl.telemetry.metrics import VALIDATION
 from tests.integration.test_async_grpo import one_cluster
 
@@ -39,31 +38,38 @@ WORKERS = 3  # one trains, two generate
 def test_rows_of_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[step.Metrics] = []
     overlap: dict[str, tuple[bool, bool]] = {}
-    run_way = step.run_way
+    run_variant, begin_again = step.run_variant, step.begin_again
 
-    def watched(config: Config, session: Session, reward: RewardRunner, way: step.Way, *rest: Any) -> Any:
-        taken = run_way(config, session, reward, way, *rest)
+    def watched(*words: Any) -> Any:
+        taken = run_variant(*words)
         counted.extend(taken)
-        overlap[way.name] = (session.config.grpo.overlap_logprobs, session.config.grpo.overlap_training)
         return taken
 
-    monkeypatch.setattr(step, "run_way", watched)
+    def begun(session: Session, config: Config, variant: step.Variant, *rest: Any) -> Session:
+        begun = begin_again(session, config, variant, *rest)
+        overlap[variant.name] = (begun.config.grpo.overlap_logprobs, begun.config.grpo.overlap_training)
+        return begun
+
+    monkeypatch.setattr(step, "run_variant", watched)
+    monkeypatch.setattr(step, "begin_again", begun)
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)
     rows_file = tmp_path / "rows.json"
     options = ["--config", str(SIMULATED), "--json", str(rows_file), "--rounds", "1", "--steps", "1"]
     overlapping = ("grpo.overlap_logprobs=true", "grpo.overlap_training=true")
-    ways = ("sync, overlapped", "sync", "in flight, age 1")
-    step.run(parser.parse_args([*SMALL, *overlapping, *options, "--ways", "; ".join(ways)]))
+    variants = ("sync, overlapped", "sync", "in flight, age 1")
+    step.run(parser.parse_args([*SMALL, *overlapping, *options, "--variants", "; ".join(variants)]))
     rows = json.loads(rows_file.read_text())["rows"]
-    assert tuple(row["way"] for row in rows) == ways
-    assert overlap == {way: (way != "sync", way != "sync") for way in ways}, "sync does one thing after the other"
+    assert tuple(row["variant"] for row in rows) == variants
+    assert overlap == {variant: (variant != "sync", variant != "sync") for variant in variants}, (
+        "sync does one thing after the other"
+    )
     overlapped, sync, in_flight = rows
     assert (overlapped["policy_age_max"], overlapped["speedup"], sync["policy_age_max"]) == (0, 1, 0)
     assert len(counted) == 1 + 1 + 2
-    assert not [name for steps in counted for name in steps if name.startswith(VALIDATION)], "no way is charged one"
+    assert not [name for steps in counted for name in steps if name.startswith(VALIDATION)], "validation never counts"
     assert 0 <= in_flight["policy_age_mean"] <= in_flight["policy_age_max"] <= 1
-    for row, steps in ((overlapped, 1), (sync, 1), (in_flight, 2)):  # at age 1 a burst has two
+    for row, steps in ((overlapped, 1), (sync, 1), (in_flight, 2)):  # a burst at age 1 has two steps
         assert (row["rounds"], row["steps"]) == (1, steps)
         tokens, sequences = row["tokens_per_s"] * row["step_s"] * steps, 16 * steps
         assert tokens == pytest.approx(round(tokens)) and sequences * 3 <= tokens <= sequences * 48, "whole tokens"
@@ -72,27 +78,27 @@ def test_rows_of_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert 0 <= row["exposed_generation_s"] < row["step_s"] and 0 < row["update_s"] < row["step_s"]
 
 
-def test_the_comparison_has_a_control_for_the_order_of_requests() -> None:
-    sync = next(way for way in CHOICE if way.name == "sync")
-    assert any(replace(way, name="sync", order="longest_first") == sync != way for way in CHOICE)
+def test_the_comparison_controls_for_the_order_of_requests() -> None:
+    sync = next(variant for variant in CHOICE if variant.name == "sync")
+    assert any(replace(variant, name="sync", order="longest_first") == sync != variant for variant in CHOICE)
 
 
-def test_an_unknown_way_is_refused() -> None:
+def test_an_unknown_variant_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"found asynk; choose from plain Ray; .*sync"):
         step.chosen("sync; asynk")
 
 
-def test_overlapping_is_refused_where_the_setting_has_it_off(tmp_path: Path) -> None:
+def test_overlapped_needs_overlap_training(tmp_path: Path) -> None:
     config = load_config(SIMULATED, [*SMALL, f"output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"'sync, overlapped', but grpo\.overlap_training is false; set it"):
-        next(step.measure(config, step.chosen("sync, overlapped"), None, 1, Deadline(None)))
+        next(step.measure(config, step.chosen("sync, overlapped"), None, 1, BenchDeadline(None)))
 
 
-def test_curves_can_be_drawn_of_both_loops_at_every_age() -> None:
-    loops = {(way.enabled, way.in_flight, way.age) for way in curves.CHOICE if way.enabled}
+def test_curves_exist_for_both_loops_at_every_age() -> None:
+    loops = {(variant.enabled, variant.in_flight, variant.age) for variant in curves.CHOICE if variant.enabled}
     assert loops == {(True, in_flight, age) for in_flight in (True, False) for age in (1, 2, 4, 8)}
     assert len(curves.COLORS) >= len(curves.CHOICE)
-    assert [way.name for way in step.chosen(curves.DEFAULT, curves.CHOICE)] == [
+    assert [variant.name for variant in step.chosen(curves.DEFAULT, curves.CHOICE)] == [
         "sync",
         "in flight, age 1",
         "in flight, age 4",

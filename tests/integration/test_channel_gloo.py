@@ -1,4 +1,4 @@
-"""The channel suite over Gloo, with two to four real processes; and what the refit asks of its channel."""
+"""The channel suite over Gloo, with two to four processes, and refits over it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.errors import ChannelError
-from dagrl.ports import reserve_port
+from dagrl.runtime.ports import reserve_port
 from tests import channel_cases as cases
 from tests.channel_cases import Kind, run_case
 from tests.channel_suite import ChannelSuite
@@ -19,7 +19,7 @@ class TestGloo(ChannelSuite):
     ranks: ClassVar[int] = 4
 
 
-def test_ranks_of_one_host_pass_on_what_came_there_once() -> None:
+def test_ranks_of_one_host_relay_what_is_sent_there_once() -> None:
     results = [result for result in run_case(cases.relayed, "gloo", 4) if isinstance(result, tuple)]
     assert len(results) == 4
     (sent, _, model), *receivers = results
@@ -28,14 +28,14 @@ def test_ranks_of_one_host_pass_on_what_came_there_once() -> None:
     assert all(received >= model for _, received, _ in receivers)
 
 
-def test_a_sender_of_another_version_is_refused_before_a_byte_is_written() -> None:
-    """And the sender, which waits for the commit, hears of it long before its deadline."""
+def test_a_sender_of_another_version_is_rejected_before_a_byte_is_written() -> None:
+    """The sender, which waits for the commit, raises long before its deadline."""
     sent, refused = run_case(cases.other_version, "gloo", 2, channel_timeout_s=120)
-    assert refused == ("rank 0 sends version 5, but version 6 is being received", False)
+    assert refused == ("rank 0 sends version 5, but this rank receives version 6; replay one version on all ranks", False)
     assert "ChannelError" in str(sent) and "within 120" not in str(sent)
 
 
-def test_a_plan_for_another_world_is_refused() -> None:
+def test_a_plan_for_another_number_of_ranks_is_rejected() -> None:
     for rank, result in enumerate(run_case(cases.other_world, "gloo", 2)):
         assert f"the plan is for rank {rank} of 4, the channel is rank {rank} of 2" in str(result)
 
@@ -43,12 +43,12 @@ def test_a_plan_for_another_world_is_refused() -> None:
 @pytest.mark.parametrize(
     ("address", "rank"), [("nowhere", 0), ("127.0.0.1:http", 0), ("127.0.0.1:1", 2), ("127.0.0.1:1", -1)]
 )
-def test_a_spec_that_cannot_be_is_refused(address: str, rank: int) -> None:
+def test_an_invalid_spec_is_rejected(address: str, rank: int) -> None:
     with pytest.raises(ChannelError):
         ChannelSpec("gloo", address, rank, 2)
 
 
-def test_an_address_in_use_is_said() -> None:
+def test_an_address_in_use_is_an_error() -> None:
     first = open_channel(ChannelSpec("gloo", f"127.0.0.1:{(port := reserve_port())}", 0, 1))
     with pytest.raises(ChannelError, match="the address must be free on the host of rank 0"):
         open_channel(ChannelSpec("gloo", f"127.0.0.1:{port}", 0, 1, timeout_s=2))

@@ -20,8 +20,8 @@ class TestIpc(ChannelSuite):
     kind: ClassVar[Kind] = "ipc"
     ranks: ClassVar[int] = 2
 
-    def test_mailboxes_are_given_back_and_never_under_a_peer_that_maps_them(self) -> None:
-        """CUDA forbids to free memory that another process maps; host memory shows who does."""
+    def test_mailboxes_are_freed_and_never_while_a_peer_maps_them(self) -> None:
+        """CUDA forbids freeing memory that another process maps. Host memory shows who maps it."""
         for result in run_case(cases.mailboxes, "ipc", 2):
             assert isinstance(result, tuple), result
             torn, before, after = result
@@ -29,27 +29,27 @@ class TestIpc(ChannelSuite):
 
 
 def waited_twice(place: cases.Place) -> object:
-    """Errors of the waits for two messages of a peer that broke off, of the first again, and of one more receive."""
+    """The errors of waiting for two messages of an aborted peer, for the first one again, and for one more receive."""
     channel = place.open()
     if place.rank == 1:
         channel.receive(torch.zeros(4), 0).wait()
         channel.abort("its weights are gone")
         return None
     first, second = (channel.receive(torch.zeros(4), 1) for _ in range(2))
-    channel.send(torch.zeros(4), 1)  # from now on the peer may break off
+    channel.send(torch.zeros(4), 1)  # from now on the peer may abort
     return [cases._error_of(one.wait)[0] for one in (first, second, first)]
 
 
-def test_every_wait_for_a_message_that_did_not_come_raises() -> None:
-    """The second message waits for the first, which nobody will take out of the mailbox any more."""
+def test_every_wait_for_a_missing_message_raises() -> None:
+    """The second message waits for the first, which is never taken from the mailbox."""
     found, _ = run_case(waited_twice, "ipc", 2, limit_s=20)
     assert isinstance(found, list), found
     assert all("rank 1 broke it" in error for error in found), found
 
 
 @pytest.mark.parametrize("fails", ["os.pidfd_open", "mmap.mmap"])
-def test_an_end_that_cannot_be_opened_leaves_nothing_open(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that is gone before its process can be watched, and memory that cannot be mapped."""
+def test_a_failed_opening_leaves_nothing_open(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer dies before its process can be watched, or memory cannot be mapped."""
 
     def fail(*_: object) -> None:
         raise OSError("not here")

@@ -1,19 +1,19 @@
-"""Train and generation workers that take turns on their devices: who gives up what, when; and the same losses as apart."""
+"""Colocated workers: the order of their memory exchanges, and losses equal to those of separate devices."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError
-from dagrl.loops.experience import Experience
-from dagrl.loops.grpo import run_grpo
-from dagrl.loops.stop import StopRequestedError
-from dagrl.loops.trajectory_file import read_trajectories
-from dagrl.preflight import preflight
+from dagrl.errors import ConfigError, StopRequestedError
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.trajectory_file import read_trajectories
+from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.preflight import preflight
 from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
 from tests.integration.unigram_workers import EXCHANGES
 
@@ -30,7 +30,7 @@ def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, Config]:
-    """The same synchronous run apart, colocated, and colocated in two parts (stopped by its number of steps, resumed)."""
+    """The same synchronous run on separate devices, colocated, and colocated with a resume in between."""
     output = tmp_path_factory.mktemp("colocated")
     configs = {
         "apart": configuration(output, "apart"),
@@ -43,14 +43,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, C
     return configs
 
 
-def test_losses_are_those_of_workers_with_devices_of_their_own(runs: dict[str, Config]) -> None:
+def test_losses_equal_those_on_separate_devices(runs: dict[str, Config]) -> None:
     names = ("step", "loss", "policy/kl", "reward/mean", "completion_tokens", "validation/reward")
     apart, together = ([[line.get(name) for name in names] for line in steps_of(config)] for config in runs.values())
     assert apart == together and len(apart) == 5
     assert all(line["timing_s/exchange"] > 0 for line in steps_of(runs["together"]))
 
 
-def test_each_role_gives_up_first_and_both_hold_weights_alone_in_a_refit(runs: dict[str, Config]) -> None:
+def test_one_role_releases_before_the_other_acquires_and_a_refit_holds_only_weights(runs: dict[str, Config]) -> None:
     held = {"train": {"weights", "gradients", "optimizer"}, "generation": set()}  # generation is started when train is away
     lines = exchanges(runs["together"])
     held["train"] = set()
@@ -62,7 +62,7 @@ def test_each_role_gives_up_first_and_both_hold_weights_alone_in_a_refit(runs: d
 
 
 def test_order_of_a_step(runs: dict[str, Config]) -> None:
-    """Between two plain steps: to train, to the refit, to generation; weights are dropped, as the refit brings them."""
+    """Between two steps: to train, to the refit, to generation. Weights are dropped, because the refit sends them."""
     order = [(role, what) for role, what, _, _ in exchanges(runs["together"])]
     step = [*TO_TRAIN, *TO_REFIT, *TO_GENERATE]
     places = [start for start in range(len(order)) if order[start : start + len(step)] == step]
@@ -72,15 +72,15 @@ def test_order_of_a_step(runs: dict[str, Config]) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_while_requests_run_is_saved_with_what_they_have_made(
-    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_saves_the_tokens_of_running_requests(tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     one_cluster.__wrapped__(cluster, monkeypatch)
-    work = Experience.work
+    work, requested = Experience.work, list[Experience]()
 
     def stopping(experience: Experience) -> None:
         work(experience)
-        experience._session.stop.requested = experience._session.step == 1
+        if experience.buffer.version == 1 and not requested:
+            requested.append(experience)
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Experience, "work", stopping)
     config = configuration(tmp_path, "stopped", policy=COLOCATED)
@@ -93,7 +93,7 @@ def test_a_stop_while_requests_run_is_saved_with_what_they_have_made(
     assert any(episode.tokens and not episode.finish_reason for episode in episodes), "half-made sequences"
 
 
-def test_asynchronous_training_is_refused(tmp_path: Path) -> None:
+def test_asynchronous_training_is_an_error(tmp_path: Path) -> None:
     config = configuration(tmp_path, "refused", policy=COLOCATED, grpo={"async_grpo": {"enabled": True}})
     with pytest.raises(ConfigError, match="take turns"):
         preflight(config)

@@ -1,6 +1,6 @@
-"""Endurance: replays and recompilations by the thousand, at flat time and memory. Slow; run with `-m slow`.
+"""Endurance: thousands of replays and recompilations, at constant time and memory. Slow; run with `-m slow`.
 
-`DAGRL_ENDURANCE=0.02` runs that share of it. The whole of it is in `bench/results/endurance-worn.json`.
+`DAGRL_ENDURANCE=0.02` runs that fraction. `bench/results/endurance-worn.json` has a full run.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.endurance import cycles, replays, two_workers
-from dagrl.worker_group import WorkerGroup
+from dagrl.bench.endurance import cycles, replays, two_workers
+from dagrl.runtime.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SHARE = float(os.environ.get("DAGRL_ENDURANCE", "1"))
 SETTLING_MB = 24.0
-"""Growth that allocators may show without a leak; a leak of 1 KiB a replay is four times as much."""
+"""Growth within the noise of allocators; a leak of 1 KiB per replay would be four times as much."""
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def group(cluster: None) -> Iterator[WorkerGroup]:
     group.kill([0, 1])
 
 
-def test_replays_by_the_thousand_take_the_same_time_and_memory(group: WorkerGroup) -> None:
+def test_thousands_of_replays_take_constant_time_and_memory(group: WorkerGroup) -> None:
     found = replays(group, int(100_000 * SHARE))
-    assert found.worn <= 1.05  # as fast as a fresh graph beside it
+    assert found.worn <= 1.05  # as fast as a fresh graph measured side by side
     assert found.resident_mb[-1] - found.resident_mb[0] < SETTLING_MB
 
 
-def test_compiling_and_tearing_down_with_large_edges_leaves_nothing_behind(group: WorkerGroup) -> None:
+def test_recompiling_with_large_edges_leaves_nothing_behind(group: WorkerGroup) -> None:
     found = cycles(group, max(3, int(100 * SHARE)))
     assert found.longest_teardown_s < 8.0
     assert found.left_semaphores <= 0

@@ -1,4 +1,4 @@
-"""Sequences of several turns through saves, stops and resumes: no question is lost, none is passed over."""
+"""Sequences of several turns across saves, stops and resumes: no question to the environment is lost."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import numpy.typing as npt
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import RunError
-from dagrl.loops import grpo_step
-from dagrl.loops.episodes import Episode
-from dagrl.loops.experience import Experience
-from dagrl.loops.grpo import run_grpo
-from dagrl.loops.stop import StopRequestedError
-from dagrl.loops.trajectory_file import read_trajectories
-from dagrl.shapes import Batch
+from dagrl.errors import RunError, StopRequestedError
+from dagrl.rl.rollout.episodes import Episode
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.trajectory_file import read_trajectories
+from dagrl.run.loops import grpo_step
+from dagrl.run.loops.grpo import run_grpo
+from dagrl.runtime.shapes import Batch
 from tests.integration.test_async_grpo import (
     ASYNC,
     PROMPTS,
@@ -61,7 +60,7 @@ def checkpoints(config: Config) -> list[Path]:
 
 
 def awaiting(directory: Path) -> dict[tuple[int, int], Episode]:
-    """Sequences in a checkpoint whose question to the environment was not answered, by group and place in it."""
+    """Returns the awaiting sequences of a checkpoint, by group and place."""
     saved = read_trajectories(directory)
     assert saved is not None
     return {
@@ -77,7 +76,7 @@ def episodes_of(batches: Trained) -> Iterator[Episode]:
 
 
 def check_answered(episode: Episode) -> None:
-    """After an end of turn the environment speaks, or the sequence has ended."""
+    """After the end of a turn the environment answers, or the sequence ends."""
     for (token, sampled), (_, next_sampled) in pairwise(zip(episode.tokens, episode.sampled, strict=True)):
         if sampled and token % 16 == EOS:
             assert not next_sampled, "the policy went on after its end of sequence"
@@ -85,10 +84,10 @@ def check_answered(episode: Episode) -> None:
 
 
 @pytest.mark.slow
-def test_a_question_that_a_checkpoint_finds_open_is_asked_again(
+def test_an_open_question_in_a_checkpoint_is_asked_again(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first call of the environment ends after the first checkpoint; a second run goes on from there."""
+    """The first call of the environment ends after the first checkpoint, from which a second run resumes."""
     monkeypatch.setenv(RELEASED, str(tmp_path / "released"))
     save = Experience.save
     monkeypatch.setattr(Experience, "save", lambda *args: (save(*args), (tmp_path / "released").touch()))
@@ -122,13 +121,11 @@ def failing(output: Path, share: float) -> Config:
 
 
 @pytest.mark.slow
-def test_samples_that_a_function_failed_for_teach_nothing(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are counted; loss, baseline and mean are those of the other samples alone."""
+def test_failed_samples_are_not_trained_on(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted. Loss, baseline and mean use the other samples only."""
     batches: list[Batch] = []
-    with_logprobs = grpo_step.with_logprobs
-    monkeypatch.setattr(grpo_step, "with_logprobs", lambda *args: batches.append(args[1]) or with_logprobs(*args))
+    optimize = grpo_step.optimize
+    monkeypatch.setattr(grpo_step, "optimize", lambda *args: batches.append(args[2]) or optimize(*args))
     config = failing(tmp_path, share=0.9)
     run_grpo(config)
     for batch, groups, line in zip(batches, trained, steps_of(config), strict=True):
@@ -136,7 +133,7 @@ def test_samples_that_a_function_failed_for_teach_nothing(
         asked = [sample.completion.finish_reason != "environment_failed" for sample in samples]
         judged = ["8" not in sample.text and sample.prompt.text != "4=" for sample in samples]
         good = np.array(asked) & np.array(judged)
-        assert [group.counted.tolist() for group in groups] == good.reshape(len(groups), -1).tolist()
+        assert [group.valid.tolist() for group in groups] == good.reshape(len(groups), -1).tolist()
         assert batch["loss_mask"].any(axis=1).tolist() == good.tolist()
         rewards = np.array([sample.text.count("7") / max(len(sample.text), 1) for sample in samples])
         assert line["reward/mean"] == pytest.approx(rewards[good].mean(), abs=1e-6)
@@ -149,7 +146,7 @@ def test_samples_that_a_function_failed_for_teach_nothing(
 
 
 def check_baselines(batch: Batch, rewards: npt.NDArray[np.float64], good: npt.NDArray[np.bool_]) -> None:
-    """The defaults: the baseline is the mean of the others, over the deviation of all; here of those that count."""
+    """Checks the default advantages over valid samples: leave-one-out baseline, divided by the deviation."""
     found = batch["advantages"].max(axis=1) + batch["advantages"].min(axis=1)  # 0 outside the loss, one value inside
     for row, values, kept in zip(found.reshape(rewards.shape), rewards, good, strict=True):
         known = values[kept]
@@ -168,14 +165,12 @@ def test_an_environment_that_fails_too_often_ends_the_run(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quanta read while a run stops raise new questions; neither they nor their groups are lost, none counts as failed."""
+    """Quanta read during the stop raise new questions. None is lost, and none counts as failed."""
     monkeypatch.setenv(RELEASED, str(tmp_path / "released"))
     (tmp_path / "released").touch()
     config = turns_configuration(tmp_path, workers=1, save_period=100)
-    stop_after(monkeypatch, steps=1)
-    with pytest.raises(StopRequestedError):
+    with stop_after(steps=1), pytest.raises(StopRequestedError):
         run_grpo(config)
-    monkeypatch.undo_stop()  # type: ignore[attr-defined]
     before = len(steps_of(config))
     assert len(checkpoints(config)) == 1 and 1 <= before < STEPS
     saved = read_trajectories(checkpoints(config)[0])

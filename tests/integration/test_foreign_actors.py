@@ -11,11 +11,11 @@ import pytest
 import ray
 
 from dagrl.errors import GraphError, PhaseError
-from dagrl.executors.eager import takes_in_order
-from dagrl.layout import ParallelLayout
-from dagrl.phase import Shard, join, phase
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.worker_group import WorkerGroup
+from dagrl.runtime.executors.eager import takes_in_order
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Shard, join, phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker_group import WorkerGroup
 
 
 class Threaded:

@@ -1,4 +1,4 @@
-"""Scales of a KV cache in FP8: calibrated by the Megatron worker, against transformers' own cache; and used by vLLM."""
+"""FP8 KV-cache scales: calibrated by the Megatron worker against transformers' cache, and used by vLLM."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dagrl.config import Config
-from dagrl.layout import ParallelLayout
-from dagrl.shapes import Batch
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration import vllm_calls
 from tests.integration.megatron_pool import MegatronPool
@@ -34,13 +34,13 @@ def with_fp8_cache(config: Config, precision: str) -> Config:
 
 
 def largest_in_cache(model: Path, batch: Batch) -> list[tuple[float, float]]:
-    """The largest key and value of each layer that transformers would keep for the batch's tokens."""
+    """Returns the largest key and value of each layer in transformers' cache for the batch."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     found: list[list[tuple[float, float]]] = []
     for tokens, length in zip(batch["tokens"], batch["lengths"], strict=True):
-        own = np.resize(tokens[:length], batch.tokens)  # calibration fills rows up with their own tokens
+        own = np.resize(tokens[:length], batch.tokens)  # calibration fills rows with their own tokens
         with torch.no_grad():
             cache = loaded(torch.tensor(own)[None], use_cache=True).past_key_values
         found.append([(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in cache.layers])
@@ -83,7 +83,7 @@ def engine(vllm_ranks: Ranks, model: Path) -> Iterator[Engine]:
 
 
 def error_of_logprobs(engine: Engine, model: Path, scales: dict[str, float], version: int) -> float:
-    """Mean difference from transformers, after an update that brings these scales."""
+    """Returns the mean difference from transformers after an update with these scales."""
     engine.on_all(vllm_calls.write_weights, model, version, scales)
     prompt: list[int] = list(range(5, 25))
     [row] = engine.run(requests([1], [prompt], new=20, seed=version))
@@ -91,7 +91,7 @@ def error_of_logprobs(engine: Engine, model: Path, scales: dict[str, float], ver
     return float((torch.tensor(row.logprobs).double() - expected).abs().mean())
 
 
-def test_vllm_divides_by_the_scales_that_came(engine: Engine, model: Path) -> None:
+def test_vllm_divides_by_the_received_scales(engine: Engine, model: Path) -> None:
     prompt = Batch({"tokens": np.arange(5, 25)[None], "lengths": np.array([20])})
     names = [f"model.layers.{layer}.self_attn" for layer in range(2)]
     right: dict[str, Any] = {}

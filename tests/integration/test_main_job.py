@@ -1,4 +1,4 @@
-"""The main job as a person runs it: what it learns, what it writes, and that both executors do exactly the same."""
+"""The main job as a user runs it: what it learns, what it writes, and that both executors agree exactly."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from dagrl.checkpoint import CheckpointStore
 from dagrl.config.file import load_config
-from dagrl.layout import ParallelLayout
-from dagrl.loops.rollout import IN_FLIGHT
-from dagrl.preflight import preflight
-from dagrl.shapes import Batch
+from dagrl.rl.rollout.rollouts import IN_FLIGHT
+from dagrl.run.checkpoints import CheckpointStore
+from dagrl.run.preflight import preflight
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.trace import _ORIGIN_PERIOD_NS
 from tests.gsm8k import GSM8K, needs_gsm8k
 from tests.integration.main_job import (
@@ -42,7 +42,7 @@ REPLAYS = {"sft_step": SFT_STEPS, "train_step": GRPO_STEPS, "refit": GRPO_STEPS 
 
 
 def rewards(run: Run) -> dict[int, float]:
-    """Mean reward on held-out prompts, by step."""
+    """Returns the mean validation reward by step."""
     return {line["step"]: line["validation/reward"] for line in run.metrics if "validation/reward" in line}
 
 
@@ -53,7 +53,7 @@ def test_grpo_learns_where_sft_left_off(learned: Run) -> None:
 
 
 @pytest.mark.slow
-def test_shuffled_rewards_teach_nothing(learned: Run) -> None:
+def test_shuffled_rewards_do_not_train(learned: Run) -> None:
     output = learned.directory.parent
     copy_run(learned.directory, output / "shuffled", SFT_STEPS)
     overrides = ("reward.shuffle=true", "checkpointing.resume=true", "grpo.max_num_steps=8")
@@ -62,7 +62,7 @@ def test_shuffled_rewards_teach_nothing(learned: Run) -> None:
     assert found[SFT_STEPS + 8] < min(found[SFT_STEPS] + 0.1, rewards(learned)[SFT_STEPS + 8] - 0.1)
 
 
-def test_the_terminal_tells_what_goes_on(learned: Run) -> None:
+def test_the_terminal_shows_progress(learned: Run) -> None:
     for text in ("Starting 2 train workers (dp2) and 1 generation workers", "Compiling phases", "Warming up"):
         assert f"✓ {text}" in learned.shown
     for text in (f"{GRPO_STEPS}/{GRPO_STEPS} steps", "Where the time went", "train_step", "Written"):
@@ -124,7 +124,7 @@ def test_the_trace_has_every_replay_on_every_worker(learned: Run) -> None:
 
 
 def replays_before_first_steps(run: Run, events: list[Metrics]) -> set[tuple[str, int]]:
-    """What ended before the first step of a stage, and after the last of the one before: validation, the first refit."""
+    """Returns events between two stages: validation and the first refit."""
     steps = [line for line in run.metrics if "timing_s/total" in line]
     origin = steps[0]["time"] // (_ORIGIN_PERIOD_NS / 1e9) * (_ORIGIN_PERIOD_NS / 1e9)
     ends: dict[tuple[str, int], float] = {}
@@ -154,7 +154,7 @@ def test_the_plot_is_a_picture(learned: Run) -> None:
     assert content.startswith(b"\x89PNG") and len(content) > 20_000
 
 
-def test_the_final_model_is_that_of_the_train_workers(learned: Run, megatron_pool: MegatronPool) -> None:
+def test_the_final_model_equals_the_train_workers(learned: Run, megatron_pool: MegatronPool) -> None:
     """Log-probabilities by transformers from `final_model`, and by train workers from the last checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -187,7 +187,7 @@ def test_both_executors_give_the_same_losses_and_tokens(tmp_path: Path) -> None:
 
 
 def losses(run: Run) -> list[float]:
-    """Validation losses in the order of the steps."""
+    """Returns the validation losses in step order."""
     return [line["validation/loss"] for line in run.metrics if "validation/loss" in line]
 
 
@@ -202,14 +202,14 @@ def test_sft_learns_from_chat_messages(tmp_path: Path) -> None:
 
 
 def conversation(number: int) -> list[Metrics]:
-    """A question that is to be answered by its own last word."""
+    """Returns a question whose answer is its own last word."""
     word = f"w{number * 37 % 100}"
     return [{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_at_another_layout(tmp_path: Path) -> None:
-    """From data parallel to tensor parallel in the middle: the losses of a run that stayed as it was."""
+def test_a_run_resumes_at_another_layout(tmp_path: Path) -> None:
+    """From data parallel to tensor parallel in the middle: losses equal those of a run without the change."""
     layout = "policy.megatron_cfg.{}_size={}"
     short = ("sft.max_num_steps=6", "sft.val_period=0", "sft.val_at_start=false", "checkpointing.save_period=3")
     whole = train(SFT, tmp_path, "whole", *short, layout.format("data_parallel", 2))

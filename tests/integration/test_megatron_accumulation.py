@@ -1,4 +1,4 @@
-"""A step whose gradients are accumulated in parts, before its batch is whole, is the step on the whole batch."""
+"""A step with gradients accumulated in parts equals the step on the whole batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dagrl.config import LossConfig
-from dagrl.layout import ParallelLayout
-from dagrl.shapes import Batch
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, shard_batches, train
@@ -19,13 +19,14 @@ from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs,
 CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any], bool]] = {
     "tp2pp2-by-tokens": ("qwen3", ParallelLayout(tp=2, pp=2), {}, True),
     "dp2cp2-sharded-packed": ("qwen3", ParallelLayout(dp=2, cp=2), {"use_distributed_optimizer": True}, False),
+    "dp2vpp2-overlapped": ("qwen3", ParallelLayout(dp=2, pp=2, vpp=2), {}, True),
     "moe-dp2pp2ep2vpp2": ("qwen3_moe", ParallelLayout(dp=2, pp=2, ep=2, vpp=2), {}, False),
 }
-PARTS = ([0, 3, 5], [6], [1, 2, 4, 7])  # the second has a row without a token in the loss
+PARTS = ([0, 3, 5], [6], [1, 2, 4, 7])  # the second has a row without loss tokens
 
 
 @pytest.mark.parametrize(("model", "layout", "optimizer", "token_level"), CASES.values(), ids=CASES)
-def test_parts_are_the_whole(
+def test_accumulated_parts_equal_the_whole_batch(
     model: str,
     layout: ParallelLayout,
     optimizer: dict[str, Any],
@@ -34,21 +35,22 @@ def test_parts_are_the_whole(
     tiny_models: dict[str, Path],
 ) -> None:
     packed = PACKED if optimizer else {}
-    config = reference.make_config(tiny_models[model], optimizer={**UNCLIPPED, **optimizer}, **packed)
+    megatron = {"distributed_data_parallel_config": {"overlap_grad_reduce": layout.vpp > 1}}
+    config = reference.make_config(tiny_models[model], optimizer={**UNCLIPPED, **optimizer}, megatron_cfg=megatron, **packed)
     loss = LossConfig(token_level_loss=token_level, reference_policy_kl_penalty=0.1)
-    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)  # steps leave the weights as they are
-    sharded = bool(optimizer)  # a worker then has its own part of the reduced gradients alone
+    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)  # steps do not change the weights
+    sharded = bool(optimizer)  # each worker then has only its shard of the reduced gradients
     with megatron_pool.group(layout, config.model_copy(update={"loss_fn": loss})) as group:
         expected = step(group, batch)
         gradients = {} if sharded else gradients_of(group)
-        accumulate(group, batch, [1, 7])  # of a step that was given up
+        accumulate(group, batch, [1, 7])  # of an abandoned step
         found = step(group, batch, PARTS), {} if sharded else gradients_of(group)
         accumulate(group, batch, [2])
-        with pytest.raises(WorkerError, match=r"gradients of 2 parts, and this worker has those of 1; replay accumulate"):
+        with pytest.raises(WorkerError, match=r"follows 2 accumulated parts, but this worker has 1; replay accumulate"):
             train(group, batch.with_scalars(parts=2.0), "grpo")
         accumulate(group, batch, [2])
         group.call("accumulate_gradients", per_rank=per_rank(group, batch.select([3])), warmup=True)
-        with pytest.raises(WorkerError, match="this worker has those of 0"):
+        with pytest.raises(WorkerError, match="this worker has 0"):
             train(group, batch.with_scalars(parts=1.0), "grpo")
         again = step(group, batch), {} if sharded else gradients_of(group)
     assert expected["grad_norm"] > 0.01
@@ -60,7 +62,7 @@ def test_parts_are_the_whole(
 
 
 def test_a_forced_ratio_needs_no_logprobs_before_the_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    """Metrics and gradients are those of the step that is given what `logprobs` found, also in parts."""
+    """Metrics and gradients equal those of the step that gets `logprobs` in its batch, also in parts."""
     config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED, **PACKED)
     batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)
     with megatron_pool.group(ParallelLayout(tp=2, cp=2), config) as group:
@@ -81,7 +83,7 @@ def test_a_forced_ratio_needs_no_logprobs_before_the_step(megatron_pool: Megatro
 
 
 def step(group: Group, batch: Batch, parts: Sequence[Sequence[int]] = ()) -> dict[str, float]:
-    """Metrics; the last of `parts` is replayed with the step."""
+    """Returns metrics. The last of `parts` is replayed with the step."""
     for number, rows in enumerate(parts[:-1]):
         accumulate(group, batch, rows, number)
     rest = batch.select(parts[-1]).with_scalars(parts=float(len(parts) - 1)) if parts else batch

@@ -1,4 +1,4 @@
-"""Training in bfloat16 is near training in float32, and a model without attention is not by the same bounds."""
+"""Training in bfloat16 is close to float32, by bounds that a model without attention violates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def truth(tiny_models: dict[str, Path]) -> dict[str, reference.Run]:
-    """Hugging Face and plain torch in float32."""
+    """Results of Hugging Face and plain torch in float32."""
     return {name: plain_torch(tiny_models[name]) for name in {item.model for item in CASES}}
 
 
@@ -31,7 +31,7 @@ def plain_torch(model: Path) -> reference.Run:
 
 
 @pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
-def test_bfloat16_is_near_float32(
+def test_bfloat16_is_close_to_float32(
     item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path], truth: dict[str, reference.Run]
 ) -> None:
     found = run_case(megatron_pool, item, tiny_models[item.model], precision="bfloat16")
@@ -39,10 +39,10 @@ def test_bfloat16_is_near_float32(
 
 
 @pytest.mark.parametrize("name", sorted({item.model for item in CASES}))
-def test_a_model_without_attention_is_told_by_every_way_of_comparing(
+def test_every_comparison_detects_missing_attention(
     name: str, tiny_models: dict[str, Path], truth: dict[str, reference.Run], tmp_path: Path
 ) -> None:
-    """What attention adds to the residual stream is made zero; each way alone would fail, save the losses of all steps."""
+    """Zeroes attention's output. Every check except the losses detects it on its own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_models[name], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron workers: read at any layout, written beside training, never lost to a crash, damage found."""
+"""Checkpoints of Megatron workers: load in any layout, write during training, survive crashes, detect damage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.layout import ParallelLayout
+from dagrl.runtime.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
@@ -29,7 +29,7 @@ CASES: list[tuple[str, Setting, list[Setting]]] = [
         "qwen3",
         (ParallelLayout(cp=2), SHARDED),
         [(SINGLE, {}), (ParallelLayout(tp=4), {})],
-    ),  # another padding of the vocabulary
+    ),  # different vocabulary padding
     ("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), [(ParallelLayout(tp=2, ep=2, etp=1), {})]),
     ("qwen3_tied", (DP2, {**BFLOAT16, **SHARDED}), [(ParallelLayout(tp=2), BFLOAT16)]),
 ]
@@ -40,7 +40,7 @@ def config_of(model: Path, policy: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("model", "first", "others"), CASES, ids=["tied", "sharded", "experts", "bfloat16"])
-def test_a_resumed_run_loses_as_one_that_went_on(
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     model: str,
     first: Setting,
     others: list[Setting],
@@ -86,7 +86,7 @@ def _assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policy", [{}, SHARDED], ids=["replicated", "sharded"])
-def test_what_is_written_in_the_background_is_the_state_of_its_start(
+def test_a_background_checkpoint_has_the_state_at_its_start(
     policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     batch, directory, trained = reference.make_batch(), tmp_path / "checkpoint", tmp_path / "trained"
@@ -99,8 +99,8 @@ def test_what_is_written_in_the_background_is_the_state_of_its_start(
         assert not any(group.call("checkpoint_written"))
         trained.touch()
         _wait_for(lambda: all(group.call("checkpoint_written")))
-        assert not directory.exists()  # it has its name only when all workers say that it is whole
-        group.call("save_checkpoint", str(tmp_path / "next"), {}, True)  # completes the one before
+        assert not directory.exists()  # renamed only when it is complete on all workers
+        group.call("save_checkpoint", str(tmp_path / "next"), {}, True)  # completes the previous one
         assert directory.exists()
         group.call("finish_checkpoint")
         group.call("reseed", 99)
@@ -111,10 +111,10 @@ def test_what_is_written_in_the_background_is_the_state_of_its_start(
         _assert_same_states(group.call("state"), before)
 
 
-def test_a_slow_disk_is_waited_for_as_long_as_checkpoints_may_take(
+def test_a_slow_disk_has_until_the_checkpoint_deadline(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One worker's disk takes longer to write and to read than a collective may last."""
+    """One worker's disk is slower than the deadline of collectives."""
     directory = str(tmp_path / "checkpoint")
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
         before = group.call("state")
@@ -125,16 +125,16 @@ def test_a_slow_disk_is_waited_for_as_long_as_checkpoints_may_take(
         _assert_same_states(group.call("state"), before)
 
 
-def test_a_save_in_the_background_that_fails_late_is_an_error_on_all_workers(
+def test_a_late_background_failure_raises_on_all_workers(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One worker finds its directory gone when it comes to write; the checkpoint before stays, and the next save works."""
+    """One worker's directory disappears before it writes. The previous checkpoint stays, and the next save works."""
     directory = str(tmp_path / "checkpoint")
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
         group.call("save_checkpoint", directory, {"step": 1})
         group.call("slow_disk", per_rank=[(0.0,), (1.0,)])
         group.call("save_checkpoint", directory, {"step": 2}, True)
-        _wait_for(lambda: group.call("checkpoint_written")[0])  # who writes into a directory keeps it from being removed
+        _wait_for(lambda: group.call("checkpoint_written")[0])  # a writer keeps the directory from being removed
         shutil.rmtree(f"{directory}.partial")
         for rank in range(2):
             group.start(rank, "finish_checkpoint")
@@ -147,7 +147,7 @@ def test_a_save_in_the_background_that_fails_late_is_an_error_on_all_workers(
         assert group.call("load_checkpoint", directory) == [{"step": 3}] * 2
 
 
-def test_a_save_that_is_killed_or_stuck_leaves_the_checkpoint_before_it(
+def test_a_killed_or_stuck_save_keeps_the_previous_checkpoint(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     batch, directory, marker = reference.make_batch(), str(tmp_path / "checkpoint"), tmp_path / "stalled"
@@ -172,12 +172,12 @@ def test_a_save_that_is_killed_or_stuck_leaves_the_checkpoint_before_it(
     with megatron_pool.group(SINGLE, config) as group:
         assert group.call("load_checkpoint", directory) == [{"step": 1}]
         _assert_same_states(group.call("state"), saved)
-        group.call("save_checkpoint", directory, {"step": 3})  # over what the dead one left
+        group.call("save_checkpoint", directory, {"step": 3})  # replaces the rest of the killed save
         assert group.call("load_checkpoint", directory) == [{"step": 3}]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint"]
 
 
-def test_damaged_and_foreign_checkpoints_are_refused(
+def test_damaged_and_foreign_checkpoints_are_rejected(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config, directory = reference.make_config(tiny_models["qwen3"]), tmp_path / "checkpoint"
@@ -187,35 +187,35 @@ def test_damaged_and_foreign_checkpoints_are_refused(
         assert group.call("load_checkpoint", str(directory)) == [{"step": 2}] * 2
         before = group.call("state")
 
-        _refused(group, tmp_path / "nothing", "cannot read .*manifest.json")
+        _rejected(group, tmp_path / "nothing", "cannot read .*manifest.json")
         part = max(directory.glob("__1_*.distcp"), key=lambda path: path.stat().st_size)
         whole = part.read_bytes()
         part.write_bytes(whole[: len(whole) // 2])
-        _refused(group, directory, f"{part.name} has .* damaged")
+        _rejected(group, directory, f"{part.name} has .* damaged")
         flipped = bytearray(whole)
         flipped[len(whole) // 2] ^= 1
         part.write_bytes(bytes(flipped))
-        _refused(group, directory, f"{part.name} has .* damaged")
+        _rejected(group, directory, f"{part.name} has .* damaged")
         part.unlink()
-        _refused(group, directory, f"{part.name} is missing")
+        _rejected(group, directory, f"{part.name} is missing")
         manifest = json.loads((directory / "manifest.json").read_text())
         (directory / "manifest.json").write_text(json.dumps({**manifest, "format": "other"}))
-        _refused(group, directory, "format 'other'")
+        _rejected(group, directory, "format 'other'")
         (directory / "manifest.json").write_text(json.dumps([manifest]))
-        _refused(group, directory, "manifest.json holds a JSON list; expected an object of format")
+        _rejected(group, directory, "manifest.json holds a JSON list; expected an object of format")
         _assert_same_states(group.call("state"), before)
         part.write_bytes(whole)
         (directory / "manifest.json").write_text(json.dumps(manifest))
     with megatron_pool.group(DP2, reference.make_config(tiny_models["llama"])) as group:
-        _refused(group, directory, r"written with model .*model_type = qwen3 \(this run: llama\)")
+        _rejected(group, directory, r"written with model .*model_type = qwen3 \(this run: llama\)")
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **BFLOAT16)) as group:
-        _refused(group, directory, "written with precision float32, this run has bfloat16")
+        _rejected(group, directory, "written with precision float32, this run has bfloat16")
 
 
-def test_a_config_json_that_says_the_same_otherwise_resumes(
+def test_an_equivalent_config_json_resumes(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Another end of sequence, and the rotary embedding as transformers wrote it before it had `rope_parameters`."""
+    """Another end-of-sequence token, and the rope in transformers' format before `rope_parameters`."""
     directory, edited, batch = tmp_path / "checkpoint", tmp_path / "edited", reference.make_batch()
     with megatron_pool.group(SINGLE, reference.make_config(tiny_models["qwen3"])) as group:
         train(group, batch)
@@ -235,8 +235,8 @@ def test_a_config_json_that_says_the_same_otherwise_resumes(
             group.finish(0)
 
 
-def _refused(group: Group, directory: Path, message: str) -> None:
-    """Every worker raises, also those whose own file is good."""
+def _rejected(group: Group, directory: Path, message: str) -> None:
+    """Every worker raises, including those whose own file is intact."""
     for rank in range(2):
         group.start(rank, "load_checkpoint", str(directory))
     for rank in range(2):

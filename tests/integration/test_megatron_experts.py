@@ -1,4 +1,4 @@
-"""Whole training steps with grouped experts are those of Megatron's experts one after the other."""
+"""Training steps with grouped experts equal those with Megatron's sequential experts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.train_inputs import single_worker
-from dagrl.shapes import Bucket, empty_batch
+from dagrl.bench.train_inputs import single_worker
+from dagrl.runtime.shapes import Bucket, empty_batch
+from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
-from dagrl.worker import ReplayContext, replay_context
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
 
@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[dict[str, Any], float, float]:
     """Gradients by the names of checkpoints, loss and gradient norm of one step on one worker in this process.
 
-    `experts`: of which kind its layers must be.
+    `experts`: the expected kind of its layers.
     """
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **policy)
     with single_worker(config, TestedWorker) as made:
@@ -44,15 +44,15 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_steps_are_those_of_experts_one_by_one(
+def test_steps_equal_those_of_sequential_experts(
     name: str, way: str, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from workers.megatron.experts import GroupedExperts
+    from dagrl.workers.megatron.experts import GroupedExperts
 
     found, loss, norm = step_of(tiny_models[name], "float32", GroupedExperts, **WAYS[way])
-    monkeypatch.setattr("workers.megatron.model.GroupedExperts", SequentialMLP)
+    monkeypatch.setattr("dagrl.workers.megatron.model.GroupedExperts", SequentialMLP)
     expected, expected_loss, expected_norm = step_of(tiny_models[name], "float32", SequentialMLP, **WAYS[way])
     assert found.keys() == expected.keys()
     for key, gradient in expected.items():
@@ -64,9 +64,9 @@ def test_steps_are_those_of_experts_one_by_one(
 def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of equal tokens uses as many as a token is sent to."""
-    from graphs.train import sft_step
-    from workers.megatron.experts import GroupedExperts
+    """A batch of equal tokens uses only as many experts as one token."""
+    from dagrl.graphs.train import sft_step
+    from dagrl.workers.megatron.experts import GroupedExperts
 
     used: list[list[int]] = []
     forward = GroupedExperts.forward
@@ -90,8 +90,8 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_a_worker_that_was_shut_down_keeps_no_memory(name: str, tiny_models: dict[str, Path]) -> None:
-    """A process may serve another model next."""
+def test_a_worker_keeps_no_memory_after_shutdown(name: str, tiny_models: dict[str, Path]) -> None:
+    """The process may serve another model next."""
     with single_worker(reference.make_config(tiny_models[name]), TestedWorker) as made:
         made.train_step(reference.make_batch(), "sft")
         trainer = made._ready()

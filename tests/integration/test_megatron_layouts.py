@@ -1,8 +1,7 @@
-"""Training and log-probabilities are right at every layout: against Hugging Face and plain torch, and against one worker.
+"""Training and log-probabilities in every layout, against Hugging Face and plain torch, and against one worker.
 
-Three of the ways in which Megatron gives wrong numbers without an error would fail here: gradients of the q/k norms that
-are not summed over tp (the gradients, and the second loss), a loss that is multiplied by cp (gradients at cp2), and an
-interleaved pipeline of two stages with batched transfers (the first loss at vpp2).
+These tests detect three silent errors of Megatron: gradients of q/k norms not summed over tp (gradients, second loss), a
+loss multiplied by cp (gradients at cp2), and a two-stage interleaved pipeline with batched transfers (first loss at vpp2).
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dagrl.config import Config
-from dagrl.layout import ParallelLayout
-from dagrl.shapes import Batch, Bucket, split_rows
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.split import split_rows
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
@@ -48,11 +48,14 @@ def case(
     sequence_parallel: bool = False,
     packed: bool = False,
     dynamic: bool = False,
+    overlap: bool = False,
     recompute: dict[str, Any] | None = None,
     **sizes: int,
 ) -> Case:
     megatron = {"sequence_parallel": True} if sequence_parallel else {}
     megatron |= {"activation_checkpointing": True, **recompute} if recompute is not None else {}
+    ddp = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap and sharded}
+    megatron |= {"distributed_data_parallel_config": ddp} if overlap else {}
     optimizer = {"use_distributed_optimizer": True} if sharded else {}
     policy = PACKED if packed else DYNAMIC if dynamic else {}
     return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer, policy)
@@ -62,8 +65,10 @@ CASES = [
     case("qwen3", "single"),
     case("qwen3", "dp2", dp=2),
     case("qwen3", "dp2-sharded", sharded=True, dp=2),
+    case("qwen3", "dp2-overlapped", overlap=True, dp=2),
+    case("qwen3", "dp2-sharded-overlapped", sharded=True, overlap=True, dp=2),
     case("qwen3", "tp2", tp=2),
-    case("qwen3", "tp4", tp=4),  # two key-value heads: a worker holds a part of a query group
+    case("qwen3", "tp4", tp=4),  # two key-value heads: a worker holds part of a query group
     case("qwen3", "tp2-sp", sequence_parallel=True, tp=2),
     case("qwen3", "pp2", pp=2),
     case("qwen3", "cp2", cp=2),
@@ -76,6 +81,7 @@ CASES = [
     case("qwen3", "dp2cp2-sharded-packed", sharded=True, packed=True, dp=2, cp=2),
     case("qwen3_tied", "single"),
     case("qwen3_tied", "tp2pp2", tp=2, pp=2),
+    case("qwen3_tied", "dp2pp2vpp2-sharded-overlapped", sharded=True, overlap=True, dp=2, pp=2, vpp=2),
     case("qwen3_tied", "dp2pp2vpp2-packed", packed=True, dp=2, pp=2, vpp=2),
     case("qwen3_tied", "dp2pp2vpp2-dynamic", dynamic=True, dp=2, pp=2, vpp=2),
     case("qwen2", "tp2", tp=2),
@@ -83,6 +89,7 @@ CASES = [
     case("small_vocabulary", "tp2", tp=2),
     case("qwen3_moe", "single"),
     case("qwen3_moe", "dp2ep2", dp=2, ep=2),
+    case("qwen3_moe", "dp2ep2-overlapped", overlap=True, dp=2, ep=2),
     case("qwen3_moe", "cp2ep2", cp=2, ep=2),
     case("qwen3_moe", "tp2cp2ep2-packed", packed=True, recompute={"recompute_granularity": "selective"}, tp=2, cp=2, ep=2),
     case("qwen3_moe", "tp2ep2etp1", tp=2, ep=2, etp=1),
@@ -96,13 +103,13 @@ SINGLE = {item.model: item for item in CASES if item.layout.world_size == 1}
 
 
 def shard_batches(batch: Batch, layout: ParallelLayout) -> list[Batch]:
-    """The rows of each data-parallel shard, at a bucket with room to spare: two shards have padding rows."""
+    """The rows of each data-parallel shard, in a larger bucket: with two shards there are padding rows."""
     shards = split_rows(batch["lengths"], layout.dp)
     return [batch.select(rows).pad(Bucket(len(shards[0]) + layout.dp - 1, reference.WIDTH)) for rows in shards]
 
 
 def train(group: Group, batch: Batch, loss: str = "sft", **options: Any) -> dict[str, float]:
-    """One step on all workers; metrics merged as a shard's tree and then the driver would."""
+    """Runs a step on all workers and merges the metrics like the runtime."""
     shards = shard_batches(batch, group.layout)
     per_rank = [(shards[group.layout.coordinates(rank).dp], loss) for rank in range(group.layout.world_size)]
     metrics = merge_step_metrics(group.call("train_step", per_rank=per_rank, **options)).flat()
@@ -110,7 +117,7 @@ def train(group: Group, batch: Batch, loss: str = "sft", **options: Any) -> dict
 
 
 def logprobs(group: Group, batch: Batch, *model: str) -> Batch:
-    """Rows of the whole batch in their order, each shard's from the one worker that gives them."""
+    """Returns the rows of the whole batch in order, from the one reporting worker of each shard."""
     shards, rows = shard_batches(batch, group.layout), split_rows(batch["lengths"], group.layout.dp)
     per_rank = [(shards[group.layout.coordinates(rank).dp], *model) for rank in range(group.layout.world_size)]
     parts = group.call("logprobs", per_rank=per_rank)
@@ -124,7 +131,7 @@ def logprobs(group: Group, batch: Batch, *model: str) -> Batch:
 
 
 def run_case(pool: MegatronPool, item: Case, model: Path, **policy: Any) -> reference.Run:
-    """What a layout makes of the batch, with more keys of `policy`."""
+    """Runs a case on the batch, with further keys of `policy`."""
     batch = reference.make_batch(vocabulary_of(item.model))
     with pool.group(item.layout, configuration(item, model, **policy)) as group:
         first = logprobs(group, batch)
@@ -136,7 +143,7 @@ def run_case(pool: MegatronPool, item: Case, model: Path, **policy: Any) -> refe
 
 
 def configuration(item: Case, model: Path, **policy: Any) -> Config:
-    """The case's, with more keys of `policy`."""
+    """Returns the case's configuration, with further keys of `policy`."""
     optimizer = {**UNCLIPPED, **item.optimizer}
     return reference.make_config(model, megatron_cfg=dict(item.megatron), optimizer=optimizer, **item.policy, **policy)
 
@@ -147,7 +154,7 @@ def vocabulary_of(model: str) -> int:
 
 @pytest.fixture(scope="module")
 def runs(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> Callable[[Case], reference.Run]:
-    """What a case gave, run once."""
+    """Returns a function that runs each case once."""
     known: dict[str, reference.Run] = {}
 
     def run(item: Case) -> reference.Run:
@@ -160,7 +167,7 @@ def runs(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> Callable[
 
 @pytest.fixture(scope="module")
 def truth(tiny_models: dict[str, Path]) -> Callable[[str], reference.Run]:
-    """What Hugging Face and plain torch gave for a model."""
+    """Returns a function that gives the results of Hugging Face and plain torch for a model."""
     known: dict[str, reference.Run] = {}
 
     def run(model: str) -> reference.Run:
@@ -187,7 +194,7 @@ def test_logprobs_and_entropy_are_those_of_hugging_face(item: Case, runs: Runs, 
 
 
 @each_case
-def test_three_steps_lose_as_plain_torch(item: Case, runs: Runs, truth: Truth) -> None:
+def test_losses_of_three_steps_are_those_of_plain_torch(item: Case, runs: Runs, truth: Truth) -> None:
     found, expected = runs(item), truth(item.model)
     np.testing.assert_allclose(found.losses, expected.losses, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
@@ -195,7 +202,7 @@ def test_three_steps_lose_as_plain_torch(item: Case, runs: Runs, truth: Truth) -
 
 
 @each_case
-def test_three_steps_lose_as_one_worker(item: Case, runs: Runs) -> None:
+def test_losses_of_three_steps_are_those_of_one_worker(item: Case, runs: Runs) -> None:
     if item.model not in SINGLE:
         pytest.skip("the model is compared with Hugging Face alone")
     np.testing.assert_allclose(runs(item).losses, runs(SINGLE[item.model]).losses, atol=1e-5, rtol=0)
@@ -218,7 +225,7 @@ def test_gradients_are_those_of_plain_torch(item: Case, runs: Runs, truth: Truth
 def test_activations_are_recomputed_where_asked(
     recompute: dict[str, Any] | None, twice: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
-    """Each layer runs once a microbatch, and once more on the way back; that gradients stay is shown by cases above."""
+    """Each layer runs once per microbatch, and again in the backward pass. Cases above check the gradients."""
     item = case("qwen3", "recomputed", recompute=recompute)
     with megatron_pool.group(item.layout, configuration(item, tiny_models["qwen3"])) as group:
         (runs,) = group.call("attention_runs", reference.make_batch())
@@ -226,7 +233,7 @@ def test_activations_are_recomputed_where_asked(
     assert runs == [2 * once] * twice + [once] * (4 - twice)
 
 
-GRPO_CASES = [  # sequences are counted over a batch that is cut by rows, or by tokens
+GRPO_CASES = [  # sequences counted over a batch split by rows or by tokens
     pytest.param(ParallelLayout(), True, id="single-tokens"),
     pytest.param(ParallelLayout(dp=2), False, id="dp2-sequences"),
     pytest.param(ParallelLayout(cp=2), False, id="cp2-sequences"),

@@ -1,4 +1,4 @@
-"""Train state that leaves the device and returns: nothing of it changes, its memory is given back, misuse is an error."""
+"""Offloaded train state returns unchanged, its memory is freed, and misuse raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.layout import ParallelLayout
+from dagrl.runtime.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
@@ -24,7 +24,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout", "policy"), CASES, ids=["tp2", "dp2-bfloat16-sharded", "moe-ep2-sharded"])
-def test_training_goes_on_as_if_nothing_had_left(
+def test_training_continues_unchanged_after_offloading(
     model: str,
     layout: ParallelLayout,
     policy: dict[str, Any],
@@ -39,7 +39,7 @@ def test_training_goes_on_as_if_nothing_had_left(
         train(group, batch)
         state, resident = group.call("state"), group.call("resident_bytes")
         group.call("offload", ALL)
-        group.call("offload", ("weights",))  # again: it stays away
+        group.call("offload", ("weights",))  # offloading again does nothing
         assert group.call("resident_bytes") == [dict.fromkeys(ALL, 0)] * layout.world_size
         group.call("reload", ALL)
         assert group.call("resident_bytes") == resident and all(min(parts.values()) > 0 for parts in resident)
@@ -55,7 +55,7 @@ def test_training_goes_on_as_if_nothing_had_left(
     assert disturbed[1:] == undisturbed[1:]  # bit for bit
 
 
-def test_what_is_away_is_not_used(megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_offloaded_parts_cannot_be_used(megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
     with megatron_pool.group(ParallelLayout(), config) as group:
         group.call("offload", ("optimizer",))
@@ -74,9 +74,7 @@ def test_what_is_away_is_not_used(megatron_pool: MegatronPool, tiny_models: dict
         train(group, batch)
 
 
-def test_a_warm_up_of_the_preparation_leaves_everything_where_it_is(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_a_warm_up_of_offloading_moves_nothing(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
     with megatron_pool.group(ParallelLayout(), config) as group:
         resident = group.call("resident_bytes")

@@ -1,4 +1,4 @@
-"""Schedules against closed forms, what weight decay touches, and steps without anything to learn."""
+"""Schedules against closed forms, the parameters that weight decay affects, and steps without a learning signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dagrl.config import Config, LossConfig
-from dagrl.layout import ParallelLayout
+from dagrl.runtime.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_megatron_layouts import UNCLIPPED, train
@@ -29,10 +29,10 @@ def linear(part: float) -> float:
 
 
 def schedule_of(settings: dict[str, Any]) -> Any:
-    from workers.megatron import cpu
+    from dagrl.workers.megatron import cpu
 
     cpu.adapt()
-    from workers.megatron.optimizer import make_scheduler
+    from dagrl.workers.megatron.optimizer import make_scheduler
 
     config = Config.model_validate({"name": "x", "data": {}, **settings})
     return make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)
@@ -53,8 +53,8 @@ def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None
 
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 2 * 10), ("sft", 7)])
-def test_without_a_length_the_schedule_ends_after_the_last_optimizer_step(algorithm: str, steps: int) -> None:
-    """Ten GRPO steps of two minibatches each decay over twenty optimizer steps; a twenty-first would have the last rate."""
+def test_by_default_the_schedule_ends_after_the_last_optimizer_step(algorithm: str, steps: int) -> None:
+    """Ten GRPO steps of two minibatches decay over twenty optimizer steps; the twenty-first has the final rate."""
     megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": {"lr_decay_style": "linear"}}
     grpo = {"max_num_steps": 10, "num_prompts_per_step": 8, "num_generations_per_prompt": 16}
     policy = {"megatron_cfg": megatron, "train_global_batch_size": 64}
@@ -64,8 +64,8 @@ def test_without_a_length_the_schedule_ends_after_the_last_optimizer_step(algori
         made.step(increment=1)
 
 
-def test_weight_decay_touches_matrices_alone(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    """The first step of AdamW in closed form: the sign of the gradient times the rate, and the decay."""
+def test_weight_decay_affects_only_matrices(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """AdamW's first step in closed form: the gradient's sign times the rate, plus decay."""
     rate, decay, eps = 1e-2, 0.5, 1e-8
     optimizer = UNCLIPPED | {"lr": rate, "weight_decay": decay, "adam_eps": eps, "use_distributed_optimizer": True}
     batch = reference.make_batch()
@@ -82,7 +82,7 @@ def test_weight_decay_touches_matrices_alone(megatron_pool: MegatronPool, tiny_m
     for name, gradient in gradients.items():
         start = before[name].numpy()
         expected = start - rate * gradient / (np.abs(gradient) + eps) - (rate * decay * start if gradient.ndim > 1 else 0)
-        clear = np.abs(gradient) > 1e-4  # the sign of what is nearly 0 is rounding
+        clear = np.abs(gradient) > 1e-4  # the sign of nearly 0 is rounding noise
         assert clear.any()
         np.testing.assert_allclose(after[name][clear], expected[clear], atol=2e-5, rtol=0, err_msg=name)
 
@@ -93,9 +93,7 @@ def group_threads(pool: MegatronPool) -> list[int]:
     return [sum("gloo" in name.read_text() for name in names) for names in tasks]
 
 
-def test_gradients_are_scaled_to_the_limit_and_within_it_left_alone(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_only_gradients_above_the_limit_are_clipped(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     batch, found = reference.make_batch(), {}
     limits = {"scaled": 0.25, "within": 10.0}
     configs = {
@@ -112,15 +110,13 @@ def test_gradients_are_scaled_to_the_limit_and_within_it_left_alone(
         np.testing.assert_allclose(found["within"][name], gradient * (norm / limits["scaled"]), atol=1e-5, rtol=1e-4)
 
 
-def test_a_step_with_nothing_to_learn_is_skipped_and_counted(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_a_step_without_gradients_is_skipped_and_counted(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     batch = reference.make_batch(grpo=True)
     config = reference.make_config(tiny_models["qwen3"], generation={"temperature": 0.7})
     config = config.model_copy(update={"loss_fn": LossConfig(reference_policy_kl_penalty=0.0)})
     equal = batch.with_fields(advantages=np.zeros_like(batch["advantages"]))
     with megatron_pool.group(ParallelLayout(dp=2), config) as group:
-        train(group, batch, "grpo")  # so that there are moments, which would move the weights on
+        train(group, batch, "grpo")  # creates moments, which would move the weights
         before = group.call("weights")
         skipped = train(group, equal, "grpo")
         assert (skipped["grad_norm"], skipped["skipped_steps"]) == (0.0, 1)
@@ -130,7 +126,7 @@ def test_a_step_with_nothing_to_learn_is_skipped_and_counted(
         assert train(group, batch, "grpo")["skipped_steps"] == 1
 
 
-def test_adam_is_torchs_beside_transformer_engine(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    """Transformer Engine's and Apex's count steps elsewhere: checkpoints would hold 0 of them."""
+def test_adam_is_torchs_even_with_transformer_engine(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """Transformer Engine and Apex keep step counts elsewhere, so checkpoints would contain 0."""
     with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
         assert group.call("optimizers_beside_another_adam") == [{"torch.optim.adamw.AdamW"}]

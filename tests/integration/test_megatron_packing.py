@@ -1,6 +1,6 @@
-"""Packed and dynamic microbatches give the losses, gradients and log-probabilities of padded ones, at several layouts.
+"""Packed and dynamic microbatches give the losses, gradients and log-probabilities of padded ones, in several layouts.
 
-That padded ones are right is shown in `test_megatron_layouts`, where some cases are packed too.
+`test_megatron_layouts` checks the padded ones, and some packed cases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import DynamicBatchingConfig, LossConfig, SequencePackingConfig
-from dagrl.layout import ParallelLayout
+from dagrl.runtime.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
@@ -67,7 +67,7 @@ def test_losses_and_gradients_are_those_of_padded_microbatches(
 
 
 def run(group: Group) -> dict[str, Any]:
-    """Loss, gradients, log-probabilities, entropy, and the share of padding in what the model was given."""
+    """Returns loss, gradients, log-probabilities, entropy, and the padding share of the model's input."""
     batch = reference.make_batch(grpo=True)
     rows = logprobs(group, batch)
     step = train(group, batch, "grpo", warmup=True)  # gradients, but no update

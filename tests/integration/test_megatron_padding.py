@@ -1,4 +1,4 @@
-"""Padding in mixtures of experts: it changes no loss and no gradient, and no expert gets more than its share of it."""
+"""Padding with experts changes no loss or gradient, and spreads evenly over the experts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.layout import ParallelLayout
-from dagrl.shapes import Batch, Bucket
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 
-WIDE = 80  # of 8 rows with 94 tokens: 85 % are padding
+WIDE = 80  # 8 rows with 94 tokens: 85 % padding
 
 
 def run(group: Group, batch: Batch) -> tuple[dict[str, float], dict[str, Any], Any, Any]:
-    """Metrics and gradients of a step whose update is left out, log-probabilities, and the tokens of each expert."""
+    """Returns metrics and gradients of a step without update, log-probabilities, and the tokens of each expert."""
     (scored,), (counts,) = group.call("logprobs", batch), group.call("tokens_of_experts", batch)
     metrics = merge_step_metrics(group.call("train_step", batch, "sft", warmup=True)).flat()
     return metrics, reference.assemble(group.call("gradients")), scored["logprobs"], counts
@@ -28,7 +28,7 @@ def run(group: Group, batch: Batch) -> tuple[dict[str, float], dict[str, Any], A
 def test_padding_adds_nothing_and_is_spread_over_the_experts(
     model: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
-    """Against the same rows one by one, each at its own width."""
+    """Compares with the same rows one by one, each at its own width."""
     batch = reference.make_batch()
     alone = [batch.select([row]) for row in range(reference.ROWS)]
     config = reference.make_config(tiny_models[model], optimizer={"clip_grad": 1e3})

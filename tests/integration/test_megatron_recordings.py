@@ -1,4 +1,4 @@
-"""Who holds the CUDA graphs of passes, and until when. A double stands for them: what they compute is tested on GPUs."""
+"""Lifetime of the passes' CUDA graphs, with a test double. GPU tests check their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from bench.train_inputs import single_worker
+from dagrl.bench.train_inputs import single_worker
 from dagrl.errors import RunError
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core")
 
 
 class GraphDouble:
-    """Instead of `torch.cuda.CUDAGraph`: replays launch nothing, and `while_it_runs` is what another thread does then."""
+    """Double of `torch.cuda.CUDAGraph`: replays launch nothing and call `while_it_runs`, which acts as another thread."""
 
     alive: ClassVar[weakref.WeakSet[GraphDouble]] = weakref.WeakSet()
     replays: ClassVar[int] = 0
@@ -41,8 +41,8 @@ class GraphDouble:
 
 @pytest.fixture
 def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[TestedWorker]:
-    """Its passes are recorded as a GPU's are, but for the device."""
-    from workers.megatron import cuda_graphs
+    """Records passes as on a GPU, except for the device."""
+    from dagrl.workers.megatron import cuda_graphs
 
     monkeypatch.setattr("torch.cuda.CUDAGraph", GraphDouble)
     monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
@@ -51,7 +51,9 @@ def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(GraphDouble, "while_it_runs", None)
     with single_worker(reference.make_config(tiny_models["qwen3"]), TestedWorker) as made:
         trainer = made._ready()
-        trainer.way = cuda_graphs.RecordedPasses(list(trainer.model.parameters().values()), trainer.gradient_tensors())
+        trainer.model_pass = cuda_graphs.RecordedPasses(
+            list(trainer.model.parameters().values()), trainer.gradient_tensors()
+        )
         yield made
     assert not GraphDouble.alive
 
@@ -63,7 +65,7 @@ def run(worker: TestedWorker, times: int = 1) -> None:
 
 
 def test_an_abort_leaves_no_graph_that_refers_to_a_communicator(worker: TestedWorker) -> None:
-    """Not the worker's own ones, and none that a step left behind in cycles: NCCL's abort waits for all of them."""
+    """Neither the worker nor reference cycles of a step keep graphs: NCCL's abort waits for all of them."""
     gc.disable()
     try:
         run(worker, 3)
@@ -74,8 +76,8 @@ def test_an_abort_leaves_no_graph_that_refers_to_a_communicator(worker: TestedWo
         gc.enable()
 
 
-def test_an_abort_while_a_pass_waits_for_a_peer_frees_its_graphs_at_once(worker: TestedWorker) -> None:
-    """The step that waits, its traceback and autograd refer to the pass: they do not keep what the abort waits for."""
+def test_an_abort_frees_the_graphs_of_a_waiting_pass_at_once(worker: TestedWorker) -> None:
+    """The waiting step, its traceback and autograd refer to the pass, but do not keep its graphs alive."""
     run(worker, 2)
     left = []
 
@@ -89,24 +91,22 @@ def test_an_abort_while_a_pass_waits_for_a_peer_frees_its_graphs_at_once(worker:
         worker.train_step(reference.make_batch(), "sft")
     assert left == [1]  # the one that runs
     assert not GraphDouble.alive
-    run(worker, 2)  # an offload forgets as well, and the worker goes on
+    run(worker, 2)  # an offload drops graphs too, and the worker continues
     assert worker.recordings() >= 2
 
 
-def test_a_recording_that_fails_leaves_no_graph_while_its_error_is_told(
-    worker: TestedWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runtime aborts while it handles the error, whose traceback refers to the recording."""
+def test_a_failed_recording_leaves_no_graph(worker: TestedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime aborts while handling the error, whose traceback refers to the recording."""
 
     begun = []
 
     def recorded(graph: GraphDouble, pool: None) -> nullcontext[None]:
         begun.append(graph)
         if len(begun) == 2:
-            raise torch.OutOfMemoryError("while the way back is recorded")
+            raise torch.OutOfMemoryError("while recording the backward pass")
         return nullcontext()
 
-    monkeypatch.setattr("workers.megatron.cuda_graphs._recorded", recorded)
+    monkeypatch.setattr("dagrl.workers.megatron.cuda_graphs._recorded", recorded)
     try:
         for _ in range(2):
             worker.train_step(reference.make_batch(), "sft")
@@ -117,7 +117,7 @@ def test_a_recording_that_fails_leaves_no_graph_while_its_error_is_told(
 
 
 def test_a_recording_keeps_the_buffers_that_megatron_gathers_into(worker: TestedWorker) -> None:
-    """Megatron drops its buffer for a larger one, and graphs go on writing to the address that they were recorded with."""
+    """Megatron replaces its buffer by a larger one, while graphs still write to the recorded address."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
     buffers = get_global_memory_buffer().buffer
@@ -130,7 +130,7 @@ def test_a_recording_keeps_the_buffers_that_megatron_gathers_into(worker: Tested
     assert dropped() is None
 
 
-def test_graphs_that_were_not_used_for_long_are_dropped(worker: TestedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.megatron.cuda_graphs.MOST_RECORDINGS", 1)
+def test_least_recently_used_graphs_are_dropped(worker: TestedWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.workers.megatron.cuda_graphs.MOST_RECORDINGS", 1)
     run(worker, 3)
     assert worker.recordings() <= 1

@@ -1,4 +1,4 @@
-"""A Megatron worker's side of a refit: its live weights arrive whole at a receiver in this process."""
+"""A Megatron worker sends its live weights in a refit to a receiver in this process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from dagrl.channels.base import ChannelSpec, open_channel
-from dagrl.layout import ParallelLayout
-from dagrl.ports import reserve_port
-from dagrl.refit.plan import plan_refit
-from dagrl.refit.run import RefitReceiver
+from dagrl.channels import ChannelSpec, open_channel
+from dagrl.refit import RefitReceiver, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.shapes import Batch
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
 
 
 def whole_model(shapes: Mapping[str, Sequence[int]]) -> list[WeightSlice]:
-    """A destination that holds every parameter whole under its own name; experts as the stacks that plans deal in."""
+    """A destination with every whole parameter under its own name; experts as stacks."""
     stacks = Counter(re.sub(r"experts\.\d+\.", "experts.*.", name) for name in shapes)
     slices = []
     for name, count in stacks.items():
@@ -61,7 +60,7 @@ def test_weights_after_each_step_arrive(
         group.call("snapshot_reference")
         for version in (1, 2):
             train(group, batch)
-            logprobs(group, batch, "reference")  # points the parameters elsewhere for a while
+            logprobs(group, batch, "reference")  # temporarily points the parameters elsewhere
             receiving = threading.Thread(target=receiver.receive, args=(version,))
             receiving.start()
             reports = group.call("send_weights", version)
@@ -75,7 +74,7 @@ def test_weights_after_each_step_arrive(
 
 
 def check_aborts(group: Group, batch: Batch) -> None:
-    """An abort after a refit that failed leaves training be; one after that is of the training."""
+    """An abort after a failed refit does not affect training; a later abort does."""
     with pytest.raises(WorkerError, match="ChannelError"):
         group.call("send_weights", 3)
     group.call("abort")

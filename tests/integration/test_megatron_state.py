@@ -1,4 +1,4 @@
-"""What a Megatron worker keeps: exports, the reference policy, and that a warm-up changes nothing."""
+"""State of a Megatron worker: exports, the reference policy, and warm-ups that change nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dagrl.layout import ParallelLayout
+from dagrl.runtime.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
@@ -34,7 +34,7 @@ ROUND_TRIPS = [
 @pytest.mark.parametrize(
     ("model", "layout"), ROUND_TRIPS, ids=[f"{m}-{layout.describe().replace(' ', '')}" for m, layout in ROUND_TRIPS]
 )
-def test_export_gives_back_what_was_imported(
+def test_an_export_equals_the_import(
     model: str, layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     with megatron_pool.group(layout, reference.make_config(tiny_models[model])) as group:
@@ -45,10 +45,10 @@ def test_export_gives_back_what_was_imported(
         assert torch.equal(tensor, exported[name]), name
 
 
-def test_an_export_to_a_full_disk_is_an_error_on_all_workers_at_once(
+def test_an_export_to_a_full_disk_raises_on_all_workers_at_once(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One worker writes what the others send: none waits for it until the deadline, and the next export works."""
+    """The writing worker fails. No other worker waits until the deadline, and the next export works."""
     with megatron_pool.group(TP2PP2, reference.make_config(tiny_models["qwen3"])) as group:
         for rank in range(4):
             group.start(rank, "export_to_a_full_disk", str(tmp_path / "out"), 60_000)
@@ -82,7 +82,7 @@ def test_a_warm_up_changes_nothing(sharded: bool, megatron_pool: MegatronPool, t
     batch = reference.make_batch()
     with megatron_pool.group(DP2, config) as group:
         fresh = group.call("state")
-        assert any(name.startswith("exp_avg.") for name in fresh[0])  # made before the first step
+        assert any(name.startswith("exp_avg.") for name in fresh[0])  # created before the first step
         train(group, batch, warmup=True)
         _assert_same_states(group.call("state"), fresh)
         train(group, batch)
@@ -146,10 +146,8 @@ def test_learning_rates_follow_the_schedule_or_the_batch(megatron_pool: Megatron
         assert train(group, batch)["lr"] == 0.0
 
 
-def test_bfloat16_steps_move_by_less_than_bfloat16_can_tell(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    """Steps far below a weight's last bfloat16 digit add up only in float32 masters."""
+def test_steps_below_bfloat16_precision_accumulate(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """Steps below bfloat16's precision add up only in float32 master weights."""
     optimizer = {"lr": 1e-5, "weight_decay": 0.0}
     config = reference.make_config(tiny_models["qwen3"], precision="bfloat16", optimizer=optimizer)
     batch = reference.make_batch()
@@ -167,7 +165,7 @@ def test_bfloat16_steps_move_by_less_than_bfloat16_can_tell(
     np.testing.assert_allclose(exact["logprobs"], expected.numpy(), atol=0.1)
     steps = np.concatenate([np.abs(moved[name] - value).ravel() for name, value in masters.items()])
     assert 1e-6 < np.median(steps[steps > 0]) < 4e-5
-    for name in masters:  # as if training began with the weights that are now
+    for name in masters:  # as if training started with the current weights
         rounded = torch.from_numpy(moved[name]).bfloat16().float().numpy()
         assert (rounded != moved[name]).any()
         np.testing.assert_array_equal(began_anew[name], rounded, err_msg=name)
@@ -181,13 +179,13 @@ def test_evaluate_is_the_loss_without_a_step(megatron_pool: MegatronPool, tiny_m
 
 
 @pytest.mark.parametrize("aborted", [0, 1], ids=["peer", "itself"])
-def test_who_waits_for_or_in_an_aborted_worker_raises_at_once(
+def test_waiting_for_or_in_an_aborted_worker_raises_at_once(
     aborted: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
     with megatron_pool.group(ParallelLayout(tp=2), config) as group:
         group.call("logprobs", batch)
-        group.start(1, "logprobs_and_abort_after", batch, 1.0 if aborted == 1 else None)  # worker 0 never comes
+        group.start(1, "logprobs_and_abort_after", batch, 1.0 if aborted == 1 else None)  # worker 0 never joins
         time.sleep(1.0)
         start = time.monotonic()
         if aborted == 0:

@@ -19,20 +19,20 @@ import ray
 from safetensors.torch import load_file, save_file
 
 from dagrl.config import Config
-from dagrl.generation import Generated
-from dagrl.layout import ParallelLayout
-from dagrl.refit.connect import connect_refit
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.shapes import Batch, Bucket
-from dagrl.worker import WorkerContext
-from dagrl.worker_group import WorkerGroup
-from graphs.generate import generate
-from graphs.logprobs import logprobs
-from graphs.refit import refit
-from graphs.train import sft_step
+from dagrl.graphs.generate import generate
+from dagrl.graphs.logprobs import logprob_rows
+from dagrl.graphs.refit import refit
+from dagrl.graphs.train import sft_step
+from dagrl.refit import Refit
+from dagrl.rl.generation import Generated
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket
+from dagrl.runtime.worker import WorkerContext
+from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.vllm import VllmWorker
 from tests.integration.megatron_reference import VOCABULARY, make_model
-from workers.megatron import MegatronWorker
-from workers.vllm import VllmWorker
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -54,7 +54,7 @@ EXPERTS = {"dp2ep2": ParallelLayout(dp=2, ep=2)}
 
 @dataclass(frozen=True)
 class Case:
-    """One train layout and one generation size; cases of one model and size share an engine, so they stand together."""
+    """One train layout and one generation size. Cases of one model and size are adjacent and share an engine."""
 
     model: str
     generation_tp: int
@@ -75,11 +75,11 @@ SLOW = {f"qwen3_tied-{name}-to-tp1" for name in ("tp2", "cp2", "tp2pp2", "pp2vpp
     "qwen3-cp2-to-tp1",
     "qwen3-pp2-to-tp1",
 }
-"""Cases of which the others prove as much; CI leaves them out."""
+"""Cases that the others cover as well. CI skips them."""
 
 
 class TrainActor(MegatronWorker):
-    """A Megatron worker that can become another one."""
+    """A Megatron worker that can be constructed again."""
 
     def become(self, context: WorkerContext, config: Config) -> None:
         self.shutdown()
@@ -87,7 +87,7 @@ class TrainActor(MegatronWorker):
 
 
 class GenerationActor(VllmWorker):
-    """A vLLM worker that can become another one."""
+    """A vLLM worker that can be constructed again."""
 
     def become(self, context: WorkerContext, config: Config) -> None:
         self.shutdown()
@@ -95,7 +95,7 @@ class GenerationActor(VllmWorker):
 
 
 class Groups:
-    """Actors, and the groups they are at the moment."""
+    """The actors and their current groups."""
 
     def __init__(self, models: Path) -> None:
         self.models = models
@@ -105,7 +105,7 @@ class Groups:
         self._engine: tuple[tuple[str, int], WorkerGroup] | None = None
 
     def config(self, model: str, generation_tp: int, start: str = "") -> Config:
-        """Train workers start from the model, generation workers from other weights of its shape."""
+        """Train workers start from the model, generation workers from other weights of the same shapes."""
         engine = {"max_num_seqs": ROWS, "kv_cache_memory_bytes": 8 << 20, "tensor_parallel_size": generation_tp}
         policy = {
             "model_name": str(self.models / (start + model)),
@@ -116,11 +116,11 @@ class Groups:
         return Config.model_validate({"name": "test", "algorithm": "grpo", "data": {}, "policy": policy})
 
     def train(self, case: Case) -> WorkerGroup:
-        """A new train group."""
+        """Makes a train group."""
         return _become(self._train, "train", case.layout, self.config(case.model, case.generation_tp))
 
     def generation(self, case: Case) -> WorkerGroup:
-        """The generation group that stands, or a new one for another model or size."""
+        """Returns the current generation group, or makes one for another model or size."""
         key = (case.model, case.generation_tp)
         if self._engine is None or self._engine[0] != key:
             layout = ParallelLayout(tp=case.generation_tp)
@@ -128,7 +128,7 @@ class Groups:
         return self._engine[1]
 
     def end(self) -> None:
-        """End the actors."""
+        """Kills the actors."""
         for actor in [*self._train, *self._generation]:
             ray.kill(actor)
 
@@ -159,7 +159,7 @@ def groups(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def make_other_weights(source: Path, target: Path) -> None:
-    """A model of the same shape whose weights are no use."""
+    """Writes a model of the same shapes with wrong weights."""
     shutil.copytree(source, target)
     weights = {name: tensor.flip(-1).contiguous() for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
@@ -167,23 +167,19 @@ def make_other_weights(source: Path, target: Path) -> None:
 
 @pytest.fixture
 def scheduler(case: Case, groups: Groups) -> Iterator[Scheduler]:
-    """The two groups of the case, joined for refits, with their phases compiled and warmed up."""
+    """The two groups of the case, connected for refits, with their phases compiled and warmed up."""
     train, generation = groups.train(case), groups.generation(case)
-    connect_refit(
-        train,
-        generation,
-        dtype="float32",
-        tied_embeddings=case.model == "qwen3_tied",
-        kind="gloo",
-        timeout_s=60,
-        channel_timeout_s=60,
+    connected = Refit.connect(
+        train, generation, dtype="float32", tied_embeddings=case.model == "qwen3_tied", verify="checksum"
     )
+    assert connected.plan.sources == case.layout.world_size and connected.plan.destinations == case.generation_tp
+    assert 0 < connected.floor_s and f"to {case.generation_tp} ranks" in str(connected)
     rows = Bucket(ROWS // case.layout.dp, WIDTH)
     denominators = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
     with Scheduler([train, generation], SchedulerOptions(fallback="error", result_bytes=RESULT_BYTES)) as scheduler:
-        scheduler.add(refit, warmup_value=0)
+        scheduler.add(connected.phase, warmup_value=0)
         scheduler.add(generate, buckets=[Bucket(1, 1), Bucket(ROWS, PROMPT)])
-        scheduler.add(logprobs, buckets=[rows])
+        scheduler.add(logprob_rows, buckets=[rows])
         scheduler.add(sft_step, buckets=[rows], scalars=denominators)
         scheduler.compile()
         scheduler.warmup()
@@ -199,17 +195,17 @@ def test_after_a_refit_both_sides_give_the_same_logprobs(case: Case, scheduler: 
         (reports,) = scheduler.replay(refit, version).result()
         assert len(pickle.dumps(reports)) < 10_000 < sum(report.bytes_received for report in reports) / 10
         batch, sampled = sample(scheduler, version)
-        scored = scheduler.replay(logprobs, batch).result()["logprobs"]
+        scored = scheduler.replay(logprob_rows, batch).result()["logprobs"]
         inside = sampled != 0
         differences.append(float(np.abs(scored - sampled)[inside].max()))
         tokens.append(batch["tokens"])
         learn(scheduler, batch, inside)
     assert max(differences) < 1e-4
-    assert (tokens[0] != tokens[1]).any()  # what was learned in between came across
+    assert (tokens[0] != tokens[1]).any()  # the second refit carried the optimizer step
 
 
 def sample(scheduler: Scheduler, version: int) -> tuple[Batch, np.ndarray]:
-    """Prompts and completions as rows, and vLLM's log-probabilities of the completions (0 elsewhere)."""
+    """Returns prompts and completions as rows, and vLLM's log-probabilities of the completions (0 elsewhere)."""
     generator = np.random.default_rng(5)
     lengths = generator.integers(2, PROMPT + 1, ROWS)
     prompts = generator.integers(0, VOCABULARY, (ROWS, PROMPT)) * (np.arange(PROMPT) < lengths[:, None])
@@ -236,7 +232,7 @@ def sample(scheduler: Scheduler, version: int) -> tuple[Batch, np.ndarray]:
 
 
 def learn(scheduler: Scheduler, batch: Batch, inside: np.ndarray) -> None:
-    """One optimizer step, away from where the weights were."""
+    """Takes one optimizer step, which changes the weights."""
     mask = inside.astype(np.float32)
     scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float(ROWS), "lr": 0.02}
     scheduler.replay(sft_step, batch.with_fields(loss_mask=mask).with_scalars(**scalars)).result()

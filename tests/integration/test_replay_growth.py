@@ -1,6 +1,6 @@
-"""Nothing grows with the number of replays, neither on the driver nor on workers: objects and bytes that Python knows of.
+"""Nothing grows with the number of replays, on the driver or on workers: objects and bytes that Python tracks.
 
-`test_endurance.py` has the whole processes' memory and time, over many more.
+`test_endurance.py` checks memory and time of whole processes over many more replays.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from bench.endurance import two_workers
-from bench.worker import BenchWorker
-from dagrl.executors.node import TRACE_CAPACITY, drain_runs, state_of
-from dagrl.phase import Input, Phase, Shard, Value, phase
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.shapes import Batch, Bucket, Field
-from dagrl.worker_group import WorkerGroup
+from dagrl.bench.endurance import two_workers
+from dagrl.bench.worker import BenchWorker
+from dagrl.runtime.executors.node import TRACE_CAPACITY, drain_runs, state_of
+from dagrl.runtime.phase import Input, Phase, Shard, Value, phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket, Field
+from dagrl.runtime.worker_group import WorkerGroup
 
 WARMUP, REPLAYS = 500, 3000
 OBJECTS, BYTES = REPLAYS // 10, 16 * REPLAYS
-"""Growth that is none: less than one object in ten replays, and less than the smallest object in each."""
+"""Limits of growth: one object per ten replays, and 16 bytes per replay, less than the smallest object."""
 
 
 @phase
 def every_worker(train: Shard, value: Input) -> Value:
-    """Every worker gets the input; every result goes to the driver."""
+    """Sends the input to every worker and every result to the driver."""
     return train.map("step", value)
 
 
 @phase(inputs={"tokens": Field("int64"), "lengths": Field("int64", "row")})
 def rows(train: Shard, batch: Input) -> Value:
-    """The batch comes back."""
+    """Returns the batch."""
     return train[1].map("echo", train[0].map("echo", batch))
 
 
@@ -48,11 +48,11 @@ def group(cluster: None) -> Iterator[WorkerGroup]:
 
 
 def count(worker: BenchWorker | None = None) -> tuple[int, int]:
-    """Objects that the garbage collector follows, and bytes allocated by Python since the first call."""
+    """Returns the objects the garbage collector tracks and the bytes Python has allocated since the first call."""
     if not tracemalloc.is_tracing():
         tracemalloc.start()
     if worker is not None:
-        drain_runs(worker)  # type: ignore[arg-type]  # the trace, of which the driver takes the runs in every step
+        drain_runs(worker)  # type: ignore[arg-type]  # the trace; a driver drains it in every step
     gc.collect()
     return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
 
@@ -78,13 +78,13 @@ def test_nothing_grows_with_the_number_of_replays(executor: str, which: Phase, v
             tracemalloc.stop()
     for place, (then, now) in enumerate(zip(before, after, strict=True)):
         who = f"worker {place - 1}" if place else "the driver"
-        assert now[0] - then[0] < OBJECTS, f"{who}: {now[0] - then[0]} objects more after {REPLAYS} replays"
-        assert now[1] - then[1] < BYTES, f"{who}: {now[1] - then[1]} bytes more after {REPLAYS} replays"
+        assert now[0] - then[0] < OBJECTS, f"{who}: {now[0] - then[0]} more objects after {REPLAYS} replays"
+        assert now[1] - then[1] < BYTES, f"{who}: {now[1] - then[1]} more bytes after {REPLAYS} replays"
     assert all(length == 0 and most == TRACE_CAPACITY for length, most in runs)
 
 
 def _after(replays: int, replay: Callable[[], object], group: WorkerGroup) -> list[tuple[int, int]]:
-    """What is counted on the driver and on each worker after some replays."""
+    """Returns the counts of the driver and of each worker after some replays."""
     if not tracemalloc.is_tracing():
         count()
         group.call_function(count)

@@ -1,4 +1,4 @@
-"""Stopping, asked for and not: nothing is left behind, the last finished step is saved, and the run can go on from it."""
+"""Stops and kills: nothing is left behind, the last finished step is saved, and the run can resume from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dagrl.checkpoint import CheckpointStore
+from dagrl.run.checkpoints import CheckpointStore
 from tests.integration.main_job import GRPO, LEARNING, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
 
 pytest.importorskip("megatron.core")
@@ -21,13 +21,13 @@ INTERRUPTED = 130
 RESUME = "checkpointing.resume=true"
 RESUMED = 8  # GRPO steps of the run that is stopped and goes on
 OF_REPLAYS = {"replays": 0, "padding_share": 0}
-"""Which a resumed run has others of: it refits once more, and does not generate again what had been generated."""
+"""Metrics that differ in a resumed run: it refits once more, and does not repeat generation."""
 
 SMALL_SFT = ("sft.max_num_steps=1000", "sft.max_val_samples=64", "checkpointing.save_period=2")
 
 
 def ends_in_time(run: Run, *signals: Callable[[], None]) -> int:
-    """Send the signals; the exit code, when all that the command started is gone: in seconds, on a machine that is free."""
+    """Sends the signals and waits until everything the command started has ended. Returns the exit code."""
     started = time.monotonic()
     for send in signals:
         send()
@@ -42,7 +42,7 @@ def ends_in_time(run: Run, *signals: Callable[[], None]) -> int:
 
 
 def saved_step(run: Run) -> int:
-    """The step of the newest checkpoint, which must be whole."""
+    """Returns the step of the newest checkpoint, which must be complete."""
     latest = CheckpointStore(run.directory / "checkpoints").latest()
     assert latest is not None
     return latest.state.step
@@ -53,7 +53,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stopped")
 
 
-def test_a_run_stopped_in_grpo_goes_on_as_one_that_was_not(learned: Run, output: Path) -> None:
+def test_a_run_stopped_in_grpo_resumes_like_an_unstopped_run(learned: Run, output: Path) -> None:
     copy_run(learned.directory, output / "stopped", SFT_STEPS)
     overrides = (*LEARNING, RESUME, f"grpo.max_num_steps={RESUMED}")
     with running(GRPO, output, "stopped", *overrides) as run:
@@ -76,14 +76,14 @@ def test_a_run_stopped_in_grpo_goes_on_as_one_that_was_not(learned: Run, output:
         pytest.param(SFT, "Compiling", marks=pytest.mark.slow),
     ],
 )
-def test_a_start_is_broken_off(config: str, moment: str, output: Path) -> None:
+def test_a_signal_during_the_start_ends_the_run(config: str, moment: str, output: Path) -> None:
     with running(config, output, f"start-{moment.replace(' ', '-')}") as run:
         run.wait_for_text(moment)
         assert ends_in_time(run, run.interrupt) == INTERRUPTED
 
 
 @pytest.mark.slow
-def test_a_second_time_does_not_wait_for_a_save(output: Path) -> None:
+def test_a_second_signal_does_not_wait_for_a_save(output: Path) -> None:
     with running(SFT, output, "twice", *SMALL_SFT) as run:
         run.wait_for_step(5)
         assert ends_in_time(run, run.interrupt, run.interrupt) == INTERRUPTED

@@ -10,10 +10,10 @@ import pytest
 import ray
 
 from dagrl.errors import RunError
-from dagrl.layout import ParallelLayout
-from dagrl.phase import Shard, phase
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.worker_group import WorkerGroup
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Shard, phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import FakeWorker
 
 

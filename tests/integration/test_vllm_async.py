@@ -1,4 +1,4 @@
-"""What asynchronous GRPO asks of vLLM: recomputed KV caches, a look at unfinished requests, forced lengths."""
+"""Features for asynchronous GRPO: recomputed KV caches, snapshots of unfinished requests, forced lengths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def started(vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_recomputed_caches_are_those_of_the_new_weights(started: Started) -> None:
-    """After the update every token is what the new weights alone make of the text, not of their predecessors' cache."""
+    """After the update every token comes from the new weights only, not from the old weights' cache."""
     engine, checkpoints = started
     engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)
     assert len(engine.generate(requests([1, 2], [PROMPT, PROMPT[::-1]], new=12, steps=5))) == 0
@@ -46,7 +46,7 @@ def test_recomputed_caches_are_those_of_the_new_weights(started: Started) -> Non
         assert (found - new)[5:].abs().max() < 1e-5
 
 
-def test_a_snapshot_is_the_beginning_of_what_follows(started: Started) -> None:
+def test_a_snapshot_is_a_prefix_of_the_final_tokens(started: Started) -> None:
     engine, _ = started
     assert len(engine.generate(requests([3, 4], [PROMPT, [7]], new=9, steps=4))) == 0
     [snapshot] = engine.on_all(call, "unfinished_requests")
@@ -58,7 +58,7 @@ def test_a_snapshot_is_the_beginning_of_what_follows(started: Started) -> None:
         assert list(partial.logprobs) == pytest.approx(list(row.logprobs)[:4], abs=1e-6)
 
 
-def test_forced_lengths_pass_over_the_end_of_a_sequence(started: Started) -> None:
+def test_forced_lengths_ignore_the_end_of_a_sequence(started: Started) -> None:
     engine, _ = started
     rows = engine.run(requests([10, 11, 12, 13], [PROMPT, [7], [8], [9]], new=200, steps=400))
     assert [len(row.tokens) for row in rows] == [200] * 4

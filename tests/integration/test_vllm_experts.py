@@ -1,4 +1,4 @@
-"""Whole experts on each rank of a live engine (expert parallelism): they lie where vLLM's own mapping says."""
+"""Expert parallelism in a live engine: each rank holds the experts of vLLM's own expert map."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.vllm_ranks import Ranks
 
 
 def test_whole_experts_are_where_vllm_put_them(vllm_ranks: Ranks, tmp_path: Path) -> None:
-    """vLLM's CPU kernels cannot compute with a part of the experts, so nothing is generated here."""
+    """vLLM's CPU kernels need all experts on a rank, so nothing is generated here."""
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_moe")
     state = state_of(checkpoint)
     spread = {"vllm_cfg": {"tensor_parallel_size": 2, "expert_parallel_size": 2, "kv_cache_memory_bytes": 8 << 20}}

@@ -1,4 +1,4 @@
-"""vLLM's own loaders put every family's weights where our descriptions say, bit for bit, on every rank."""
+"""vLLM's loaders place every family's weights where our slices say, bit for bit, on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A refit must reach every element of a parameter: what vLLM has padded beyond its description is refused."""
+"""A refit must write every element of a parameter; parameters that vLLM has padded are rejected."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dagrl.errors import ConfigError
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
 
-def test_only_padding_rows_of_a_vocabulary_may_be_left() -> None:
+def test_only_vocabulary_padding_may_stay_unwritten() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    from workers.vllm.update import _check_filled
+    from dagrl.workers.vllm.destinations import _check_filled
 
     model = torch.nn.Module()
     model.add_module("linear", torch.nn.Linear(4, 12))
@@ -26,5 +26,5 @@ def test_only_padding_rows_of_a_vocabulary_may_be_left() -> None:
     _check_filled("linear.weight", tensor, 48, model)
     _check_filled("embedding.weight", tensor, 32, model)
     for name, described in (("linear.weight", 32), ("embedding.weight", 33), ("embedding.weight", 52)):
-        with pytest.raises(ConfigError, match=rf"'{name}' has 48 elements .* names {described}"):
+        with pytest.raises(ConfigError, match=rf"'{name}' has 48 elements .* layout covers {described}"):
             _check_filled(name, tensor, described, model)

@@ -1,26 +1,25 @@
-"""Generation in quanta: requests, seeds, warm-up, the sampled distribution; the truth is transformers."""
+"""Generation in quanta: requests, seeds, warm-up and the sampled distribution, against transformers."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 
 from dagrl.errors import ConfigError, DataError, MissingDependencyError, RunError
-from dagrl.generation import merge_generated
+from dagrl.rl.generation import merge_generated
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
-from workers.vllm.engine import QuantumEngine, Request
+from tests.unit.workers.vllm_double import AsyncEngineDouble
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 FEW_TOKENS = {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 64}}
-"""Of an engine step: two long prompts do not fit one."""
+"""Token limit of an engine step, below two long prompts."""
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +47,14 @@ def test_quanta_are_bounded_and_new_requests_join(engine: Engine) -> None:
 
 
 def test_an_engine_of_one_rank_ends_a_quantum_by_the_clock(engine: Engine) -> None:
-    """Time that has passed with the first step. Ranks that run in step make all that were asked for."""
+    """The time limit passes in the first step. Tensor-parallel ranks run all requested steps."""
     together = engine.run(requests([1, 2], PROMPTS[:2], new=6))
     made = engine.generate(requests([1, 2], PROMPTS[:2], new=6, steps=4, seconds=1e-9))
     assert (made.engine_steps, made.unfinished) == (1 if engine.tp == 1 else 4, 2)
-    assert engine.run(requests([], [])) == together, "they go on as if nothing had been"
+    assert engine.run(requests([], [])) == together, "they continue unchanged"
 
 
-def test_a_seed_decides_whatever_the_company(engine: Engine) -> None:
+def test_a_seed_determines_tokens_in_any_batch(engine: Engine) -> None:
     [alone] = engine.run(requests([7], [PROMPTS[0]]))
     company = engine.run(requests([5, 6, 7, 8], [PROMPTS[1], PROMPTS[0], PROMPTS[0], PROMPTS[2]]))
     assert company[2].tokens == alone.tokens
@@ -76,7 +75,7 @@ def test_greedy_takes_the_likeliest_and_reports_the_models_logprobs(engine: Engi
         assert (torch.tensor(row.logprobs).double() - chosen(expected, row.tokens)).abs().max() < 1e-5
 
 
-def test_padding_rows_are_skipped_and_bad_requests_refused(engine: Engine) -> None:
+def test_padding_rows_are_skipped_and_bad_requests_rejected(engine: Engine) -> None:
     batch = requests([1, 2], [PROMPTS[0], []], new=1)
     assert engine.generate(batch).request_ids.tolist() == [1]
     bad = {
@@ -93,27 +92,18 @@ def test_padding_rows_are_skipped_and_bad_requests_refused(engine: Engine) -> No
     assert engine.generate(requests([], [])).unfinished == 0
 
 
-class ForgetfulEngine:
-    """A vLLM engine that forgets its requests."""
+def test_the_double_has_vllms_signatures() -> None:
+    """Unit tests run `QuantumEngine` over a double; each of its methods must accept what vLLM's accepts by that name."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    model_config = SimpleNamespace(max_model_len=48, get_vocab_size=lambda: 100)
-
-    def add_request(self, *request: object) -> None: ...
-
-    def step(self) -> list[object]:
-        return []
-
-    def has_unfinished_requests(self) -> bool:
-        return False
-
-
-def test_a_request_that_vllm_forgets_is_not_waited_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QuantumEngine, "_sampling", lambda self, request: None)
-    config = make_config(checkpoint).policy.generation
-    assert config is not None
-    engine = QuantumEngine(cast("Any", ForgetfulEngine()), config, ())
-    with pytest.raises(RunError, match=r"knows no more of requests \['7'\]"):
-        engine.run([Request(7, [5, 6], seed=0, max_new_tokens=3, greedy=True)], 1 << 30)
+    methods = {name: one for name, one in vars(AsyncEngineDouble).items() if inspect.isfunction(one) and name[0] != "_"}
+    for name, double in methods.items():
+        real = getattr(EngineCore if name.endswith("_scheduler") else LLMEngine, name)
+        expected = inspect.signature(real).parameters
+        names = list(inspect.signature(double).parameters)
+        assert names == list(expected)[: len(names)], name
+        assert all(one.default is not one.empty for one in list(expected.values())[len(names) :]), name
 
 
 def test_aborted_requests_are_gone(engine: Engine) -> None:
@@ -144,24 +134,24 @@ def test_a_cpu_engine_stays_awake(engine: Engine) -> None:
         engine.on_all(call, "wake_up", ["wheights"])
 
 
-def test_a_rank_that_draws_other_tokens_is_an_error_after_the_first_quantum(engine: Engine) -> None:
-    """While no request has finished yet: another seed on the last rank stands for sampled tokens that differ."""
+def test_a_rank_with_other_tokens_raises_after_the_first_quantum(engine: Engine) -> None:
+    """Detected before any request finishes. A different seed on the last rank makes sampled tokens differ."""
     batches = [requests([1, 2], PROMPTS[:2], new=8, steps=3, seed=rank) for rank in range(engine.tp)]
     parts = engine.on_each(call, [("generate", batch) for batch in batches])
     assert [(len(part), part.unfinished) for part in parts] == [(0, 2)] * engine.tp
     engine.on_all(call, "abort_requests")
     if engine.tp == 1:
         return
-    with pytest.raises(RunError, match=r"request 1, which runs, are 3 with the checksum"):
+    with pytest.raises(RunError, match=r"running request 1 has 3 new tokens with checksum"):
         merge_generated(parts)
 
 
 def test_an_engine_leaves_no_file_for_its_rendezvous(engine: Engine) -> None:
-    """As a killed process would not remove it: the store is memory at one rank, a connection at several."""
+    """A killed process would not remove it. The store is in memory for one rank, a connection for several."""
     assert engine.on_all(vllm_calls.world_store) == [{1: "HashStore", 2: "TCPStore"}[engine.tp]] * engine.tp
 
 
-def test_a_vllm_without_an_engine_argument_is_refused(engine: Engine) -> None:
+def test_a_vllm_without_an_engine_argument_is_rejected(engine: Engine) -> None:
     with pytest.raises(MissingDependencyError, match="no_such_argument"):
         engine.on_all(vllm_calls.lacking_argument)
 

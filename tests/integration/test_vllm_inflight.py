@@ -1,4 +1,4 @@
-"""Weight updates between two quanta, while requests are half-way; the truth is Hugging Face transformers."""
+"""Weight updates between two quanta with running requests, against Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Started = tuple[Engine, list[Path]]
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:
-    """An engine of two slots, with room for prompts of more than one block of the KV cache (128 tokens on CPUs)."""
+    """An engine with two slots, for prompts longer than a KV-cache block (128 tokens on CPUs)."""
     root = tmp_path_factory.mktemp("models")
     checkpoints = [make_checkpoint(root / str(seed), seed=seed) for seed in range(3)]
     config = make_config(checkpoints[0], {"vllm_cfg": {"max_num_seqs": 2, "kv_cache_memory_bytes": 16 << 20}}, length=320)
@@ -31,7 +31,7 @@ def started(
 LONG_PROMPT = [3 + token % 90 for token in range(0, 7 * 290, 7)]
 
 
-def test_running_requests_go_on_and_new_ones_see_no_old_prefix(started: Started) -> None:
+def test_running_requests_continue_and_new_ones_see_no_old_prefix(started: Started) -> None:
     engine, checkpoints = started
     engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)
     assert len(engine.generate(requests([1], [LONG_PROMPT], new=12, steps=5))) == 0
@@ -49,7 +49,7 @@ def test_running_requests_go_on_and_new_ones_see_no_old_prefix(started: Started)
 
 
 def test_requests_that_wait_for_a_slot_see_no_old_prefix(started: Started) -> None:
-    """They came before the update, and others of their prompt run on with what the older weights made of it."""
+    """They arrived before the update, while others with their prompt still run on the old weights' cache."""
     engine, checkpoints = started
     engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)
     waiting = requests([21, 22, 23, 24], [LONG_PROMPT] * 4, new=12, steps=5)

@@ -1,4 +1,4 @@
-"""What an engine is configured with: sampling, stopping, shared memory; each test starts engines of its own."""
+"""Engine options: sampling, stopping, shared memory. Each test starts its own engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dagrl.errors import RunError
-from dagrl.ports import reserve_port
+from dagrl.runtime.ports import reserve_port
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Ranks, call, requests
@@ -33,9 +33,11 @@ def test_no_shared_memory_or_socket_that_a_killed_process_could_leave(vllm_ranks
     assert engine.on_all(vllm_calls.shared_memory) == [[], []]
 
 
-@pytest.mark.parametrize("fails", ["workers.vllm.worker.held_experts", "vllm.v1.core.sched.scheduler.Scheduler.__init__"])
-def test_a_rank_whose_start_failed_can_be_set_up_again(fails: str, vllm_ranks: Ranks, checkpoint: Path) -> None:
-    """With an engine that stands, and in the middle of one: groups, their threads and memory are given back."""
+@pytest.mark.parametrize(
+    "fails", ["dagrl.workers.vllm.worker.held_experts", "vllm.v1.core.sched.scheduler.Scheduler.__init__"]
+)
+def test_a_rank_can_be_set_up_again_after_a_failed_start(fails: str, vllm_ranks: Ranks, checkpoint: Path) -> None:
+    """After a start, and in the middle of one: groups, threads and memory are freed."""
     with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
         expected = [row.tokens for row in engine.run(requests([1], PROMPTS[:1]))]
         found = engine.on_all(vllm_calls.start_again, fails, f"127.0.0.1:{reserve_port()}", f"127.0.0.1:{reserve_port()}")
@@ -45,7 +47,7 @@ def test_a_rank_whose_start_failed_can_be_set_up_again(fails: str, vllm_ranks: R
         assert error == "RuntimeError: not today" and not grouped and after <= before
 
 
-def test_abort_frees_a_rank_whose_peer_does_not_come(vllm_ranks: Ranks, checkpoint: Path) -> None:
+def test_abort_frees_a_rank_whose_peer_is_missing(vllm_ranks: Ranks, checkpoint: Path) -> None:
     with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
         engine.run(requests([1], PROMPTS[:1]))
         waited, _ = engine.on_ranks(
@@ -56,15 +58,18 @@ def test_abort_frees_a_rank_whose_peer_does_not_come(vllm_ranks: Ranks, checkpoi
             engine.on_ranks([(call, ("generate", requests([3], PROMPTS[:1]))), (vllm_calls.nothing, ())])
 
 
-def test_a_request_that_ends_on_one_rank_alone_is_named(vllm_ranks: Ranks, checkpoint: Path) -> None:
-    """By the rank where it ended, while the other one is in the next step; nobody waits for the deadline of a collective."""
+def test_a_request_that_ends_on_one_rank_only_is_named(vllm_ranks: Ranks, checkpoint: Path) -> None:
+    """The rank where it ended reports it while the other runs the next step, before the collective deadline."""
     with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
         batches = [requests([1, 2], PROMPTS[:2], new=8, steps=8) for _ in range(2)]
-        batches[1].fields["max_new_tokens"][0] = 2  # as if its second token were the end of sequence there
+        batches[1].fields["max_new_tokens"][0] = 2  # as if its second token ended the sequence there
         started = time.monotonic()
         errors = engine.on_each(vllm_calls.generate_apart, [(batch, 1.0) for batch in batches])
         assert time.monotonic() - started < 30
-    assert "requests [1] ended on rank 1 with engine step 2, and within timeouts.collective_s = 1 s" in errors[1]
+    assert (
+        "requests [1] ended on rank 1 in engine step 2, but not on all other ranks within timeouts.collective_s = 1 s"
+        in errors[1]
+    )
 
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 12}
@@ -79,7 +84,7 @@ def test_logprobs_are_of_the_distribution_sampled_from(vllm_ranks: Ranks, checkp
 
 
 def truncated(logprobs: torch.Tensor) -> torch.Tensor:
-    """Temperature, then the `top_k` likeliest, then the fewest of them that hold `top_p`, renormalised."""
+    """Applies temperature, then `top_k`, then `top_p`, and renormalizes."""
     scaled, order = torch.log_softmax(logprobs / SAMPLING["temperature"], -1).sort(-1, descending=True)
     scaled[:, int(SAMPLING["top_k"]) :] = -torch.inf
     probabilities = scaled.softmax(-1)
@@ -88,7 +93,7 @@ def truncated(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def last_new(tokens: Sequence[int]) -> int:
-    """Where the last token stands that was not there before; not at the start."""
+    """Returns the position of the last token that is new in the sequence; not the start."""
     at = max(index for index, token in enumerate(tokens) if token not in tokens[:index])
     assert at > 0
     return at

@@ -1,4 +1,4 @@
-"""A vLLM worker at the receiving end of a planned refit; this process sends whole checkpoints as the one train rank."""
+"""A vLLM worker receives a planned refit. This process sends whole checkpoints as the only train rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.channels.base import Pending
+from dagrl.channels.base import PendingMessage
 from dagrl.errors import ChannelError, RunError
-from dagrl.ports import reserve_port
 from dagrl.refit import RefitPlan, RefitReport, RefitSender, WeightSlice, plan_refit
+from dagrl.runtime.ports import reserve_port
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
 PROMPT = [5, 6, 7, 8]
-TIMEOUT_S = 60.0  # nothing here waits for it
+TIMEOUT_S = 60.0  # no test waits for it
 
 
 @pytest.fixture(scope="module")
@@ -32,33 +32,31 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
 def engine(request: pytest.FixtureRequest, vllm_ranks: Ranks, checkpoints: list[Path]) -> Iterator[Engine]:
-    config = make_config(checkpoints[0])
-    verified = config.model_copy(update={"refit": config.refit.model_copy(update={"verify": "checksum"})})
-    with vllm_ranks.engine(verified, request.param) as engine:
+    with vllm_ranks.engine(make_config(checkpoints[0]), request.param) as engine:
         yield engine
 
 
 class Trainer:
-    """The sending side: whole tensors on channel rank 0, the vLLM ranks after it."""
+    """The sender: whole tensors on channel rank 0, followed by the vLLM ranks."""
 
     def __init__(self, engine: Engine, state: Mapping[str, torch.Tensor]) -> None:
         self.engine, self.tensors = engine, dict(state)
         self.plan = plan_refit([whole(state)], engine.on_all(vllm_calls.weight_slices), dtype="float32")
         self.channel = self._join(self.plan)
-        self.sender = RefitSender(self.plan.for_rank(0), self.tensors, self.channel, "checksum")
+        self.sender = RefitSender(self.plan.for_rank(0, "checksum"), self.tensors, self.channel)
         self.thread = ThreadPoolExecutor(1)
 
     def _join(self, plan: RefitPlan) -> Channel:
         address = f"127.0.0.1:{reserve_port()}"
         specs = [ChannelSpec("gloo", address, rank, plan.size, TIMEOUT_S) for rank in range(plan.size)]
-        calls = [("prepare_refit", plan.for_rank(spec.rank), spec) for spec in specs[1:]]
+        calls = [("prepare_refit", plan.for_rank(spec.rank, "checksum"), spec) for spec in specs[1:]]
         with ThreadPoolExecutor(1) as thread:
             joined = thread.submit(open_channel, specs[0])
             self.engine.on_each(call, calls)
             return joined.result()
 
     def send(self, checkpoint: Path, version: int, refusal: str = "", late_s: float = 0.0) -> None:
-        """Send a checkpoint, and agree on it, or refuse when all has been sent; `late_s`: after a while."""
+        """Sends a checkpoint, then commits or rejects it; `late_s` delays that."""
         for name, tensor in state_of(checkpoint).items():
             self.tensors[name].copy_(tensor)
         sent = self.thread.submit(self._send, version, refusal, late_s)
@@ -69,13 +67,13 @@ class Trainer:
         assert all(report.pause_s > max(late_s, report.seconds) for report in received)  # engines wait for the commit
 
     def spoil(self, monkeypatch: pytest.MonkeyPatch) -> str:
-        """Let one bit of the next bucket to the last rank change on its way; the parameter that it belongs to."""
+        """Flips one bit of the next bucket to the last rank. Returns the parameter it belongs to."""
         receiver, send = self.plan.size - 1, self.channel.send
         bucket = next(one for one in self.plan.for_rank(0).sends if one.destination == receiver)
         message = bucket.messages[-1]
         at = message.offsets[-1] + 5
 
-        def flip(tensor: torch.Tensor, peer: int) -> Pending:
+        def flip(tensor: torch.Tensor, peer: int) -> PendingMessage:
             if peer == receiver and tensor.nbytes == message.nbytes:
                 monkeypatch.undo()
                 tensor = tensor.clone()
@@ -104,16 +102,14 @@ def check_against_hf(engine: Engine, checkpoint: Path, version: int) -> None:
     assert set(row.versions) == {version}
 
 
-def test_each_rank_receives_its_share_again_and_again(engine: Engine, checkpoints: list[Path]) -> None:
+def test_each_rank_receives_its_share_repeatedly(engine: Engine, checkpoints: list[Path]) -> None:
     trainer = Trainer(engine, state_of(checkpoints[0]))
     for version in (1, 2, 3):
         trainer.send(checkpoints[version % 3], version, late_s=0.5 if version == 3 else 0)
         check_against_hf(engine, checkpoints[version % 3], version)
 
 
-def test_a_refit_that_breaks_off_leaves_the_shard_out_of_service_until_a_whole_one(
-    engine: Engine, checkpoints: list[Path]
-) -> None:
+def test_a_failed_refit_disables_the_shard_until_a_complete_one(engine: Engine, checkpoints: list[Path]) -> None:
     trainer = Trainer(engine, state_of(checkpoints[0]))
     trainer.channel.abort("the train worker died")
     with pytest.raises(ChannelError):
@@ -124,11 +120,11 @@ def test_a_refit_that_breaks_off_leaves_the_shard_out_of_service_until_a_whole_o
     check_against_hf(engine, checkpoints[1], 5)
 
 
-def test_nobody_takes_up_what_one_rank_refuses(engine: Engine, checkpoints: list[Path]) -> None:
-    """All bytes have gone and come when the train rank says no, so the channel stays good for the next refit."""
+def test_no_rank_commits_what_one_rank_rejects(engine: Engine, checkpoints: list[Path]) -> None:
+    """The train rank rejects after all bytes are transferred, so the channel stays usable."""
     trainer = Trainer(engine, state_of(checkpoints[0]))
     trainer.send(checkpoints[0], 6)
-    with pytest.raises(ChannelError, match="rank 0 could not do its part: a train rank lost its optimizer"):
+    with pytest.raises(ChannelError, match="rank 0 failed: a train rank lost its optimizer"):
         trainer.send(checkpoints[1], 7, "a train rank lost its optimizer")
     with pytest.raises(RunError, match="torn"):
         engine.generate(requests([1], [PROMPT]))
@@ -136,15 +132,15 @@ def test_nobody_takes_up_what_one_rank_refuses(engine: Engine, checkpoints: list
     check_against_hf(engine, checkpoints[2], 8)
 
 
-def test_a_wrong_byte_is_named_and_no_token_is_made_of_it(
+def test_a_wrong_byte_is_named_and_generates_no_token(
     engine: Engine, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all ranks one holds a wrong bit: none generates, neither for new requests nor for the one that is half-way."""
+    """One rank has a wrong bit: no rank generates, neither for new nor for running requests."""
     trainer = Trainer(engine, state_of(checkpoints[0]))
     trainer.send(checkpoints[0], 9)
     assert engine.generate(requests([1], [PROMPT], new=16)).unfinished == 1
     name = trainer.spoil(monkeypatch)
-    found = rf"refit to version 10: parameter '{re.escape(name)}' .* is not what rank 0 sent"
+    found = rf"refit to version 10: parameter '{re.escape(name)}' .* differs from what rank 0 sent"
     with pytest.raises((RunError, ChannelError), match=found):
         trainer.send(checkpoints[1], 10)
     for batch in (requests([], []), requests([2], [PROMPT])):
@@ -157,9 +153,9 @@ def test_a_wrong_byte_is_named_and_no_token_is_made_of_it(
 
 
 def test_calls_out_of_order_are_errors(checkpoints: list[Path]) -> None:
-    from dagrl.layout import ParallelLayout
-    from dagrl.worker import WorkerContext
-    from workers.vllm import VllmWorker
+    from dagrl.runtime.layout import ParallelLayout
+    from dagrl.runtime.worker import WorkerContext
+    from dagrl.workers.vllm import VllmWorker
 
     worker = VllmWorker(WorkerContext("generation", 0, ParallelLayout()), make_config(checkpoints[0]))
     with pytest.raises(RunError, match="prepare_refit"):

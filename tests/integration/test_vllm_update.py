@@ -1,4 +1,4 @@
-"""Weight updates of a vLLM worker: its layout against what vLLM loads, its results against Hugging Face transformers."""
+"""Weight updates of a vLLM worker: layout against vLLM's loader, results against Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Started = tuple[Engine, list[Path]]
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:
-    """An engine with the first of three checkpoints of one shape loaded."""
+    """An engine that loaded the first of three checkpoints of equal shape."""
     tp, name = request.param
     model_type, sizes = MODELS[name]
     root = tmp_path_factory.mktemp("models")
@@ -57,7 +57,7 @@ def check_against_hf(engine: Engine, checkpoint: Path, seed: int) -> None:
 
 
 def test_layout_is_vllms_and_updates_match_transformers(started: Started) -> None:
-    """In one test, because the order matters: as loaded, updated in place, updated again."""
+    """One test, because the order matters: loaded, updated in place, updated again."""
     engine, checkpoints = started
     state = state_of(checkpoints[0])
     held = engine.on_all(vllm_calls.tensors)

@@ -13,12 +13,12 @@ import ray
 from ray.cluster_utils import Cluster
 
 from dagrl.errors import PhaseError
-from dagrl.executors import edge
-from dagrl.layout import ParallelLayout
-from dagrl.phase import Shard, join, phase
-from dagrl.scheduler import Scheduler, SchedulerOptions
-from dagrl.shapes import Batch, Bucket, Field
-from dagrl.worker_group import WorkerGroup
+from dagrl.runtime.edges import edge
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Shard, join, phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket, Field
+from dagrl.runtime.worker_group import WorkerGroup
 
 HOSTS, PER_HOST = 2, 3
 LARGE = 100_000

@@ -16,19 +16,20 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.generation import (
+from dagrl.refit.slices import WeightSlice
+from dagrl.rl.generation import (
     FinishedRequest,
     Generated,
-    Progress,
+    RequestProgress,
     merge_generated,
     pack_generated,
-    seconds_of,
-    steps_of_shard,
+    quantum_seconds,
+    quantum_steps,
 )
-from dagrl.refit.slices import WeightSlice
-from dagrl.shapes import Batch
+from dagrl.rl.kept_logprobs import KeptLogprobs
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.telemetry.metrics import ENTROPY, StepMetrics, merge_step_metrics
-from dagrl.worker import WorkerContext, in_warmup
 
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
 TRUTH = "truth.jsonl"  # beside the run: the logits of each version, as generation received them
@@ -63,16 +64,20 @@ class UnigramWorker:
 
     def prepare_refit(self, plan: Any, channel: Any) -> None:
         from dagrl.channels import open_channel
-        from dagrl.refit.run import RefitReceiver, RefitSender
+        from dagrl.refit import RefitReceiver, RefitSender
 
         end = RefitSender if self.context.role == "train" else RefitReceiver
         self.end = end(plan, {"logits": self.logits}, open_channel(channel))
 
 
 class UnigramTrainer(UnigramWorker):
-    """One optimizer step is one step of plain gradient descent on `dagrl.losses`."""
+    """One optimizer step is one step of plain gradient descent on `dagrl.rl.losses`."""
 
     parts: list[tuple[Any, StepMetrics]] = []  # noqa: RUF012  # replaced, never changed
+
+    def setup(self, address: str) -> None:
+        super().setup(address)
+        self.kept = KeptLogprobs()
 
     def offload(self, parts: tuple[str, ...]) -> None:
         self.need(*parts)
@@ -85,7 +90,7 @@ class UnigramTrainer(UnigramWorker):
         self.exchanged("reload", list(parts))
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        from dagrl.losses import Denominators, divided, loss_denominator
+        from dagrl.rl.losses import Denominators, divided, loss_denominator
 
         self.need("weights", "gradients", "optimizer")
         counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
@@ -100,7 +105,7 @@ class UnigramTrainer(UnigramWorker):
         return metrics
 
     def accumulate_gradients(self, batch: Batch, loss: str) -> None:
-        from dagrl.losses import UNDIVIDED
+        from dagrl.rl.losses import UNDIVIDED
 
         self.need("weights", "gradients")
         part = self._gradient(batch, loss, UNDIVIDED)
@@ -116,8 +121,13 @@ class UnigramTrainer(UnigramWorker):
     def _gradient(self, batch: Batch, loss: str, counts: Any) -> tuple[Any, StepMetrics]:
         import torch
 
-        from dagrl.losses import LOSSES, row_sums
+        from dagrl.rl.losses import LOSSES, row_sums
 
+        needed = {
+            "prev_logprobs": not self.config.loss_fn.force_on_policy_ratio,
+            "reference_logprobs": self.config.loss_fn.reference_policy_kl_penalty > 0,
+        }
+        batch = self.kept.join(batch, [name for name, wanted in needed.items() if wanted and not in_warmup()])
         data = {name: torch.tensor(array) for name, array in batch.fields.items()}
         data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
         leaf = self.logits.clone().requires_grad_()
@@ -130,9 +140,11 @@ class UnigramTrainer(UnigramWorker):
         if self.config.loss_fn.force_on_policy_ratio:
             table = torch.log_softmax(self.logits, 0)
             sums[ENTROPY] = float(-(table.exp() * table).sum() * data["loss_mask"].sum() / counts.tokens)
+        elif "entropy" in data:
+            sums[ENTROPY] = float((data["entropy"] * data["loss_mask"]).sum() / counts.tokens)
         return leaf.grad, StepMetrics(sums)
 
-    def logprobs(self, batch: Batch, model: str) -> Batch:
+    def keep_logprobs(self, batch: Batch, model: str) -> None:
         import torch
 
         self.need("weights")
@@ -142,13 +154,15 @@ class UnigramTrainer(UnigramWorker):
         table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).numpy()
         values = table[np.array(batch["tokens"]) % SIZE]
         entropy = np.full_like(values, -(np.exp(table) * table).sum())
-        return Batch({"lengths": batch["lengths"], "logprobs": values, "entropy": entropy}, batch.scalars)
+        if in_warmup():
+            return
+        if model == "policy":
+            self.kept.keep(batch, prev_logprobs=values, entropy=entropy)
+        else:
+            self.kept.keep(batch, reference_logprobs=values)
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
         return merge_step_metrics(parts)
-
-    def merge_rows(self, parts: list[Batch]) -> Batch:
-        return parts[0]
 
     def snapshot_reference(self) -> None:
         self.reference = self.logits.clone()
@@ -214,7 +228,7 @@ class UnigramGenerator(UnigramWorker):
         table = self._log_table()
         steps, step_s = 0, float(self.config.data.task_args.get("engine_step_s", 0.0))  # type: ignore[arg-type]
         started = time.perf_counter()
-        while steps < steps_of_shard(batch, self.context.coordinates.dp) and self.running:
+        while steps < quantum_steps(batch, self.context.coordinates.dp) and self.running:
             steps += 1
             self._die_if_told()
             time.sleep(max(0.0, started + steps * step_s - time.perf_counter()))  # with what the step itself took
@@ -222,9 +236,9 @@ class UnigramGenerator(UnigramWorker):
                 if reason := self._step(self.running[request], table):
                     finished.append(self._as_finished(request, reason))
                     del self.running[request]
-            if time.perf_counter() - started >= seconds_of(batch):
+            if time.perf_counter() - started >= quantum_seconds(batch):
                 break
-        return pack_generated(finished, map(Progress, self.running), steps)
+        return pack_generated(finished, map(RequestProgress, self.running), steps)
 
     def _die_if_told(self) -> None:
         """`die_at_version`: the last rank is killed inside a quantum of that version, once for each run's directory."""

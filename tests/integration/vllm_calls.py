@@ -1,4 +1,4 @@
-"""What tests run inside a vLLM process, on its worker; importable there by name."""
+"""Functions that tests run on the worker inside a vLLM process; importable by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensors(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def write_weights(worker: Any, checkpoint: Path, version: int, scales: dict[str, float] | None = None) -> None:
-    """Write a checkpoint's values, and scales of the KV cache, straight into the destination tensors, as a refit does."""
+    """Writes a checkpoint's values and KV-cache scales to the destination tensors, like a refit."""
     state = state_of(checkpoint) | {name: torch.tensor([scale]) for name, scale in (scales or {}).items()}
     with worker.writing_weights(version):
         write_slices(worker, state)
@@ -38,7 +38,7 @@ def write_slices(worker: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def kv_scales(worker: Any) -> dict[str, tuple[float, ...]]:
-    """Of every attention layer: the scale of the keys on the device, as a number and on the host, then of the values."""
+    """Returns each attention layer's key scale (device, number, host), then its value scale."""
     found = {}
     for name, module in worker._llm.collective_rpc(_model)[0].named_modules():
         if hasattr(module, "_k_scale") and name.endswith("attn.attn"):
@@ -52,14 +52,14 @@ def _model(vllm_worker: Any) -> Any:
 
 
 def tear_weights(worker: Any, checkpoint: Path) -> None:
-    """An update that breaks off when all is written but not yet taken up."""
+    """Runs an update that fails after writing and before the commit."""
     with contextlib.suppress(ConnectionError), worker.writing_weights(99):
         write_slices(worker, state_of(checkpoint))
         raise ConnectionError("the sender is gone")
 
 
 def warm_up(worker: Any, batch: Any) -> Any:
-    from dagrl.worker import ReplayContext, replay_context
+    from dagrl.runtime.worker import ReplayContext, replay_context
 
     with replay_context(ReplayContext("generate", 0, warmup=True)):
         return worker.generate(batch)
@@ -70,7 +70,7 @@ def weight_slices(worker: Any) -> list[WeightSlice]:
 
 
 def shared_memory(worker: Any) -> list[str]:
-    """Segments of vLLM in /dev/shm that this process has mapped, or that name vLLM's CPU communicator."""
+    """Returns vLLM's /dev/shm segments that this process has mapped, or that belong to the CPU communicator."""
     folder = "/dev/shm/"  # noqa: S108
     with open("/proc/self/maps") as maps:
         mapped = {line.split(folder)[1].strip() for line in maps if folder in line}
@@ -78,12 +78,12 @@ def shared_memory(worker: Any) -> list[str]:
 
 
 def socket_files(worker: Any) -> list[str]:
-    """Files of sockets that vLLM has made, in the directory that it has for them in tests."""
+    """Returns vLLM's socket files, which have their own directory in tests."""
     return sorted(os.listdir(os.environ[SOCKETS]))
 
 
 def generate_then_abort(worker: Any, batch: Any, after_s: float) -> float:
-    """Start a quantum and abort it from another thread; the seconds until the error came."""
+    """Starts a quantum and aborts it from another thread. Returns the seconds until the error."""
     threading.Timer(after_s, worker.abort).start()
     started = time.monotonic()
     with contextlib.suppress(RuntimeError, RunError):
@@ -93,7 +93,7 @@ def generate_then_abort(worker: Any, batch: Any, after_s: float) -> float:
 
 
 def generate_apart(worker: Any, batch: Any, patience_s: float) -> str:
-    """What ends a quantum that ranks do not agree on; `patience_s` is in place of the deadline of collectives."""
+    """Returns the error of a quantum on which ranks disagree; `patience_s` replaces the collective deadline."""
     worker._engine._peers._timeout_s = patience_s
     try:
         worker.generate(batch)
@@ -104,7 +104,7 @@ def generate_apart(worker: Any, batch: Any, patience_s: float) -> str:
 
 
 def world_store(worker: Any) -> str:
-    """What the process group of the engine finds its ranks by, after one more group was made of it."""
+    """Returns the store class of the engine's process group, after creating another group from it."""
     import torch.distributed as dist
 
     dist.barrier(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
@@ -115,7 +115,7 @@ def world_store(worker: Any) -> str:
 
 
 def nothing(worker: Any) -> None:
-    """A rank that does not come to the collective."""
+    """A rank that does not join the collective."""
 
 
 def memory_addresses(worker: Any) -> dict[str, int]:
@@ -123,8 +123,8 @@ def memory_addresses(worker: Any) -> dict[str, int]:
 
 
 def lacking_argument(worker: Any) -> None:
-    """What a vLLM without one of our engine arguments would say."""
-    from workers.vllm import features
+    """Raises the error of a vLLM without one of our engine arguments."""
+    from dagrl.workers.vllm import features
 
     features.engine_config({"model": "unused", "no_such_argument": 1})
 
@@ -132,7 +132,7 @@ def lacking_argument(worker: Any) -> None:
 def start_again(worker: Any, fails: str, first: str, second: str) -> tuple[str, bool, int, int]:
     """End the engine; set up at address `first`, where the function `fails` raises; then at `second`, where it does not.
 
-    The error, whether a process group was left after it, and the threads before and after it.
+    Returns the error, whether a process group was left, and the threads before and after.
     """
     import torch.distributed as dist
 
@@ -153,6 +153,6 @@ def start_again(worker: Any, fails: str, first: str, second: str) -> tuple[str, 
 
 
 def _threads() -> int:
-    """Threads of this process, once those that are about to end have had a moment."""
+    """Returns the number of threads of this process after ending threads have ended."""
     time.sleep(1.0)
     return len(os.listdir("/proc/self/task"))

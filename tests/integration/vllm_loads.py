@@ -1,7 +1,7 @@
 """Compares the weight layout with what vLLM's own loaders make of checkpoints; run by test_vllm_families.py in a process.
 
-Each rank's model is built in turn, on the CPU: tensor-parallel size and rank are set on vLLM's groups, which nothing uses
-while a model is built and loaded. Checkpoints are written by transformers, under the names of the published ones.
+Builds each rank's model in turn on the CPU. Tensor-parallel size and rank are set on vLLM's groups, which building and
+loading do not use. Transformers writes the checkpoints, with the names of published ones.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from dagrl.layout import ParallelLayout
 from dagrl.refit import plan_refit
-from dagrl.refit.quantize import in_blocks, quantize_blocks
+from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.slices import Box, WeightSlice, expand
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.megatron import MegatronModules
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm.derived import derive
+from dagrl.workers.vllm.launch import _import_model, _import_vllm
+from dagrl.workers.vllm.weights import derived_tensors, local_name, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
-from tests.unit import fp8_reference
-from tests.unit.memory_channel import run_refit
-from tests.unit.weight_reference import LATENT
-from workers.families.megatron import MegatronModules
-from workers.families.vllm import VllmRank
-from workers.megatron.weights import megatron_weight_slices
-from workers.vllm.derived import derive
-from workers.vllm.launch import _import_model, _import_vllm
-from workers.vllm.weights import derived_tensors, local_name, vllm_weight_slices
+from tests.unit.refit import fp8_reference
+from tests.unit.refit.memory_channel import run_refit
+from tests.unit.refit.weight_reference import LATENT
 
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model over the ranks of one engine."""
+    """One model on the ranks of one engine."""
 
     family: str
     tp: int = 1
@@ -76,7 +76,7 @@ FP8_CASES = [
 
 
 def build(directory: Path, case: Case, rank: int, dtype: str = "float32") -> torch.nn.Module:
-    """The model of one rank, its weights not loaded."""
+    """Builds the model of one rank without loading weights."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -98,7 +98,7 @@ def build(directory: Path, case: Case, rank: int, dtype: str = "float32") -> tor
 
 
 def quantized(checkpoint: Weights, directory: Path) -> Weights:
-    """The checkpoint in blockwise FP8, by vLLM's own quantizer, as DeepSeek's are; its configuration says so."""
+    """Quantizes the checkpoint to DeepSeek's blockwise FP8 with vLLM's quantizer, and marks its configuration."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     out: Weights = {}
@@ -120,19 +120,19 @@ def quantized(checkpoint: Weights, directory: Path) -> Weights:
 
 
 def named_tensors(model: torch.nn.Module) -> Weights:
-    """What the model holds, by local name, without the scales of the KV cache."""
+    """Returns the model's tensors by local name, without KV-cache scales."""
     named = model.named_parameters(remove_duplicate=False)
     return {local_name(name): parameter.data for name, parameter in named if parameter.dim()}
 
 
 def check_rank(checkpoint: Weights, named: Weights, slices: Sequence[WeightSlice]) -> None:
-    """Every slice equals what is held there, and nothing is held that no slice covers, save padding."""
+    """Every slice equals its tensor content, and slices cover everything except padding."""
     covered: dict[int, int] = {}
 
     def check_part(tensor: str, local: Box, name: str, box: Box) -> None:
         held = named[tensor.replace("mixer.A_log", "mixer.A")]
         found, wanted = held[_slices(local)], checkpoint[name][_slices(box)]
-        if tensor.endswith("mixer.A_log"):  # vLLM keeps only what the hook makes of it
+        if tensor.endswith("mixer.A_log"):  # vLLM keeps only the hook's result
             wanted = -torch.exp(wanted.float())
         assert torch.equal(_raw(found.reshape(wanted.shape)), _raw(wanted)), (tensor, local, name, box)
         covered[held.data_ptr()] = covered.get(held.data_ptr(), 0) + wanted.numel()
@@ -175,7 +175,7 @@ def check(case: Case, root: Path) -> None:
 
 
 def check_derived(model: torch.nn.Module, config: Hf) -> None:
-    """Hooks make again what vLLM makes after a load, of the tensors that a refit has written, in the same memory."""
+    """Hooks recompute in place, from refitted tensors, what vLLM computes after loading."""
     rules = derived_tensors(config)
     latent = [model.get_submodule(rule.module) for rule in rules if rule.rule == "absorbed_kv"]
     for module in latent:
@@ -196,7 +196,7 @@ def check_derived(model: torch.nn.Module, config: Hf) -> None:
 
 
 def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:
-    """A BF16 trainer's refit leaves the bytes that vLLM's loader makes of the checkpoint in FP8."""
+    """A refit from a BF16 trainer gives the bytes of vLLM's loader for the FP8 checkpoint."""
     layout, modules = ParallelLayout(tp=2, pp=2), MegatronModules(transformer_engine=True, grouped_experts=True)
     slices = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
@@ -212,7 +212,7 @@ def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Seq
 
 
 def fill(whole: Weights, slices: Sequence[WeightSlice]) -> Weights:
-    """A rank's tensors, made as large as their slices reach."""
+    """Allocates a rank's tensors as large as their slices require."""
     shapes: dict[str, list[int]] = {}
     parts = list(expand(slices))
     for one in parts:
@@ -227,7 +227,7 @@ def fill(whole: Weights, slices: Sequence[WeightSlice]) -> Weights:
 
 
 def _do_without_kernels() -> None:
-    """vLLM refuses what it has no kernel for on CPUs; weights are laid out all the same."""
+    """Skips vLLM's check for CPU kernels; the weight layout is unaffected."""
     from vllm.model_executor.layers.fused_moe import config, unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.quantization import fp8

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and Hugging Face's log-probabilities on them: the truth for the vLLM worker's tests."""
+"""Tiny random checkpoints and Hugging Face's log-probabilities: the reference for vLLM worker tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOE_SIZES: dict[str, Any] = {
 
 
 def make_checkpoint(directory: Path, model_type: str = "qwen3", *, tied: bool = False, seed: int = 0, **sizes: Any) -> Path:
-    """A checkpoint whose distributions are far from uniform, saved by transformers."""
+    """Saves a checkpoint with distributions far from uniform, by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     moe = MOE_SIZES if model_type == "qwen3_moe" else {}
@@ -61,14 +61,14 @@ def add_tokenizer(directory: Path) -> None:
 
 
 def state_of(directory: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors by their names on disk."""
+    """Returns the checkpoint's tensors by name."""
     from safetensors.torch import load_file
 
     return load_file(directory / "model.safetensors")
 
 
 def hf_logprobs(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities `[len(tokens), vocabulary]` of each new token's position, by transformers, in float32."""
+    """Returns transformers' float32 log-probabilities `[len(tokens), vocabulary]` at each new token's position."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()

@@ -1,6 +1,6 @@
 """Processes that each hold a `VllmWorker`, driven from the test process over pipes; no Ray.
 
-One pair of processes serves all tests, engine after engine, because importing vLLM takes longer than starting an engine.
+One pair of processes runs the engines of all tests, because importing vLLM takes longer than starting an engine.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config
-from dagrl.generation import FinishedRequest, Generated, merge_generated
-from dagrl.layout import ParallelLayout
-from dagrl.ports import reserve_port
-from dagrl.shapes import Batch
-from dagrl.worker import WorkerContext
+from dagrl.rl.generation import FinishedRequest, Generated, merge_generated
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import WorkerContext
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Where vLLM puts the files of sockets; here a directory for them alone."""
+"""Directory of vLLM's socket files."""
 
 
 class Ranks:
-    """Two processes; `start` gives them an engine of tensor parallel size 1 or 2."""
+    """Two processes; `start` starts an engine of tensor parallel size 1 or 2."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -63,7 +63,7 @@ class Ranks:
 
 
 class Engine:
-    """The ranks of one engine, called all at once."""
+    """The ranks of one engine, called together."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
@@ -73,22 +73,22 @@ class Engine:
         return len(self._pipes)
 
     def on_all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(worker, *args)` on every rank; `function` must be importable."""
+        """Runs `function(worker, *args)` on every rank; `function` must be importable."""
         return _all(self._pipes, [(function, args)] * self.tp)
 
     def on_each(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """`function(worker, *arguments[rank])` on every rank."""
+        """Runs `function(worker, *arguments[rank])` on every rank."""
         return _all(self._pipes, [(function, args) for args in arguments])
 
     def on_ranks(self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-        """A function of its own on every rank."""
+        """Runs a different function on every rank."""
         return _all(self._pipes, calls)
 
     def generate(self, batch: Batch) -> Generated:
         return merge_generated(self.on_all(call, "generate", batch))
 
     def run(self, batch: Batch) -> list[FinishedRequest]:
-        """Generate until nothing is left."""
+        """Generates until no request is left."""
         results = [self.generate(batch)]
         while results[-1].unfinished:
             results.append(self.generate(requests([], [])))
@@ -106,7 +106,7 @@ def requests(
     seed: int = 0,
     seconds: float | None = None,
 ) -> Batch:
-    """A batch for `generate`; the seed of a request is `seed` plus its id. `seconds`: what the quantum may take."""
+    """A batch for `generate`. A request's seed is `seed` plus its id. `seconds` limits the quantum."""
     rows, width = len(ids), max((len(prompt) for prompt in prompts), default=1)
     tokens = np.zeros((rows, width), np.int64)
     for row, prompt in enumerate(prompts):
@@ -145,14 +145,14 @@ _worker: Any = None
 
 def _start(_: Any, context: WorkerContext, config: Config, address: str) -> None:
     global _worker
-    from workers.vllm import VllmWorker
+    from dagrl.workers.vllm import VllmWorker
 
     _worker = VllmWorker(context, config)
     _worker.setup(address)
 
 
 def _shutdown(worker: Any) -> None:
-    if worker is not None:  # it never came to a start
+    if worker is not None:  # never started
         worker.shutdown()
 
 
@@ -166,4 +166,4 @@ def _serve(pipe: Connection, environment: dict[str, str]) -> None:
             pipe.send((None, "", function(_worker, *args)))
         except Exception as error:
             pipe.send((error, traceback.format_exc(), None))
-    os._exit(0)  # vLLM's objects take seconds to be collected
+    os._exit(0)  # collecting vLLM's objects takes seconds

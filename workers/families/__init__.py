@@ -1,9 +1,9 @@
-"""Weight layouts of model families: which rank holds which box of which Hugging Face parameter, and where.
+"""Weight layouts of model families: which rank holds which box of which Hugging Face parameter, in which local tensor.
 
-A family is one module of rules, for Megatron's side and for vLLM's: `dense`, `moe`, `mla`, `mamba`. Everything here is a
-pure function of the model's `config.json` and a rank's place; nothing imports torch. `docs/refit.md` says how to add one.
+Each family is one module with rules for Megatron and for vLLM: `dense`, `moe`, `mla`, `mamba`. All rules are pure functions
+of the model's `config.json` and a rank's coordinates; nothing imports torch. `docs/refit.md` explains how to add a family.
 """
 
-from workers.families.registry import FAMILIES, find_family
+from dagrl.workers.families.registry import FAMILIES, find_family
 
 __all__ = ["FAMILIES", "find_family"]

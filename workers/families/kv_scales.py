@@ -1,7 +1,7 @@
-"""Scales of a KV cache in FP8: one for the keys and one for the values of each layer, carried by a refit like any weight.
+"""Weight slices of FP8 KV-cache scales: one scale for the keys and one for the values of each layer.
 
-Names are those of checkpoints that have them (`model.layers.3.self_attn.k_scale`). On Megatron's side every rank of a stage
-holds its layers' scales (`workers.megatron.kv_scales`), in vLLM every rank all of them, where `Attention` reads them.
+A refit carries them like weights. Names follow checkpoints that have them (`model.layers.3.self_attn.k_scale`). In Megatron
+every rank of a stage holds the scales of its layers (`dagrl.workers.megatron.kv_scales`); in vLLM every rank holds all.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError
-from dagrl.layout import ParallelLayout
 from dagrl.refit.slices import WeightSlice
-from workers.families.model import Derived, Model
-from workers.families.registry import find_family
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.family import DerivedRule
+from dagrl.workers.families.hf_config import ModelConfig
+from dagrl.workers.families.registry import find_family
 
 KINDS = ("k", "v")
 FAMILIES = ("dense", "moe")
@@ -21,46 +22,46 @@ VLLM_RULE = "kv_scales"
 
 
 def megatron_kv_scales(hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-    """The scales of the layers that `rank` holds, each a tensor of one element."""
+    """Returns the scales of the layers that `rank` holds, each a tensor of one element."""
     at = layout.coordinates(rank)
     return [
         _scale(hf_config, layer, kind, f"{megatron_attention(layout, stage, local)}.{kind}_scale")
         for stage in range(layout.vpp)
-        for local, layer in enumerate(layout.stage_layers(Model(hf_config).layers, at.pp, stage))
+        for local, layer in enumerate(layout.stage_layers(ModelConfig(hf_config).layers, at.pp, stage))
         for kind in KINDS
     ]
 
 
 def megatron_attention(layout: ParallelLayout, stage: int, local: int) -> str:
-    """Name of the core attention of a stage's layer number `local`, counted from 0."""
+    """Returns the name of the core attention in layer `local` of a stage, counted from 0."""
     prefix = f"vp{stage}." if layout.vpp > 1 else ""
     return f"{prefix}decoder.layers.{local}.self_attention.core_attention"
 
 
 def vllm_kv_scales(hf_config: Mapping[str, Json]) -> list[WeightSlice]:
-    """The scales of all layers."""
+    """Returns the scales of all layers."""
     check_family(hf_config)
     return [
         _scale(hf_config, layer, kind, f"{_vllm_attention(hf_config, layer)}.{kind}_scale")
-        for layer in range(Model(hf_config).layers)
+        for layer in range(ModelConfig(hf_config).layers)
         for kind in KINDS
     ]
 
 
-def derived_kv_scales(hf_config: Mapping[str, Json]) -> list[Derived]:
-    """Where vLLM must be given the scales after they were written."""
+def derived_kv_scales(hf_config: Mapping[str, Json]) -> list[DerivedRule]:
+    """Returns the rules by which vLLM takes over the scales after a write."""
     tensors = tuple(f"{kind}_scale" for kind in KINDS)
-    layers = range(Model(hf_config).layers)
-    return [Derived(VLLM_RULE, _vllm_attention(hf_config, layer), tensors) for layer in layers]
+    layers = range(ModelConfig(hf_config).layers)
+    return [DerivedRule(VLLM_RULE, _vllm_attention(hf_config, layer), tensors) for layer in layers]
 
 
 def check_family(hf_config: Mapping[str, Json]) -> None:
-    """Raise ConfigError for models whose KV cache is of another form."""
+    """Raises ConfigError for models whose KV cache does not hold plain keys and values."""
     family = find_family(hf_config).name
     if family not in FAMILIES:
         raise ConfigError(
-            f"policy.generation.vllm_cfg.kv_cache_dtype is fp8, but {family} models keep other things in their cache than "
-            f"keys and values, which are calibrated for {' and '.join(FAMILIES)} models; set kv_cache_dtype to auto"
+            f"policy.generation.vllm_cfg.kv_cache_dtype is fp8, but {family} models do not cache plain keys and "
+            f"values. Scales can be calibrated for {' and '.join(FAMILIES)} models; set kv_cache_dtype to auto"
         )
 
 

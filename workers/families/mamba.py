@@ -1,8 +1,8 @@
-"""Mamba-2 hybrids: NemotronH. Each layer is one of Mamba (M), attention (*), MLP (-) or experts (E), each after one norm.
+"""Mamba-2 hybrids: NemotronH. Each layer is Mamba (M), attention (*), MLP (-) or experts (E), after one norm.
 
-Megatron's `in_proj` of a rank is `[z, x, B, C, dt]` of its heads and groups, its `conv1d` `[x, B, C]`
-(`ssm/mamba_mixer.py`); vLLM's are the same but for a single group, which every rank then holds (`mamba_mixer2.py`). vLLM
-computes with `A = -exp(A_log)`, in float32. MLPs and experts have no gate.
+On each rank Megatron's `in_proj` is `[z, x, B, C, dt]` of its heads and groups, and `conv1d` is `[x, B, C]`
+(`ssm/mamba_mixer.py`). vLLM has the same layout, except that a single group is replicated (`mamba_mixer2.py`). vLLM computes
+with `A = -exp(A_log)` in float32. MLPs and experts have no gate.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.refit.slices import WeightSlice
-from workers.families.megatron import MegatronRank, cut, whole
-from workers.families.model import Derived, Family, Model, Names
-from workers.families.vllm import VllmRank
-from workers.families.vllm import whole as vllm_whole
+from dagrl.workers.families.family import DerivedRule, Family, ParameterNames
+from dagrl.workers.families.hf_config import ModelConfig
+from dagrl.workers.families.megatron import MegatronRank, replicated, shard_range
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.families.vllm import replicated as vllm_replicated
 
-Rows = tuple[tuple[int, int], tuple[int, int]]
-"""Rows in the HF parameter, and rows in the local tensor."""
+RowRanges = tuple[tuple[int, int], tuple[int, int]]
+"""Row range in the HF parameter, and row range in the local tensor."""
 
 LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
@@ -39,18 +40,18 @@ class StateSpace:
 
     @property
     def group_rows(self) -> int:
-        """Rows of B, and of C."""
+        """Rows of B; C has as many."""
         return self.groups * self.state
 
 
-def state_space_of(model: Model) -> StateSpace:
-    """The sizes in `config.json`."""
+def state_space_of(model: ModelConfig) -> StateSpace:
+    """Reads the sizes from `config.json`."""
     keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
     return StateSpace(*(model.size(key) for key in keys))
 
 
-def layer_kind(model: Model, layer: int) -> str:
-    """M, *, - or E: from `layers_block_type` (transformers 5) or `hybrid_override_pattern`."""
+def layer_kind(model: ModelConfig, layer: int) -> str:
+    """Returns M, *, - or E, from `layers_block_type` (transformers 5) or `hybrid_override_pattern`."""
     kinds = model.config.get("layers_block_type")
     if isinstance(kinds, list):
         found = LETTERS.get(str(kinds[layer]))
@@ -60,14 +61,14 @@ def layer_kind(model: Model, layer: int) -> str:
     pattern = model.text("hybrid_override_pattern")
     if len(pattern) != model.layers:
         raise ConfigError(
-            f"the model's config.json has hybrid_override_pattern {pattern!r} for {model.layers} layers; expected a letter "
-            "each, or layers_block_type"
+            f"the model's config.json has hybrid_override_pattern {pattern!r} for {model.layers} layers; expected one "
+            "letter per layer, or layers_block_type"
         )
     return pattern[layer]
 
 
-def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """One norm and one mixer."""
+def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields one norm and one mixer."""
     kind, mixer = layer_kind(model, layer), f"{hf}mixer."
     norm = {
         "M": ("norm", "mixer.in_proj"),
@@ -86,12 +87,12 @@ def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local:
         yield from _megatron_experts(model, rank, mixer, f"{local}mlp.")
 
 
-def _megatron_mixer(model: Model, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
+def _megatron_mixer(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
     space, columns = state_space_of(model), (0, model.hidden)
-    inner = cut(space.inner, rank.tp, "the rows of the mamba heads")
-    heads = cut(space.heads, rank.tp, "the mamba heads")
-    cut(space.groups, rank.tp, "the mamba groups")
-    groups = cut(space.group_rows, rank.tp, "the rows of the mamba groups")
+    inner = shard_range(space.inner, rank.tp, "the rows of the mamba heads")
+    heads = shard_range(space.heads, rank.tp, "the mamba heads")
+    shard_range(space.groups, rank.tp, "the mamba groups")
+    groups = shard_range(space.group_rows, rank.tp, "the rows of the mamba groups")
     for rows, at in stack_rows(space, (inner, inner, groups, groups, heads)):
         yield WeightSlice(f"{hf}in_proj.weight", (rows, columns), f"{local}in_proj.weight", (at, columns))
     kernel = ((0, 1), (0, space.kernel))
@@ -106,8 +107,8 @@ def _megatron_mixer(model: Model, rank: MegatronRank, hf: str, local: str) -> It
     yield rank.columns(f"{hf}out_proj.weight", f"{local}out_proj.weight", model.hidden, space.inner, what)
 
 
-def stack_rows(space: StateSpace, held: tuple[tuple[int, int], ...]) -> Iterator[Rows]:
-    """Rows of a matrix that stacks z, x, B, C and dt (or x, B, C), of which a rank holds `held` of each, stacked again."""
+def stack_rows(space: StateSpace, held: tuple[tuple[int, int], ...]) -> Iterator[RowRanges]:
+    """Yields the row ranges of a matrix that stacks z, x, B, C, dt (or x, B, C). `held` is the rank's range of each part."""
     whole_sizes = {3: (space.inner, space.group_rows, space.group_rows)}.get(
         len(held), (space.inner, space.inner, space.group_rows, space.group_rows, space.heads)
     )
@@ -117,36 +118,36 @@ def stack_rows(space: StateSpace, held: tuple[tuple[int, int], ...]) -> Iterator
         start, at = start + size, at + high - low
 
 
-def _megatron_mlp(model: Model, rank: MegatronRank, hf: str, local: str, width: int) -> Iterator[WeightSlice]:
+def _megatron_mlp(model: ModelConfig, rank: MegatronRank, hf: str, local: str, width: int) -> Iterator[WeightSlice]:
     what = "the rows of the MLP"
     yield rank.rows(f"{hf}up_proj.weight", f"{local}linear_fc1.weight", width, model.hidden, what)
     yield rank.columns(f"{hf}down_proj.weight", f"{local}linear_fc2.weight", model.hidden, width, what)
 
 
-def _megatron_experts(model: Model, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
+def _megatron_experts(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
     count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
-    yield whole(f"{hf}gate.weight", f"{local}router.weight", count, model.hidden)
-    yield whole(f"{hf}gate.e_score_correction_bias", f"{local}router.expert_bias", count, dtype="float32")
+    yield replicated(f"{hf}gate.weight", f"{local}router.weight", count, model.hidden)
+    yield replicated(f"{hf}gate.e_score_correction_bias", f"{local}router.expert_bias", count, dtype="float32")
     names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
     what = "the rows of moe_intermediate_size"
     yield from rank.experts(names, f"{local}experts.", count, expert_hidden(model), width, what)
     for name, shape in latent_projections(model):
-        yield whole(f"{hf}{name}", f"{local}{name}", *shape)
+        yield replicated(f"{hf}{name}", f"{local}{name}", *shape)
     if shared := shared_width(model):
         yield from _megatron_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
 
 
-def shared_width(model: Model) -> int:
-    """Intermediate size of all shared experts together."""
+def shared_width(model: ModelConfig) -> int:
+    """Returns the intermediate size of all shared experts together."""
     return model.size("n_shared_experts", 0) and model.size("n_shared_experts") * model.size(
         "moe_shared_expert_intermediate_size"
     )
 
 
-def vllm_layer(model: Model, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """One norm and one mixer."""
+def vllm_layer(model: ModelConfig, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields one norm and one mixer."""
     kind, mixer, to = layer_kind(model, layer), f"{hf}mixer.", f"{local}mixer."
-    yield vllm_whole(f"{hf}norm.weight", model.hidden, tensor=f"{local}norm.weight")
+    yield vllm_replicated(f"{hf}norm.weight", model.hidden, tensor=f"{local}norm.weight")
     if kind == "M":
         yield from _vllm_mixer(model, rank, mixer, to)
     elif kind == "*":
@@ -157,7 +158,7 @@ def vllm_layer(model: Model, rank: VllmRank, layer: int, hf: str, local: str) ->
         yield from _vllm_experts(model, rank, mixer, to)
 
 
-def _vllm_mixer(model: Model, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
+def _vllm_mixer(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
     space = state_space_of(model)
     heads = rank.part(space.heads, "the mamba heads")
     inner = (heads[0] * space.head_dim, heads[1] * space.head_dim)
@@ -176,7 +177,7 @@ def _vllm_mixer(model: Model, rank: VllmRank, hf: str, local: str) -> Iterator[W
 
 
 def _vllm_groups(space: StateSpace, rank: VllmRank) -> tuple[int, int]:
-    """Rows of B, and of C, that a rank holds; a single group is on every rank."""
+    """Returns the rows of B, and equally of C, that a rank holds. A single group is on every rank."""
     if space.groups % rank.tp == 0:
         first, stop = rank.part(space.groups, "the mamba groups")
         return first * space.state, stop * space.state
@@ -187,17 +188,17 @@ def _vllm_groups(space: StateSpace, rank: VllmRank) -> tuple[int, int]:
     )
 
 
-def _vllm_mlp(model: Model, rank: VllmRank, hf: str, local: str, width: int) -> Iterator[WeightSlice]:
+def _vllm_mlp(model: ModelConfig, rank: VllmRank, hf: str, local: str, width: int) -> Iterator[WeightSlice]:
     part = rank.part(width, "the intermediate size")
     yield from rank.stacked(f"{hf}up_proj", f"{local}up_proj", part, 0, model.hidden)
     yield from rank.row_parallel(f"{hf}down_proj", f"{local}down_proj", model.hidden, part)
 
 
-def _vllm_experts(model: Model, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
+def _vllm_experts(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
     count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
-    yield vllm_whole(f"{hf}gate.weight", count, model.hidden, tensor=f"{local}gate.weight")
+    yield vllm_replicated(f"{hf}gate.weight", count, model.hidden, tensor=f"{local}gate.weight")
     bias = "gate.e_score_correction_bias"
-    yield vllm_whole(f"{hf}{bias}", count, tensor=f"{local}{bias}", dtype="float32")
+    yield vllm_replicated(f"{hf}{bias}", count, tensor=f"{local}{bias}", dtype="float32")
     names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
     yield from rank.experts(names, f"{local}experts.", count, expert_hidden(model), width)
     for name, (rows, columns) in latent_projections(model):
@@ -206,23 +207,23 @@ def _vllm_experts(model: Model, rank: VllmRank, hf: str, local: str) -> Iterator
         yield from _vllm_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
 
 
-def expert_hidden(model: Model) -> int:
-    """What routed experts see: the hidden state, or in Nemotron 3 Super a smaller latent."""
+def expert_hidden(model: ModelConfig) -> int:
+    """Returns the input size of routed experts: the hidden size, or in Nemotron 3 Super a smaller latent size."""
     return model.size("moe_latent_size", model.hidden)
 
 
-def latent_projections(model: Model) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Into the latent and out of it, whole on every rank of both sides; names and shapes."""
+def latent_projections(model: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yields names and shapes of the projections into and out of the latent, replicated on every rank of both sides."""
     if model.has("moe_latent_size"):
         latent = model.size("moe_latent_size")
         yield "fc1_latent_proj.weight", (latent, model.hidden)
         yield "fc2_latent_proj.weight", (model.hidden, latent)
 
 
-def derived(model: Model, layer: int, local: str) -> Iterator[Derived]:
-    """`A` from `A_log`, which vLLM does not keep."""
+def derived(model: ModelConfig, layer: int, local: str) -> Iterator[DerivedRule]:
+    """Yields the rule for `A`, which vLLM computes from `A_log` without keeping `A_log`."""
     if layer_kind(model, layer) == "M":
-        yield Derived("negative_exponential", f"{local}mixer", ("A",))
+        yield DerivedRule("negative_exponential", f"{local}mixer", ("A",))
 
 
 FAMILY = Family(
@@ -230,7 +231,7 @@ FAMILY = Family(
     ("nemotron_h",),
     megatron_layer,
     vllm_layer,
-    Names(
+    ParameterNames(
         embedding="backbone.embeddings.weight",
         layer="backbone.layers",
         norm="backbone.norm_f.weight",

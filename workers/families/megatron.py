@@ -1,10 +1,10 @@
-"""Megatron-Core's side of every family: a rank's place, its layers, and the ways in which Megatron cuts a parameter.
+"""Megatron-Core's layout rules that families share: a rank's coordinates, and how Megatron shards a parameter.
 
 Rules as in Megatron-Core 0.16: `transformer/attention.py` (query, key and value rows interleaved by query group),
 `transformer/mlp.py` (gate above up in `linear_fc1`), `transformer/moe/experts.py` (contiguous experts a rank, one tensor
 each), `models/gpt/gpt_model.py` (a copy of tied embeddings on the last stage). Tensor names are those of
-`named_parameters()` and `named_buffers()`, after `vp{stage}.` where a rank has several virtual stages. Context and sequence
-parallelism cut no weight.
+`named_parameters()` and `named_buffers()`, with the prefix `vp{stage}.` where a rank has several virtual stages. Context and
+sequence parallelism shard no weights.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dagrl.errors import LayoutError
-from dagrl.layout import Coordinates, ParallelLayout
 from dagrl.refit.slices import STACKED, Box, WeightSlice
-from workers.families.model import Model
+from dagrl.runtime.layout import Coordinates, ParallelLayout
+from dagrl.workers.families.hf_config import ModelConfig
 
 VOCABULARY_MULTIPLE = 128  # as Megatron's make_vocab_size_divisible_by
 
 
 @dataclass(frozen=True)
 class MegatronModules:
-    """Which of Megatron's modules make up the layers, where that changes names or cuts.
+    """Choices of Megatron modules that change names or sharding.
 
-    With `transformer_engine` norms are fused into the linear layer that follows, and MLA's down-projections are on every
-    tensor-parallel rank instead of cut. With `grouped_experts` the experts of a rank share a module (`TEGroupedMLP`).
+    `transformer_engine` fuses norms into the linear layer that follows, and replicates MLA's down-projections over the
+    tensor-parallel ranks. With `grouped_experts` the experts of a rank share a module (`TEGroupedMLP`).
     """
 
     transformer_engine: bool = False
@@ -34,7 +34,7 @@ class MegatronModules:
 
 @dataclass(frozen=True)
 class MegatronRank:
-    """One rank, and the slices it holds of parameters that are cut in one of the usual ways."""
+    """One rank, with methods that give its slices of parameters sharded in a common way."""
 
     layout: ParallelLayout
     at: Coordinates
@@ -42,36 +42,36 @@ class MegatronRank:
 
     @property
     def tp(self) -> tuple[int, int]:
-        """Parts that dense weights are cut into, and this rank's."""
+        """Number of shards of dense weights, and this rank's index."""
         return self.layout.tp, self.at.tp
 
     @property
     def expert_tp(self) -> tuple[int, int]:
-        """The same for an expert's weights."""
+        """Number of shards of an expert's weights, and this rank's index."""
         return self.layout.expert_tp, self.at.etp
 
     def norm(self, name: str, module: str, fused_into: str, size: int) -> WeightSlice:
-        """A norm before a linear layer, which Transformer Engine fuses into that."""
+        """Returns the norm before a linear layer. Transformer Engine fuses the two."""
         fused = self.modules.transformer_engine and fused_into
-        return whole(name, f"{fused_into}.layer_norm_weight" if fused else f"{module}.weight", size)
+        return replicated(name, f"{fused_into}.layer_norm_weight" if fused else f"{module}.weight", size)
 
     def rows(
         self, name: str, tensor: str, rows: int, columns: int, what: str, parts: tuple[int, int] | None = None
     ) -> WeightSlice:
-        """Column-parallel: the rows of `name` cut evenly."""
-        held = cut(rows, parts or self.tp, what)
+        """Returns a column-parallel weight: `name` sharded by rows."""
+        held = shard_range(rows, parts or self.tp, what)
         return WeightSlice(name, (held, (0, columns)), tensor, ((0, held[1] - held[0]), (0, columns)))
 
     def columns(
         self, name: str, tensor: str, rows: int, columns: int, what: str, parts: tuple[int, int] | None = None
     ) -> WeightSlice:
-        """Row-parallel: the columns of `name` cut evenly."""
-        held = cut(columns, parts or self.tp, what)
+        """Returns a row-parallel weight: `name` sharded by columns."""
+        held = shard_range(columns, parts or self.tp, what)
         return WeightSlice(name, ((0, rows), held), tensor, ((0, rows), (0, held[1] - held[0])))
 
     def gated_mlp(self, hf: tuple[str, str, str], local: str, hidden: int, width: int, what: str) -> Iterator[WeightSlice]:
-        """`linear_fc1` is this rank's `[gate; up]`, `linear_fc2` its columns of down. `hf` names gate, up and down."""
-        held = cut(width, self.tp, what)
+        """Yields `linear_fc1` (this rank's `[gate; up]`) and `linear_fc2` (columns of down). `hf` names gate, up, down."""
+        held = shard_range(width, self.tp, what)
         size, columns = held[1] - held[0], (0, hidden)
         for index, name in enumerate(hf[:2]):
             at = (index * size, (index + 1) * size)
@@ -81,12 +81,12 @@ class MegatronRank:
     def experts(
         self, hf: tuple[str, ...], local: str, count: int, hidden: int, width: int, what: str
     ) -> Iterator[WeightSlice]:
-        """This rank's experts, whole or cut by etp; `hf` names gate, up and down, or without a gate up and down.
+        """Yields this rank's experts, whole or sharded by etp. `hf` names gate, up and down, or up and down.
 
-        Names are stacks; the tensor of expert i is `local_experts.{i}.linear_fc1.weight`, or grouped `linear_fc1.weight{i}`.
+        Names are stacks. The tensor of expert i is `local_experts.{i}.linear_fc1.weight`, or grouped `linear_fc1.weight{i}`.
         """
-        first, stop = cut(count, (self.layout.ep, self.at.ep), "the experts", "ep")
-        low, high = cut(width, self.expert_tp, what, "etp")
+        first, stop = shard_range(count, (self.layout.ep, self.at.ep), "the experts", "ep")
+        low, high = shard_range(width, self.expert_tp, what, "etp")
         many, own, size, columns = (first, stop), (0, stop - first), high - low, (0, hidden)
         fc1, fc2 = self._expert_tensors(local)
         for index, name in enumerate(hf[:-1]):
@@ -99,8 +99,8 @@ class MegatronRank:
             return f"{local}linear_fc1.weight{STACKED}", f"{local}linear_fc2.weight{STACKED}"
         return f"{local}local_experts.{STACKED}.linear_fc1.weight", f"{local}local_experts.{STACKED}.linear_fc2.weight"
 
-    def attention(self, model: Model, hf: str, local: str) -> Iterator[WeightSlice]:
-        """Grouped-query attention: `linear_qkv` is this rank's rows of `[q.. q k v]` for each query group in turn."""
+    def attention(self, model: ModelConfig, hf: str, local: str) -> Iterator[WeightSlice]:
+        """Yields grouped-query attention. `linear_qkv` holds this rank's rows of `[q.. q k v]`, group by group."""
         columns = (0, model.hidden)
         for letter, rows, at in self._query_groups(model):
             yield WeightSlice(f"{hf}{letter}_proj.weight", (rows, columns), f"{local}linear_qkv.weight", (at, columns))
@@ -109,20 +109,21 @@ class MegatronRank:
         width = model.heads * model.head_dim
         yield self.columns(f"{hf}o_proj.weight", f"{local}linear_proj.weight", model.hidden, width, "the heads' columns")
         if model.qk_norm:
-            yield whole(f"{hf}q_norm.weight", f"{local}q_layernorm.weight", model.head_dim)
-            yield whole(f"{hf}k_norm.weight", f"{local}k_layernorm.weight", model.head_dim)
+            yield replicated(f"{hf}q_norm.weight", f"{local}q_layernorm.weight", model.head_dim)
+            yield replicated(f"{hf}k_norm.weight", f"{local}k_layernorm.weight", model.head_dim)
 
-    def _query_groups(self, model: Model) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
-        """`(q | k | v, rows in the HF parameter, rows in the local linear_qkv)`.
+    def _query_groups(self, model: ModelConfig) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+        """Yields `(q | k | v, rows in the HF parameter, rows in the local linear_qkv)`.
 
-        The rows of all groups are cut evenly over tp: with fewer key-value heads than ranks, a rank holds a part of one.
+        The rows of all groups are sharded evenly over tp. With fewer key-value heads than ranks, a rank holds part of a
+        group.
         """
         tp, groups = self.layout.tp, model.kv_heads
-        cut(model.heads, self.tp, "the attention heads")
+        shard_range(model.heads, self.tp, "the attention heads")
         if groups % tp and tp % groups:
             raise LayoutError(f"{groups} key-value heads and tp {tp}: one must divide the other; choose another tp")
         size, queries = model.head_dim, model.heads // model.kv_heads * model.head_dim
-        start, stop = cut(groups * (queries + 2 * size), self.tp, "the rows of query, key and value")
+        start, stop = shard_range(groups * (queries + 2 * size), self.tp, "the rows of query, key and value")
         for group in range(groups):
             at = group * (queries + 2 * size)
             for letter, length in (("q", queries), ("k", size), ("v", size)):
@@ -134,13 +135,13 @@ class MegatronRank:
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Rows of Megatron's embedding: the next multiple of `VOCABULARY_MULTIPLE * tp`; the rows past the vocabulary are 0."""
+    """Returns the rows of Megatron's embedding, a multiple of `VOCABULARY_MULTIPLE * tp`. Padding rows are 0."""
     multiple = VOCABULARY_MULTIPLE * tp
     return -(-vocabulary // multiple) * multiple
 
 
-def cut(size: int, parts: tuple[int, int], what: str, axis: str = "tp") -> tuple[int, int]:
-    """The range of part `parts[1]` of `parts[0]` equal ones. Raises LayoutError when they cannot be equal."""
+def shard_range(size: int, parts: tuple[int, int], what: str, axis: str = "tp") -> tuple[int, int]:
+    """Returns the range of shard `parts[1]` of `parts[0]` equal ones. Raises LayoutError if `size` does not divide."""
     count, index = parts
     if size % count:
         raise LayoutError(f"{what} ({size}) are not divisible by {axis} {count}; choose another {axis}")
@@ -148,7 +149,7 @@ def cut(size: int, parts: tuple[int, int], what: str, axis: str = "tp") -> tuple
     return index * each, (index + 1) * each
 
 
-def whole(name: str, tensor: str, *shape: int, dtype: str = "") -> WeightSlice:
-    """A parameter that every rank holds whole."""
+def replicated(name: str, tensor: str, *shape: int, dtype: str = "") -> WeightSlice:
+    """Returns a parameter that every rank holds whole."""
     box: Box = tuple((0, size) for size in shape)
     return WeightSlice(name, box, tensor, box, dtype)

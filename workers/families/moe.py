@@ -6,26 +6,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dagrl.refit.slices import WeightSlice
-from workers.families import dense
-from workers.families.megatron import MegatronRank, whole
-from workers.families.model import Family, Model
-from workers.families.vllm import VllmRank
-from workers.families.vllm import whole as vllm_whole
+from dagrl.workers.families import dense
+from dagrl.workers.families.family import Family
+from dagrl.workers.families.hf_config import ModelConfig
+from dagrl.workers.families.megatron import MegatronRank, replicated
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.families.vllm import replicated as vllm_replicated
 
 
 @dataclass(frozen=True)
 class Experts:
-    """What a model's expert layers are, and how its checkpoint names them."""
+    """Sizes of a model's expert layers, and their names in its checkpoint."""
 
     count: int
     width: int
-    block: str  # the layer's part of the name: `mlp.`, in Mixtral `block_sparse_moe.`
+    block: str  # name of the block: `mlp.`, in Mixtral `block_sparse_moe.`
     parts: tuple[str, str, str]  # gate, up, down
     shared_width: int = 0
 
 
-def experts_of(model: Model) -> Experts:
-    """Transformers 5 writes `num_local_experts` for Qwen3-MoE, earlier versions and published checkpoints `num_experts`."""
+def experts_of(model: ModelConfig) -> Experts:
+    """Reads the experts of a model.
+
+    Transformers 5 writes `num_local_experts` for Qwen3-MoE; earlier versions and published checkpoints have `num_experts`.
+    """
     if model.type == "mixtral":
         return Experts(model.size("num_local_experts", least=1), model.ffn, "block_sparse_moe.", ("w1", "w3", "w2"))
     count = model.size("num_experts" if model.has("num_experts") else "num_local_experts", least=1)
@@ -34,18 +38,18 @@ def experts_of(model: Model) -> Experts:
     return Experts(count, width, "mlp.", ("gate_proj", "up_proj", "down_proj"), shared)
 
 
-def has_experts(model: Model, layer: int) -> bool:
-    """As in transformers' Qwen3MoeDecoderLayer: every `decoder_sparse_step`-th layer, save `mlp_only_layers`.
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Whether a layer has experts: every `decoder_sparse_step`-th layer except `mlp_only_layers`.
 
-    Mixtral, whose configurations have neither key, has experts in every layer.
+    As in transformers' Qwen3MoeDecoderLayer. Mixtral has neither key, and experts in every layer.
     """
     without = model.config.get("mlp_only_layers") or []
     assert isinstance(without, list)
     return layer not in without and (layer + 1) % model.size("decoder_sparse_step", 1, least=1) == 0
 
 
-def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """As a dense layer, with router, experts and a shared expert in place of the MLP."""
+def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields a dense layer with router, experts and shared expert instead of the MLP."""
     if not has_experts(model, layer):
         yield from dense.megatron_layer(model, rank, layer, hf, local)
         return
@@ -53,7 +57,7 @@ def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local:
     block = f"{hf}{experts.block}"
     yield from dense.megatron_attention(model, rank, hf, local)
     yield dense.megatron_moe_norm(model, hf, local)
-    yield whole(f"{block}gate.weight", f"{local}mlp.router.weight", experts.count, model.hidden)
+    yield replicated(f"{block}gate.weight", f"{local}mlp.router.weight", experts.count, model.hidden)
     names = tuple(f"{block}experts.*.{part}.weight" for part in experts.parts)
     what = "the rows of an expert's intermediate size"
     yield from rank.experts(names, f"{local}mlp.experts.", experts.count, model.hidden, experts.width, what)
@@ -61,24 +65,24 @@ def megatron_layer(model: Model, rank: MegatronRank, layer: int, hf: str, local:
         shared, to = f"{block}shared_expert.", f"{local}mlp.shared_experts."
         names = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight", f"{shared}down_proj.weight")
         yield from rank.gated_mlp(names, to, model.hidden, experts.shared_width, "the rows of the shared expert")
-        yield whole(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
+        yield replicated(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
 
 
-def vllm_layer(model: Model, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """As a dense layer, with router and fused experts in place of the MLP."""
+def vllm_layer(model: ModelConfig, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields a dense layer with router and fused experts instead of the MLP."""
     if not has_experts(model, layer):
         yield from dense.vllm_layer(model, rank, layer, hf, local)
         return
     experts = experts_of(model)
     block, to = f"{hf}{experts.block}", f"{local}{experts.block}"
     yield from dense.vllm_attention(model, rank, hf, local)
-    yield vllm_whole(f"{block}gate.weight", experts.count, model.hidden, tensor=f"{to}gate.weight")
+    yield vllm_replicated(f"{block}gate.weight", experts.count, model.hidden, tensor=f"{to}gate.weight")
     names = tuple(f"{block}experts.*.{part}.weight" for part in experts.parts)
     yield from rank.experts(names, f"{to}experts.", experts.count, model.hidden, experts.width)
     if experts.shared_width:
         shared, width = "shared_expert.", experts.shared_width
         yield from rank.gated_mlp(f"{block}{shared}", f"{to}{shared}", model.hidden, width, what="the shared expert's size")
-        yield vllm_whole(f"{block}shared_expert_gate.weight", 1, model.hidden, tensor=f"{to}shared_expert_gate.weight")
+        yield vllm_replicated(f"{block}shared_expert_gate.weight", 1, model.hidden, tensor=f"{to}shared_expert_gate.weight")
 
 
 FAMILY = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral"), megatron_layer, vllm_layer)

@@ -1,12 +1,15 @@
-"""vLLM's side of every family: a rank's place, and the ways in which vLLM cuts and fuses a parameter.
+"""vLLM's layout rules that families share: a rank's coordinates, and how vLLM shards and fuses a parameter.
 
-Rules as in vLLM 0.26 to 0.33: `QKVParallelLinear` holds `[Q; K; V]` of the rank's heads, and one key-value head on several
-ranks where there are fewer of them than ranks; `MergedColumnParallelLinear` holds `[gate; up]` of the rank's rows;
-`RowParallelLinear` a range of columns (layers/linear.py); `VocabParallelEmbedding` pads the vocabulary to 64, then divides
-it (layers/vocab_parallel_embedding.py); fused experts are `w13_weight [E, 2I, H]`, gate first, and `w2_weight [E, H, I]`
-(layers/fused_moe). Without expert parallelism every expert is cut over tp; with it each of the tp ranks holds whole experts:
-consecutive ones (`determine_expert_map`, linear placement), or those that a live engine names. Data-parallel replicas are
-engines of their own, which share no experts.
+Rules as in vLLM 0.26 to 0.33:
+- `QKVParallelLinear` holds `[Q; K; V]` of the rank's heads. With fewer key-value heads than ranks, ranks share one.
+- `MergedColumnParallelLinear` holds `[gate; up]` of the rank's rows, `RowParallelLinear` a range of columns
+  (layers/linear.py).
+- `VocabParallelEmbedding` pads the vocabulary to 64, then divides it (layers/vocab_parallel_embedding.py).
+- Fused experts are `w13_weight [E, 2I, H]`, gate first, and `w2_weight [E, H, I]` (layers/fused_moe). Without expert
+  parallelism every expert is sharded over tp. With it each tp rank holds whole experts: consecutive ones
+  (`determine_expert_map`, linear placement), or those that a live engine reports.
+
+Data-parallel replicas are separate engines and share no experts.
 """
 
 from __future__ import annotations
@@ -15,17 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dagrl.errors import LayoutError, RefitPlanError
-from dagrl.refit.quantize import BLOCK, FP8
+from dagrl.refit.fp8 import BLOCK, FP8
 from dagrl.refit.slices import Box, Scales, WeightSlice
-from workers.families.model import Model
+from dagrl.workers.families.hf_config import ModelConfig
 
 
 @dataclass(frozen=True)
 class VllmRank:
-    """One rank of an engine of `tp` tensor-parallel ranks, and the slices it holds.
+    """One rank of an engine with `tp` tensor-parallel ranks, with methods that give its slices.
 
-    With `fp8` every linear layer is in blocks of 128x128 with float32 scales, save routers, embedding and head. `placement`
-    are the experts held with `expert_parallel`, in the order of the local tensors; None: linear placement.
+    `fp8` quantizes every linear layer in blocks of 128x128 with float32 scales, except routers, embedding and head.
+    `placement` lists the experts held with `expert_parallel`, in the order of the local tensors; None: linear placement.
     """
 
     tp: int = 1
@@ -35,11 +38,11 @@ class VllmRank:
     placement: tuple[int, ...] | None = None
 
     def part(self, size: int, what: str) -> tuple[int, int]:
-        """This rank's range of `size` things."""
+        """Returns this rank's range of `size` items. Raises LayoutError if tp does not divide `size`."""
         return _divide(size, self.tp, self.tp_rank, what)
 
     def held_experts(self, count: int) -> list[tuple[int, int]]:
-        """The experts that this rank holds, as ranges, in the order of the local tensors."""
+        """Returns the experts that this rank holds, as ranges, in the order of the local tensors."""
         if not self.expert_parallel:
             return [(0, count)]
         if self.placement is not None:
@@ -50,7 +53,7 @@ class VllmRank:
         return [(first, stop)] if first < stop else []
 
     def expert_part(self, width: int, what: str) -> tuple[int, int]:
-        """This rank's range of each expert's intermediate columns."""
+        """Returns this rank's range of each expert's intermediate size."""
         return (0, width) if self.expert_parallel else self.part(width, what)
 
     def stacked(
@@ -64,7 +67,7 @@ class VllmRank:
         bias: str = "",
         quantized: bool = True,
     ) -> Iterator[WeightSlice]:
-        """`rows` of `{name}.weight`, from row `at` on of a tensor that holds others too; and of its bias `{name}.bias`."""
+        """Yields `rows` of `{name}.weight` and of its bias, placed from row `at` on in a fused tensor."""
         local = (at, at + rows[1] - rows[0])
         yield self.matrix(f"{name}.weight", (rows, (0, columns)), f"{module}.weight", (local, (0, columns)), quantized)
         if bias:
@@ -73,22 +76,22 @@ class VllmRank:
     def row_parallel(
         self, name: str, module: str, rows: int, columns: tuple[int, int], bias: str = ""
     ) -> Iterator[WeightSlice]:
-        """Columns of a row-parallel weight; every rank holds the whole bias."""
+        """Yields columns of a row-parallel weight. Every rank holds the whole bias."""
         local = ((0, rows), (0, columns[1] - columns[0]))
         yield self.matrix(f"{name}.weight", ((0, rows), columns), f"{module}.weight", local)
         if bias:
-            yield whole(f"{name}.{bias}", rows, tensor=f"{module}.{bias}")
+            yield replicated(f"{name}.{bias}", rows, tensor=f"{module}.{bias}")
 
     def matrix(self, name: str, box: Box, tensor: str, local: Box, quantized: bool = True) -> WeightSlice:
-        """A linear layer's weight, or a part of it; in FP8 with its scales."""
+        """Returns a slice of a linear layer's weight; in FP8 with its scales."""
         if not (self.fp8 and quantized):
             return WeightSlice(name, box, tensor, local)
         lead = local[:-2]
         scales = Scales(f"{tensor}_scale_inv", (*lead, *(_blocks(name, tensor, part) for part in local[-2:])))
         return WeightSlice(name, box, tensor, local, FP8, scales)
 
-    def attention(self, model: Model, hf: str, local: str, *, output_bias: bool = False) -> Iterator[WeightSlice]:
-        """Grouped-query attention: `qkv_proj` is `[Q; K; V]` of the rank's heads."""
+    def attention(self, model: ModelConfig, hf: str, local: str, *, output_bias: bool = False) -> Iterator[WeightSlice]:
+        """Yields grouped-query attention. `qkv_proj` is `[Q; K; V]` of the rank's heads."""
         at, bias = 0, "bias" if model.qkv_bias else ""
         for projection, rows in self._heads(model):
             yield from self.stacked(f"{hf}{projection}", f"{local}qkv_proj", rows, at, model.hidden, bias=bias)
@@ -97,11 +100,11 @@ class VllmRank:
         output = "bias" if output_bias else ""
         yield from self.row_parallel(f"{hf}o_proj", f"{local}o_proj", model.hidden, columns, output)
         if model.qk_norm:
-            yield whole(f"{hf}q_norm.weight", model.head_dim, tensor=f"{local}q_norm.weight")
-            yield whole(f"{hf}k_norm.weight", model.head_dim, tensor=f"{local}k_norm.weight")
+            yield replicated(f"{hf}q_norm.weight", model.head_dim, tensor=f"{local}q_norm.weight")
+            yield replicated(f"{hf}k_norm.weight", model.head_dim, tensor=f"{local}k_norm.weight")
 
-    def _heads(self, model: Model) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Rows of q, k and v that this rank holds."""
+    def _heads(self, model: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yields the rows of q, k and v that this rank holds."""
         queries, keys, dim = self.part(model.heads, "the attention heads"), model.kv_heads, model.head_dim
         if keys >= self.tp:
             heads = self.part(keys, "the key/value heads")
@@ -118,7 +121,7 @@ class VllmRank:
     def gated_mlp(
         self, hf: str, local: str, hidden: int, width: int, bias: str = "", what: str = "the intermediate size"
     ) -> Iterator[WeightSlice]:
-        """`gate_up_proj` is `[gate; up]` of the rank's rows."""
+        """Yields an MLP whose `gate_up_proj` is `[gate; up]` of the rank's rows."""
         start, stop = part = self.part(width, what)
         for index, projection in enumerate(("gate_proj", "up_proj")):
             at = index * (stop - start)
@@ -126,26 +129,26 @@ class VllmRank:
         yield from self.row_parallel(f"{hf}down_proj", f"{local}down_proj", hidden, part, bias)
 
     def experts(self, hf: tuple[str, ...], local: str, count: int, hidden: int, width: int) -> Iterator[WeightSlice]:
-        """Fused experts; `hf` names the stacks of gate, up and down, or without a gate of up and down."""
+        """Yields fused experts. `hf` names the stacks of gate, up and down, or up and down."""
         start, end = part = self.expert_part(width, "the experts' intermediate size")
-        columns, size, place = (0, hidden), end - start, 0
+        columns, size, offset = (0, hidden), end - start, 0
         for many in self.held_experts(count):
-            own = (place, place + many[1] - many[0])
-            place = own[1]
+            own = (offset, offset + many[1] - many[0])
+            offset = own[1]
             for index, name in enumerate(hf[:-1]):
                 at = (index * size, (index + 1) * size)
                 yield self.matrix(name, (many, part, columns), f"{local}w13_weight", (own, at, columns))
             yield self.matrix(hf[-1], (many, columns, part), f"{local}w2_weight", (own, columns, (0, size)))
 
 
-def whole(name: str, *shape: int, tensor: str = "", dtype: str = "") -> WeightSlice:
-    """A parameter that every rank holds whole, under its own name if no other is given."""
+def replicated(name: str, *shape: int, tensor: str = "", dtype: str = "") -> WeightSlice:
+    """Returns a parameter that every rank holds whole, under its own name unless `tensor` is given."""
     box: Box = tuple((0, size) for size in shape)
     return WeightSlice(name, box, tensor or name, box, dtype)
 
 
 def _runs(numbers: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Ranges that the numbers are made of, in their order. Example: `_runs((0, 1, 4, 2, 3))` is (0, 2), (4, 5), (2, 4)."""
+    """Yields the runs of consecutive numbers. Example: `_runs((0, 1, 4, 2, 3))` gives (0, 2), (4, 5), (2, 4)."""
     start = 0
     for index in range(1, len(numbers) + 1):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
@@ -161,7 +164,7 @@ def _divide(size: int, parts: int, index: int, what: str) -> tuple[int, int]:
 
 
 def _blocks(name: str, tensor: str, part: tuple[int, int]) -> tuple[int, int]:
-    """Rows or columns of a local tensor in blocks; the last may be cut short by the end of the parameter."""
+    """Converts a row or column range to blocks. The last block may extend past the end of the parameter."""
     if part[0] % BLOCK:
         raise RefitPlanError(
             f"parameter {name!r} begins at {part[0]} in {tensor!r}, inside an FP8 block of {BLOCK}; choose a tensor "

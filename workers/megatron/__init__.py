@@ -1,6 +1,6 @@
-"""Megatron-Core train workers. Importing this costs nothing; Megatron is imported when a worker is set up."""
+"""Megatron-Core train workers. Importing this is cheap; Megatron itself is imported when a worker is set up."""
 
-from workers.megatron.architecture import check_layout
-from workers.megatron.worker import MegatronWorker
+from dagrl.workers.megatron.architecture import check_layout
+from dagrl.workers.megatron.worker import MegatronWorker
 
 __all__ = ["MegatronWorker", "check_layout"]

@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says of a decoder, and whether a parallel layout fits it. Pure; needs no torch.
+"""Reads a decoder's architecture from `config.json` and checks a parallel layout against it. Pure; needs no torch.
 
 The driver calls `check_layout` before any worker starts.
 """
@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
-from dagrl.layout import ParallelLayout
-from workers.families import moe
-from workers.families.keys import check_query_groups, with_defaults
-from workers.families.model import Model
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families import moe
+from dagrl.workers.families.hf_config import ModelConfig, check_query_groups, with_defaults
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -21,8 +20,8 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""What each `rope_type` needs besides `rope_theta`."""
-EXPERT_MULTIPLE = 8  # grouped matrix products of experts (`experts.py`) take rows of whole 16 bytes: 8 numbers in bfloat16
+"""Parameters of each `rope_type` in addition to `rope_theta`."""
+EXPERT_MULTIPLE = 8  # grouped products of experts (`experts.py`) need rows of a multiple of 16 bytes: 8 bfloat16 numbers
 
 
 _COMPUTED = {
@@ -41,7 +40,7 @@ _COMPUTED = {
     "expert_ffn": "moe_intermediate_size",
     "normalize_expert_weights": "norm_topk_prob",
 }
-"""The key of `config.json` that says it, for all of `Architecture` but its positions, which rotations do not depend on."""
+"""Keys of `config.json` for the fields of `Architecture`, except the positions, which do not affect the computation."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ class Architecture:
 
     @property
     def computed(self) -> dict[str, Json]:
-        """All that the weights and what is computed with them follow from, by the keys of `config.json`.
+        """Everything that determines the weights and the computation, by the keys of `config.json`.
 
-        Equal for one model, whichever way and however completely its `config.json` says so.
+        Equal for equal models, however their `config.json` files express them.
         """
         rope = ("rope_theta", *ROPE_PARAMETERS[str(self.rope["rope_type"])])
         return {
@@ -82,17 +81,17 @@ class Architecture:
 
     @property
     def qk_norm(self) -> bool:
-        """Queries and keys are normalised per head."""
+        """Whether queries and keys are normalized per head."""
         return self.model_type in ("qwen3", "qwen3_moe")
 
     @property
     def qkv_bias(self) -> bool:
-        """Query, key and value projections have a bias."""
+        """Whether query, key and value projections have a bias."""
         return self.model_type == "qwen2"
 
 
 def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
-    """The architecture of a `config.json`; ConfigError names what is missing or not supported."""
+    """Returns the architecture of a `config.json`. Raises ConfigError naming what is missing or not supported."""
     _check_supported(hf_config)
     hf_config = with_defaults(hf_config)
     heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
@@ -114,14 +113,14 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     model = _with_experts(dense, hf_config) if dense.model_type in moe.FAMILY.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
-            "num_experts_per_tok is 1 and weights of experts are normalised, so that each is 1 and the router learns "
-            "nothing; Megatron refuses that: set norm_topk_prob to false (qwen3_moe), or choose another model"
+            "num_experts_per_tok is 1 and expert weights are normalized, so every weight is 1 and the router cannot learn. "
+            "Megatron rejects this; set norm_topk_prob to false (qwen3_moe), or choose another model"
         )
     return model
 
 
 def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
-    """Raise LayoutError, listing everything to change, when the model cannot be cut as `layout` says."""
+    """Raises LayoutError, listing everything to change, if `layout` does not fit the model."""
     model = read_architecture(hf_config)
     problems = [text for fits, text in _requirements(model, layout) if not fits]
     if problems:
@@ -168,7 +167,10 @@ def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[boo
 def _stages_fit(model: Architecture, layout: ParallelLayout) -> tuple[bool, str]:
     given = layout.first_stage_layers, layout.last_stage_layers
     if layout.pp == 2 and layout.vpp > 1 and None not in given:
-        return False, "with pp 2 and vpp Megatron takes the layers of one stage only; choose those of the first or the last"
+        return (
+            False,
+            "with pp 2 and vpp Megatron accepts the layer count of one stage only; choose the first or the last stage",
+        )
     try:
         layout.stage_layers(model.layers, 0)
     except LayoutError as error:
@@ -179,12 +181,12 @@ def _stages_fit(model: Architecture, layout: ParallelLayout) -> tuple[bool, str]
 def _check_supported(hf_config: Mapping[str, Json]) -> None:
     kind = hf_config.get("model_type")
     if kind not in MODEL_TYPES:
-        raise ConfigError(f"model_type is {kind!r}; the Megatron worker knows {', '.join(MODEL_TYPES)}")
+        raise ConfigError(f"model_type is {kind!r}; the Megatron worker supports {', '.join(MODEL_TYPES)}")
     if hf_config.get("attention_bias"):
         raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
     if hf_config.get("mlp_bias"):
         raise ConfigError("mlp_bias is true; the Megatron worker supports linear layers without bias only")
-    # A Qwen has the key without using it, and vLLM uses it where it finds it in a Llama, which transformers does not.
+    # Qwen configurations have sliding_window without using it. For a Llama vLLM uses it and transformers does not.
     if hf_config.get("use_sliding_window") or (kind in ("llama", "mixtral") and hf_config.get("sliding_window")):
         found = (
             f"use_sliding_window is {hf_config.get('use_sliding_window')}, sliding_window {hf_config.get('sliding_window')}"
@@ -199,7 +201,7 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
 
 
 def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), whose `rope_type` once was `type`."""
+    """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier; `rope_type` was `type`)."""
     usual = 1e6 if hf_config["model_type"] == "mixtral" else 1e4
     found: dict[str, Json] = {"rope_theta": _number(hf_config, "rope_theta", usual)}
     for key in ("rope_scaling", "rope_parameters"):
@@ -207,17 +209,17 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
         found |= value if isinstance(value, dict) else {}
     kind = str(found.setdefault("rope_type", found.get("type", "default")))
     if kind not in ROPE_PARAMETERS:
-        raise ConfigError(f"rope_type is {kind!r}; the Megatron worker knows {', '.join(ROPE_PARAMETERS)}")
+        raise ConfigError(f"rope_type is {kind!r}; the Megatron worker supports {', '.join(ROPE_PARAMETERS)}")
     for name in ("rope_theta", *ROPE_PARAMETERS[kind]):
         _number(found, name)
     if hf_config.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial_rotary_factor is not 1; the Megatron worker rotates whole heads only")
+        raise ConfigError("partial_rotary_factor is not 1; the Megatron worker supports rotating whole heads only")
     return found
 
 
 def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
-    """A dense decoder with the experts that the family's weight layout has too."""
-    model = Model(hf_config)
+    """Adds the experts to a dense decoder, as the family's weight layout has them."""
+    model = ModelConfig(hf_config)
     experts = moe.experts_of(model)
     return replace(
         dense,

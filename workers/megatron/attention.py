@@ -1,10 +1,10 @@
-"""Core attention and RMSNorm that Megatron-Core can build a layer of without Transformer Engine.
+"""Core attention and RMSNorm for Megatron-Core layers without Transformer Engine.
 
-Megatron's own local modules refuse context parallelism and packed sequences (`DotProductAttention`) and sequence
-parallelism (`WrappedTorchNorm`). Rows that are one sequence each go to torch's causal attention: they are padded on the
-right, so no token ever sees padding and no mask is needed. Packed rows, and rows cut over context-parallel workers, come
-with their `Segments`: flash attention takes all of them in one launch, on a GPU and in half precision; elsewhere torch's
-attention takes them one by one. Imported only where Megatron is.
+Megatron's local modules do not support context parallelism and packed sequences (`DotProductAttention`) or sequence
+parallelism (`WrappedTorchNorm`). Rows of one sequence each use torch's causal attention: they are padded on the right, so no
+token sees padding and no mask is needed. Packed rows and rows split over context-parallel workers come with `Segments`. In
+half precision on a GPU, flash attention processes all segments in one launch; elsewhere torch's attention processes them
+one by one. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workers.megatron.segments import Segments
+from dagrl.workers.megatron.segments import Segments
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -30,17 +30,17 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, states: Tensor) -> Tensor:
-        """`states` [..., hidden size], normalised; on a GPU by our own kernel, as torch's is slow for many short rows."""
+        """Normalizes `states` [..., hidden size]. GPUs use our own kernel, because torch's is slow for many short rows."""
         if not states.is_cuda:
             return super().forward(states)
-        from workers.megatron.layer_kernels import rms_norm
+        from dagrl.workers.megatron.layer_kernels import rms_norm
 
         assert self.eps is not None
         return rms_norm(states, self.weight, self.eps)
 
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]
-    """Causal grouped-query attention; under context parallelism keys and values are gathered, queries stay cut."""
+    """Causal grouped-query attention. Under context parallelism keys and values are gathered, queries stay split."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """`query` [s, b, heads, d], `key` and `value` [s, b, kv_heads, d] -> [s, b, heads * d]."""
         if packed_seq_params is None:
-            assert self.group is None, "a microbatch that is cut over context-parallel workers comes with its segments"
+            assert self.group is None, "context parallelism needs segments"
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             return _attend(q, k, v, self.scale).permute(2, 0, 1, 3).flatten(2)
         tokens, rows = query.shape[:2]
@@ -79,9 +79,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Attention within segments: `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> as `query`."""
+    """Attention within segments. `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`."""
     if _flash_takes(query):
-        # Sequences side by side, told apart by offsets; differentiable, and causal from the end of each (FlashAttention 2).
+        # Variable-length FlashAttention 2: differentiable, causal from the end of each segment.
         out: Tensor = torch.ops.aten._flash_attention_forward(
             query,
             key,
@@ -108,7 +108,7 @@ def _flash_takes(query: Tensor) -> bool:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention from the end: `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d]; q is at most k."""
+    """Attention, causal from the end. `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d], with q <= k."""
     queries, keys = query.shape[2], key.shape[2]
     mask = None
     if queries != keys:
@@ -120,13 +120,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def gather_keys(key: Tensor, value: Tensor, order: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values [len(order), kv_heads, d] of all context-parallel workers, from this one's [tokens, kv_heads, d]."""
+    """Gathers keys and values [len(order), kv_heads, d] of all context-parallel workers, from [tokens, kv_heads, d]."""
     both = gather_sequence(torch.stack((key, value), dim=1), group).index_select(0, order)
     return both[:, 0], both[:, 1]
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All-gather along dimension 0; the gradient is summed over the group and cut again."""
+    """All-gather along dimension 0. The backward pass is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
@@ -144,6 +144,6 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def gather_sequence(local: Tensor, group: Any) -> Tensor:
-    """`local` [s, ...] of every worker of `group`, in rank order [size * s, ...]; differentiable."""
+    """Gathers `local` [s, ...] of all workers in `group`, in rank order, to [size * s, ...]. Differentiable."""
     gathered: Tensor = _GatherSequence.apply(local, group)  # type: ignore[no-untyped-call]
     return gathered

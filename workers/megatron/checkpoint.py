@@ -1,12 +1,12 @@
 """Checkpoints of a train group in Megatron's distributed format (torch DCP): written by all ranks, read at any layout.
 
     checkpoint/
-      manifest.json    what it can be loaded into, the driver's state, and every file with its size and CRC-32; written last
-      metadata.json common.pt .metadata __<rank>_<n>.distcp      Megatron's `dist_checkpointing`, as its own tools read it
+      manifest.json    model identity, driver state, and every file with size and CRC-32; written last metadata.json
+      common.pt .metadata __<rank>_<n>.distcp      Megatron's `dist_checkpointing` format, readable by its tools
 
-It is written beside its place and renamed when every file is complete, so a directory of that name is always whole.
-`Saving` splits the work: planning and staging need all ranks and the weights as they are; writing, the longest part, runs in
-threads and can go on beside training; `finish` needs all ranks again. Imported only where Megatron is.
+Files are written to `<name>.partial`, which is renamed when every file is complete, so a directory of the final name is
+always whole. `CheckpointSave` splits the work. Planning and staging need all ranks and unchanged weights. Writing takes the
+longest; it runs in threads and can overlap training. `finish` needs all ranks again. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from torch.distributed import ProcessGroup
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
-from dagrl.layout import ParallelLayout
-from workers.megatron.manifest import FORMAT, MANIFEST, fingerprint, read_manifest
-from workers.megatron.offload import unique_storages
-from workers.megatron.optimizer import Trainer
-from workers.megatron.sharding import Target, ToHost, set_step_count, step_count, targets, written
-from workers.megatron.staging import Staging
-from workers.megatron.together import gather_objects, together
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
+from dagrl.workers.megatron.host_memory import StagingBuffers
+from dagrl.workers.megatron.manifest import FORMAT, MANIFEST, fingerprint, read_manifest
+from dagrl.workers.megatron.offload import unique_storages
+from dagrl.workers.megatron.optimizer import Trainer
+from dagrl.workers.megatron.sharding import LoadTarget, ToHost, entries_to_save, load_targets, set_step_count, step_count
 
-LOAD_BYTES = 2 << 30  # host memory of one round of loading
+LOAD_BYTES = 2 << 30  # host memory per loading round
 
 
-class Saving:
-    """One save. Make it on all ranks at once; it is being written until `finish`, with `background` from a copy.
+class CheckpointSave:
+    """One checkpoint being saved. Create it on all ranks together and call `finish`; `background` writes from a copy.
 
-    Ranks that wait for another's files do so in `group`, whose deadline is made for that.
+    Ranks wait for each other's files in `group`, which has a long deadline.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Saving:
         self._head = {"format": FORMAT, "identity": identity, "state": state, "reference": reference is not None}
         self._head["layout"] = dict(asdict(trainer.layout))
         self._error: BaseException | None = None
-        together(group, lambda: _make_empty(self._partial))
-        to_host = Staging().copy if background else Tensor.cpu
+        run_on_all_ranks(group, lambda: _make_empty(self._partial))
+        to_host = StagingBuffers().copy if background else Tensor.cpu
         content = _state_dict(trainer, reference, to_host)
-        self._request = together(group, lambda: _plan(content, self._partial))
+        self._request = run_on_all_ranks(group, lambda: _plan(content, self._partial))
         self._buckets = _staged(self._request, to_host, _live_storages(trainer, reference))
         self._files: dict[str, dict[str, int]] = {}
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -81,22 +81,22 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's files are written, so that `finish` does not wait for it."""
+        """Whether this rank's files are written, so that `finish` does not wait."""
         return not self._thread.is_alive()
 
     def finish(self, timeout_s: float) -> None:
-        """Complete the checkpoint and give it its name, on all ranks at once. CheckpointError on all when one failed."""
+        """Completes and renames the checkpoint, on all ranks together. Raises CheckpointError on all if one failed."""
         self._thread.join(timeout_s)
-        together(self._group, self._check_written, timeout_s)
-        together(self._group, self._finalize)
+        run_on_all_ranks(self._group, self._check_written, timeout_s)
+        run_on_all_ranks(self._group, self._finalize)
         files = {name: entry for part in gather_objects(self._group, self._files) for name, entry in part.items()}
-        together(self._group, lambda: self._publish(files) if dist.get_rank() == 0 else None)
+        run_on_all_ranks(self._group, lambda: self._publish(files) if dist.get_rank() == 0 else None)
 
     def _check_written(self, timeout_s: float) -> None:
         if self._thread.is_alive():
             raise CheckpointError(
-                f"{self._partial} is not written after {timeout_s:.0f} s; the disk is too slow or stuck, "
-                "raise timeouts.checkpoint_s if it is only slow"
+                f"{self._partial} is not written after {timeout_s:.0f} s; the disk is slow or stuck. "
+                "Raise timeouts.checkpoint_s if it is slow"
             )
         if self._error is not None:
             raise CheckpointError(f"cannot write {self._partial}: {self._error}") from self._error
@@ -105,12 +105,12 @@ class Saving:
         try:
             _write_buckets(self._request, self._buckets)
             self._files = {name: fingerprint(Path(path)) for path, name, _ in self._buckets}
-        except Exception as error:  # raised by `finish`, on all ranks
+        except Exception as error:  # `finish` raises it on all ranks
             self._error = error
         self._buckets = []
 
     def _finalize(self) -> None:
-        for function in self._request.finalize_fns:  # collectives: results to rank 0, which writes Megatron's metadata
+        for function in self._request.finalize_fns:  # collectives: rank 0 gathers results and writes Megatron's metadata
             function()
 
     def _publish(self, files: dict[str, dict[str, int]]) -> None:
@@ -123,27 +123,26 @@ class Saving:
 def load_checkpoint(
     directory: str, trainer: Trainer, identity: Mapping[str, Json], group: ProcessGroup
 ) -> tuple[dict[str, Tensor] | None, dict[str, Json]]:
-    """Take up a checkpoint, on all ranks at once: the reference policy's weights if it has them, and the driver's state.
+    """Loads a checkpoint on all ranks together. Returns the reference policy's weights, if any, and the driver's state.
 
-    Ranks wait for each other in `group`, as in `Saving`.
-
-    Every byte is verified before anything is changed; CheckpointError on every rank when one of them cannot read its part.
+    Ranks wait for each other in `group`, as in `CheckpointSave`. Every byte is verified before anything changes. Raises
+    CheckpointError on all ranks if one cannot read its part.
     """
     path = Path(directory)
-    manifest = together(group, lambda: read_manifest(path, identity))
-    together(group, lambda: _verify(path, manifest["files"]))
+    manifest = run_on_all_ranks(group, lambda: read_manifest(path, identity))
+    run_on_all_ranks(group, lambda: _verify(path, manifest["files"]))
     reference = None
     if manifest["reference"]:
         reference = {name: torch.empty_like(tensor, device="cpu") for name, tensor in trainer.model.tensors().items()}
     with torch.no_grad(), _loading_in(group):
-        for part in _rounds(targets(trainer, reference), group):
+        for part in _rounds(load_targets(trainer, reference), group):
             _load(path, part, group)
         _restore(trainer, _load_common(path, trainer, manifest, group))
     return reference, manifest["state"]
 
 
 def random_state() -> dict[str, Any]:
-    """The generators of this process."""
+    """Returns the state of this process's random generators."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -152,13 +151,13 @@ def random_state() -> dict[str, Any]:
 
 def _state_dict(trainer: Trainer, reference: Mapping[str, Tensor] | None, to_host: ToHost) -> dict[str, Any]:
     with torch.no_grad():
-        entries = {str(number): entry for number, entry in enumerate(written(trainer, reference, to_host))}
-    _wait_for_copies()  # Megatron's plan copies parts of some
+        entries = {str(number): entry for number, entry in enumerate(entries_to_save(trainer, reference, to_host))}
+    _wait_for_copies()  # Megatron's plan copies some tensors
     return {**entries, "random": _random_object(trainer.layout, random_state()), "trainer": _counters(trainer)}
 
 
 def _random_object(layout: ParallelLayout, data: Any) -> ShardedObject:
-    """Each rank's generators; they mean something to a rank of the same layout alone."""
+    """Each rank's generator state, which only applies to the same layout."""
     return ShardedObject("random", data, (layout.world_size,), (dist.get_rank(),))
 
 
@@ -189,21 +188,21 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _plan(content: dict[str, Any], directory: Path) -> Any:
-    """Megatron's request to write; a collective.
+    """Returns Megatron's write request. A collective.
 
-    Its results are to come back through a queue of this process: Megatron's own would start another process.
+    Results return through a queue of this process, because Megatron's own queue would start another process.
     """
     filesystem_async._results_queue = queue.Queue()
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     return dist_checkpointing.save(content, str(directory), strategy, async_sharded_save=True)
 
 
-Bucket = tuple[str, str, tuple[list[Any], list[Any]]]
-"""Path and name of a file, and what goes into it: bytes, and tensors."""
+FileContents = tuple[str, str, tuple[list[Any], list[Any]]]
+"""Path and name of a file, and its content: bytes and tensors."""
 
 
-def _staged(request: Any, to_host: ToHost, live: set[int]) -> list[Bucket]:
-    """What this rank writes, in host memory: what is `live` (see `_live_storages`) or on a GPU goes through `to_host`."""
+def _staged(request: Any, to_host: ToHost, live: set[int]) -> list[FileContents]:
+    """Returns what this rank writes, in host memory. `to_host` copies tensors on a GPU or in `live` storages."""
     if request.async_fn is None:
         return []
 
@@ -220,19 +219,19 @@ def _staged(request: Any, to_host: ToHost, live: set[int]) -> list[Bucket]:
 
 
 def _wait_for_copies() -> None:
-    """Until what `to_host` gave has its content."""
+    """Waits for the copies that `to_host` started."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 def _live_storages(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> set[int]:
-    """Those that training goes on to change; Megatron's plan has views of them, and copies of its own."""
+    """Returns storages that further training changes. Megatron's plan holds views of them, and own copies."""
     tensors = [*trainer.weight_tensors(), *trainer.optimizer_tensors(), *(reference or {}).values()]
     return {storage._cdata for storage in unique_storages(tensors)}
 
 
-def _write_buckets(request: Any, buckets: list[Bucket]) -> None:
-    """Write every file in a thread of its own, by Megatron's writer; processes would have to be forked off this one."""
+def _write_buckets(request: Any, buckets: list[FileContents]) -> None:
+    """Writes each file in a thread with Megatron's writer, which would otherwise fork processes."""
     if not buckets:
         return
     transforms, results = request.async_fn.args[0], request.async_fn_args[2]
@@ -253,7 +252,7 @@ def _write_buckets(request: Any, buckets: list[Bucket]) -> None:
 
 @contextmanager
 def _loading_in(group: ProcessGroup) -> Iterator[None]:
-    """Let torch's DCP meet in `group` while it loads; Megatron names none, and the default group's deadline is shorter."""
+    """Makes torch's DCP use `group` for loading. Megatron passes none, and the default group's deadline is shorter."""
     load = checkpoint.load_state_dict
     checkpoint.load_state_dict = partial(load, process_group=group)
     try:
@@ -262,15 +261,15 @@ def _loading_in(group: ProcessGroup) -> Iterator[None]:
         checkpoint.load_state_dict = load
 
 
-def _rounds(found: Iterable[Target], group: ProcessGroup) -> Iterator[list[Target]]:
-    """Targets in rounds of about `LOAD_BYTES` of host memory; all ranks make equally many, as loading is collective.
+def _rounds(found: Iterable[LoadTarget], group: ProcessGroup) -> Iterator[list[LoadTarget]]:
+    """Yields targets in rounds of about `LOAD_BYTES` of host memory. All ranks have equally many, as loading is collective.
 
-    A rank alone makes one round: Megatron deems the layers that are not read now to be on the next rank, which is itself.
+    A single rank has one round, because Megatron would assume that layers missing from a round are on another rank.
     """
     source, more = iter(found), True
     limit = LOAD_BYTES if dist.get_world_size() > 1 else math.inf
     while any(gather_objects(group, more)):
-        taken: list[Target] = []
+        taken: list[LoadTarget] = []
         size = 0
         while more and size < limit:
             target = next(source, None)
@@ -281,16 +280,16 @@ def _rounds(found: Iterable[Target], group: ProcessGroup) -> Iterator[list[Targe
         yield taken
 
 
-def _load(path: Path, part: list[Target], group: ProcessGroup) -> None:
+def _load(path: Path, part: list[LoadTarget], group: ProcessGroup) -> None:
     wanted = {str(number): target.entry for number, target in enumerate(part)}
-    loaded = together(group, lambda: _read(path, wanted))
+    loaded = run_on_all_ranks(group, lambda: _read(path, wanted))
     for number, target in enumerate(part):
         target.receive(loaded[str(number)])
 
 
 def _load_common(path: Path, trainer: Trainer, manifest: Mapping[str, Any], group: ProcessGroup) -> Mapping[str, Any]:
     same = manifest["layout"] == asdict(trainer.layout)
-    return together(group, lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
+    return run_on_all_ranks(group, lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
 
 
 def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -299,7 +298,7 @@ def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_empty(directory: Path) -> None:
-    """An empty directory; what a save that was cut off left there goes."""
+    """Creates an empty directory. Removes the rest of an interrupted save."""
     if dist.get_rank() == 0:
         if directory.exists():
             shutil.rmtree(directory)
@@ -307,7 +306,7 @@ def _make_empty(directory: Path) -> None:
 
 
 def _verify(target: Path, files: Mapping[str, Mapping[str, int]]) -> None:
-    """Compare this rank's share of the files with the manifest."""
+    """Compares this rank's share of the files with the manifest."""
     for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
         path = target / name
         if not path.exists():

@@ -1,14 +1,14 @@
-"""Megatron-Core without a GPU, over Gloo. The one module that knows; it does nothing where CUDA is available.
+"""Runs Megatron-Core without a GPU, over Gloo. All patches for this are here; with CUDA this module does nothing.
 
-Megatron-Core (0.16.1) asks for what a CPU lacks in six ways, each mended here and nowhere else:
+Megatron-Core (0.16.1) requires CUDA in six ways:
 
-1. its modules call `torch.cuda.current_device()`, `synchronize()` and streams, and write `device="cuda"`: they are given a
-   view of `torch` that reads "cuda" as "cpu" (`torch` itself is not touched);
-2. its random-number tracker forks the CUDA generator: one that forks the CPU generator takes its place;
-3. it calls `tensor.cuda()`, for tied embeddings over pipeline stages and optimizer state;
-4. experts that are cut themselves gather parts of unequal size, which Gloo does not;
-5. its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor": true while `cuda_type_names()` is open;
-6. its fused functions are compiled by inductor, 2 s of each start and a C++ compiler at the first call: they run as written.
+1. Its modules call `torch.cuda.current_device()`, `synchronize()` and streams, and pass `device="cuda"`. They get a view of
+   `torch` that maps "cuda" to "cpu"; `torch` itself is unchanged.
+2. Its random-number tracker forks the CUDA generator. A replacement forks the CPU generator.
+3. It calls `tensor.cuda()` for tied embeddings across pipeline stages and for optimizer state. It becomes a no-op.
+4. Experts sharded over etp gather parts of unequal size, which Gloo does not support. The parts are padded.
+5. Its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor". `cuda_type_names()` makes that true.
+6. Inductor compiles its fused functions, which costs 2 s per start and needs a C++ compiler. They run uncompiled.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
 
 def adapt() -> None:
-    """Make Megatron-Core usable in this process; to be called after `import torch` and before a model is built."""
+    """Patches Megatron-Core in this process. Call it after `import torch` and before a model is built."""
     import torch
 
     if torch.cuda.is_available():
         return
-    with _compiling_nothing():
+    with _no_compilation():
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
     view = _torch_view()
@@ -57,8 +57,8 @@ def adapt() -> None:
 
 
 @contextlib.contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    """`@torch.compile` leaves functions as they are; inductor would be imported where they are defined."""
+def _no_compilation() -> Iterator[None]:
+    """Makes `@torch.compile` return functions unchanged. It would import inductor at their definition."""
     import torch
 
     original = torch.compile
@@ -71,7 +71,7 @@ def _compiling_nothing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """`tensor.type()` says "torch.cuda.FloatTensor" for CPU tensors, which Megatron's optimizers insist on."""
+    """Makes `tensor.type()` return "torch.cuda.FloatTensor" for CPU tensors, as Megatron's optimizers require."""
     import torch
 
     if torch.cuda.is_available():
@@ -91,7 +91,7 @@ def cuda_type_names() -> Iterator[None]:
 
 
 class _View(ModuleType):
-    """A module that forwards to another one what it does not define itself."""
+    """A module that forwards undefined attributes to another module."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module.__name__)
@@ -102,7 +102,7 @@ class _View(ModuleType):
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream on which all work is already done."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -179,7 +179,7 @@ def _replace_rng_tracker() -> None:
 
 
 def _pass_split_sizes_as_numbers() -> None:
-    """The all-to-all of the token dispatcher takes its split sizes from a copy to the host, which a CPU tensor skips."""
+    """Converts split sizes to NumPy for the token dispatcher. Megatron does that only when copying from a GPU."""
     import torch
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -197,7 +197,7 @@ def _pass_split_sizes_as_numbers() -> None:
 
 
 def _gather_unequal_parts() -> None:
-    """Experts that are cut themselves (etp) gather the tokens of all their parts, not equally many each: Gloo cannot."""
+    """Pads the unequal parts that etp-sharded experts gather, because Gloo needs equal sizes."""
     import torch
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings

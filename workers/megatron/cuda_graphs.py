@@ -1,12 +1,12 @@
-"""CUDA graphs of a model's passes over a microbatch: forward and backward, recorded once for each shape and replayed.
+"""CUDA graphs of a model's forward and backward pass over a microbatch, recorded once per shape and replayed.
 
-Where microbatches are small, or a model is cut over many workers, a step is as long as it takes the host to launch its
-kernels. A replay is one launch. Recorded is what runs between the tokens and the last hidden states, and on the way back
-also that each parameter's gradient is added to Megatron's buffers; the loss is computed as ever. The first microbatch of a
-shape runs as it does without graphs, and the second is recorded, so that no kernel is compiled or chosen in a recording.
+With small microbatches or many workers per model, launching kernels dominates a step. A replay is one launch. A graph covers
+the pass from the tokens to the last hidden states, and the backward pass including the addition of gradients to Megatron's
+buffers. The loss runs outside. The first microbatch of a shape runs without a graph and the second is recorded, so no kernel
+is compiled or selected while recording.
 
-A graph reads and writes the addresses that it was recorded with. Those of all parameters and gradient buffers are a part of
-what it is found by, so that a model whose memory has moved is recorded again. See PyTorch's notes on CUDA graphs
+A graph reads and writes fixed addresses. The addresses of all parameters and gradient buffers are part of its key, so a
+model whose memory moved is recorded again. See PyTorch's notes on CUDA graphs
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). Imported only where Megatron is.
 """
 
@@ -23,26 +23,28 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from dagrl.errors import RunError
-from workers.megatron.microbatches import Microbatch
-from workers.megatron.segments import Segments
+from dagrl.workers.megatron.microbatches import Microbatch
+from dagrl.workers.megatron.segments import Segments
 
 ModelPass = Callable[[Any, Microbatch], Tensor]
-"""A chunk of the model and a microbatch -> what the chunk makes of it, with its autograd graph unless that is off."""
+"""Runs a model chunk on a microbatch and returns its output, with an autograd graph if gradients are enabled."""
 
 MOST_RECORDINGS = 64
 FEWEST_SEGMENTS, SHORTEST_SEGMENT = 8, 256
 
 
 def plain_pass(chunk: Any, microbatch: Microbatch) -> Tensor:
-    """Launches every kernel by itself."""
+    """Runs the pass without a graph."""
     output: Tensor = chunk(microbatch.tokens, microbatch.positions, microbatch.segments)
     return output
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """What microbatches that share a recording have alike: `tokens` [b, s], whether gradients are wanted, and room for
-    segments, whose number and lengths are rounded up: kernels leave out what is not there."""
+class _PassShape:
+    """The key under which microbatches share a recording: shape of `tokens` [b, s], gradients, and segment capacity.
+
+    Segment count and lengths are rounded up; kernels skip empty segments.
+    """
 
     tokens: tuple[int, ...]
     backward: bool
@@ -51,21 +53,21 @@ class _Shape:
     longest_key: int
 
     @staticmethod
-    def of(microbatch: Microbatch) -> _Shape:
-        """That of a microbatch, on the way that the pass is wanted now."""
+    def of(microbatch: Microbatch) -> _PassShape:
+        """Returns the shape of a microbatch in the current gradient mode."""
         shape, backward, segments = tuple(microbatch.tokens.shape), torch.is_grad_enabled(), microbatch.segments
         if segments is None:
-            return _Shape(shape, backward, 0, 0, 0)
+            return _PassShape(shape, backward, 0, 0, 0)
         number = _rounded(len(segments.query_lengths), FEWEST_SEGMENTS)
         query = min(_rounded(segments.longest_query, SHORTEST_SEGMENT), sum(segments.query_lengths))
         key = min(_rounded(segments.longest_key, SHORTEST_SEGMENT), sum(segments.key_lengths))
-        return _Shape(shape, backward, number, query, key)
+        return _PassShape(shape, backward, number, query, key)
 
-    def room(self, microbatch: Microbatch) -> Microbatch:
-        """A copy that a graph of this shape may be recorded with; later ones are filled into it."""
+    def allocate(self, microbatch: Microbatch) -> Microbatch:
+        """Copies the microbatch to static memory for recording. Later microbatches are copied into it."""
         segments = microbatch.segments
         if segments is not None:
-            queries, keys = (_filled_up(one, self.segments + 1) for one in (segments.query_starts, segments.key_starts))
+            queries, keys = (_pad_starts(one, self.segments + 1) for one in (segments.query_starts, segments.key_starts))
             order = None if segments.key_order is None else segments.key_order.clone()
             segments = Segments((self.longest_query,), (self.longest_key,), queries, keys, order)
         tokens, positions = microbatch.tokens.clone(), microbatch.positions.clone()
@@ -73,31 +75,31 @@ class _Shape:
 
 
 def _rounded(number: int, least: int) -> int:
-    """The next power of two, `least` or more."""
+    """Returns the next power of two that is at least `least`."""
     return max(least, 1 << (number - 1).bit_length())
 
 
-def _filled_up(starts: Tensor, number: int) -> Tensor:
-    """Offsets of as many segments as are missing, all empty and at the end."""
+def _pad_starts(starts: Tensor, number: int) -> Tensor:
+    """Appends empty segments up to `number` offsets."""
     return torch.cat([starts, starts[-1:].expand(number - len(starts))])
 
 
 class RecordedPasses:
-    """Passes of a model of one chunk; those of a shape seen before are replays. Call as a `ModelPass`.
+    """A `ModelPass` for models of one chunk that records passes as graphs and replays them.
 
-    A pass with gradients is to be followed by its way back before the next. `parameters` are the model's and `gradients`
-    their buffers. Calls are made on one CUDA stream that is not the default one, as the wrapping of the model in Megatron's
-    data parallelism was: nothing can be recorded on the default stream, and gradients are added where that happened.
+    A pass with gradients must be followed by its backward pass before the next. `parameters` are the model's, `gradients`
+    their buffers. Call it on one non-default CUDA stream, the one on which the model was wrapped for data parallelism: the
+    default stream cannot be captured, and autograd adds gradients on the stream of the wrapping.
     """
 
     def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         self._parameters, self._gradients = parameters, gradients
-        self._pool = torch.cuda.graph_pool_handle()  # one graph runs at a time: all have the same memory
-        self._recordings: dict[Any, _Recording | None] = {}  # the last used last; None: seen once
+        self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and share memory
+        self._recordings: dict[Any, _Recording | None] = {}  # least recently used first; None: seen once
 
     def __call__(self, chunk: Any, microbatch: Microbatch) -> Tensor:
-        """The pass over a microbatch."""
-        shape = _Shape.of(microbatch)
+        """Runs the pass over a microbatch."""
+        shape = _PassShape.of(microbatch)
         found = (shape, *map(torch.Tensor.data_ptr, (*self._parameters, *self._gradients)))
         if found not in self._recordings:
             self._keep(found, None)
@@ -107,7 +109,7 @@ class RecordedPasses:
         return recording.replay(microbatch)
 
     def forget(self) -> None:
-        """From any thread: drop all graphs, also of a pass that is under way, which raises RunError when it needs one."""
+        """Drops all graphs. Works from any thread; a running pass raises RunError when it needs one."""
         for recording in list(self._recordings.values()):
             if recording is not None:
                 recording.drop()
@@ -115,7 +117,7 @@ class RecordedPasses:
 
     @property
     def count(self) -> int:
-        """Shapes that are recorded."""
+        """Number of recorded shapes."""
         return sum(recording is not None for recording in self._recordings.values())
 
     def _keep(self, found: Any, recording: _Recording | None) -> None:
@@ -125,19 +127,19 @@ class RecordedPasses:
 
 
 class _Recording:
-    """A graph of the way forward and, where gradients are wanted, one of the way back; what they read and write."""
+    """A forward graph and, with gradients, a backward graph, and their static inputs and outputs."""
 
-    def __init__(self, chunk: Any, shape: _Shape, microbatch: Microbatch, pool: Any) -> None:
-        self._input = shape.room(microbatch)
+    def __init__(self, chunk: Any, shape: _PassShape, microbatch: Microbatch, pool: Any) -> None:
+        self._input = shape.allocate(microbatch)
         self._backward_too = shape.backward
         self._graphs = [torch.cuda.CUDAGraph() for _ in range(1 + shape.backward)]
         try:
             self._output = self._record(chunk, pool)
         except BaseException:
             for graph in self._graphs:
-                graph.reset()  # at once: the error's traceback refers to them, and an abort waits for their end
+                graph.reset()  # now: the traceback refers to the graphs, and an abort waits for their end
             raise
-        # Where sequences are parallel, inputs are gathered into buffers that Megatron replaces when a larger one is wanted.
+        # Sequence parallelism gathers inputs into Megatron's buffers, which Megatron replaces by larger ones. Keep these.
         self._gathered = list(get_global_memory_buffer().buffer.values())
 
     def _record(self, chunk: Any, pool: Any) -> Tensor:
@@ -152,31 +154,31 @@ class _Recording:
         return output.detach()
 
     def drop(self) -> None:
-        """Let go of the graphs, whoever still refers to this recording."""
+        """Drops the graphs, even if this recording is still referenced."""
         self._graphs = []
 
     def replay(self, microbatch: Microbatch) -> Tensor:
-        """The pass over a microbatch of the recording's shape; its output is overwritten by the next."""
+        """Runs the pass over a microbatch of this shape. The next replay overwrites the output."""
         self._fill(microbatch)
         if not self._backward_too:
             return self.forward()
-        output: Tensor = _Replay.apply(self._anchor, self)  # type: ignore[no-untyped-call]
+        output: Tensor = _ReplayedPass.apply(self._anchor, self)  # type: ignore[no-untyped-call]
         return output
 
     def forward(self) -> Tensor:
-        """Replay what was recorded of the way forward."""
+        """Replays the forward pass."""
         self._graph(0).replay()
         return self._output.detach()
 
     def backward(self, gradient: Tensor) -> None:
-        """Replay the way back: gradients are added to Megatron's buffers."""
+        """Replays the backward pass, which adds gradients to Megatron's buffers."""
         self._gradient.copy_(gradient)
         self._graph(1).replay()
 
     def _graph(self, number: int) -> torch.cuda.CUDAGraph:
         graphs = self._graphs
         if not graphs:
-            raise RunError("the CUDA graphs of this pass were dropped while it ran, by an abort or an offload")
+            raise RunError("an abort or an offload dropped the CUDA graphs of this pass while it ran; replay the phase")
         return graphs[number]
 
     def _fill(self, microbatch: Microbatch) -> None:
@@ -185,14 +187,14 @@ class _Recording:
         here, there = self._input.segments, microbatch.segments
         if here is None or there is None:
             return
-        here.query_starts.copy_(_filled_up(there.query_starts, len(here.query_starts)))
-        here.key_starts.copy_(_filled_up(there.key_starts, len(here.key_starts)))
+        here.query_starts.copy_(_pad_starts(there.query_starts, len(here.query_starts)))
+        here.key_starts.copy_(_pad_starts(there.key_starts, len(here.key_starts)))
         if here.key_order is not None and there.key_order is not None:
             here.key_order.copy_(there.key_order)
 
 
-class _Replay(torch.autograd.Function):
-    """A recording as autograd sees it: its gradients go to Megatron's buffers, none to the anchor."""
+class _ReplayedPass(torch.autograd.Function):
+    """A recording as an autograd function. Its gradients are added to Megatron's buffers, none to the anchor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recording: _Recording) -> Tensor:
@@ -206,14 +208,14 @@ class _Replay(torch.autograd.Function):
 
 
 def _recorded(graph: torch.cuda.CUDAGraph, pool: Any) -> Any:
-    """What is launched in the block becomes `graph`. Other threads may call CUDA meanwhile, NCCL's watchdog for one."""
+    """Captures the block as `graph`. Other threads, such as NCCL's watchdog, may call CUDA meanwhile."""
     stream = torch.cuda.current_stream()
     return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
 
 @contextmanager
 def _without_forks() -> Iterator[None]:
-    """No look at the random generator's state: Megatron has one around dropout, of which no model here has any."""
+    """Skips the fork of the random generator around dropout. No model here has dropout, and capture forbids it."""
     tracker = get_cuda_rng_tracker()
     tracker.fork = nullcontext
     try:

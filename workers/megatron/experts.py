@@ -1,12 +1,12 @@
-"""The experts of a layer as grouped matrix products: one launch for all of them, not one for each.
+"""The experts of a layer as grouped matrix products: one launch for all experts instead of one each.
 
-Parameters, their names and their checkpoints are those of Megatron's `SequentialMLP`, a weight for each expert; Megatron's
-own grouped experts need Transformer Engine or the `grouped_gemm` extension. torch's `grouped_mm` takes all weights as one
-tensor, and Megatron's buffers hold fc1 and fc2 of an expert side by side, the last expert first: each product copies the
-weights that it needs, one pass over them, and drops the copy.
+Parameters, names and checkpoints are those of Megatron's `SequentialMLP`, with one weight per expert. Megatron's own grouped
+experts need Transformer Engine or the `grouped_gemm` extension. torch's `grouped_mm` needs all weights in one tensor, but
+Megatron's buffers interleave fc1 and fc2 of the experts, last expert first. So each product copies its weights in one pass
+and drops the copy.
 
-In bfloat16 on Hopper and Blackwell a product is one kernel; elsewhere torch goes from expert to expert. Rows must be whole
-16 bytes (`architecture.EXPERT_MULTIPLE`). Imported only where Megatron is.
+In bfloat16 on Hopper and Blackwell a product is one kernel; elsewhere torch loops over the experts. Rows must be a multiple
+of 16 bytes (`architecture.EXPERT_MULTIPLE`). Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from torch.nn.functional import grouped_mm
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     """Megatron's `SequentialMLP`, computed for all experts of this worker at once.
 
-    Experts that are cut themselves (etp) and experts on other workers (ep) are the token dispatcher's matter: what arrives
-    here is multiplied by the parts of weights that are here, without a collective. The experts' own linear layers are never
-    called, so what hooks on them would do (Megatron's overlapped gathering of parameters) does not happen.
+    The token dispatcher handles sharded experts (etp) and experts on other workers (ep): tokens that arrive here are
+    multiplied by the local weights without a collective. The experts' linear layers are never called, so their hooks, such
+    as Megatron's overlapped parameter gathering, do not run.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert not self.config.add_bias_linear, "grouped products add no bias"
+        assert not self.config.add_bias_linear, "grouped products support no bias"
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Outputs [tokens, hidden size], and no bias, of `hidden` [tokens, hidden size], sorted by expert.
+        """Returns outputs [tokens, hidden size] and no bias, for `hidden` [tokens, hidden size] sorted by expert.
 
-        `tokens_per_expert` [experts] is int64, on the host where the dispatcher copied it there; `probs` [tokens] are what
-        the router gave each token's expert.
+        `tokens_per_expert` [experts] is int64, on the host if the dispatcher copied it there. `probs` [tokens] are the
+        router's weights.
         """
         if self.config.moe_apply_probs_on_input:
             hidden, probs = (probs.unsqueeze(-1) * hidden).to(hidden.dtype), torch.ones_like(probs)
         groups = RowGroups.of(tokens_per_expert, hidden)
         layers = [(expert.linear_fc1.weight, expert.linear_fc2.weight) for expert in self.local_experts]
         first, second = (_linear(weights, groups) for weights in zip(*layers, strict=True))
-        output, _ = MLP.forward(_MlpParts(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
+        output, _ = MLP.forward(_MlpModule(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
         return output, None
 
 
-class _MlpParts(NamedTuple):
-    """What `MLP.forward` asks of its module: activation and probabilities stay as Megatron computes them."""
+class _MlpModule(NamedTuple):
+    """The attributes that `MLP.forward` reads, so that Megatron computes activation and probabilities."""
 
     config: Any
     activation_func: Callable[[Tensor], Tensor]
@@ -62,8 +62,8 @@ class _MlpParts(NamedTuple):
 class RowGroups:
     """Which rows belong to which expert, in a tensor whose rows are sorted by expert.
 
-    `experts` are those that have rows; theirs end at `offsets` [len(experts)], int32 on the device of the rows. Experts
-    without rows are left out of products: on some GPUs they would get gradients that are not zero
+    `experts` lists the experts with rows. Their rows end at `offsets` [len(experts)], int32 on the rows' device. Experts
+    without rows are left out of products, because on some GPUs they would get non-zero gradients
     (https://github.com/pytorch/pytorch/issues/172439).
     """
 
@@ -72,15 +72,15 @@ class RowGroups:
 
     @classmethod
     def of(cls, tokens_per_expert: Tensor, rows: Tensor) -> RowGroups:
-        """Made of counts on the host, without waiting for the device of `rows`, all of which they must count."""
+        """Builds the groups from counts on the host, without waiting for the device. Counts must sum to the rows."""
         counts: list[int] = tokens_per_expert.tolist()
-        assert sum(counts) == len(rows), f"{len(rows)} rows, of which experts were to get {counts}"
+        assert sum(counts) == len(rows), f"{len(rows)} rows for experts with {counts}"
         experts = tuple(expert for expert, count in enumerate(counts) if count)
         offsets = torch.tensor([counts[expert] for expert in experts]).cumsum(0, dtype=torch.int32)
         return cls(experts, offsets.to(rows.device, non_blocking=True))
 
     def stack(self, weights: Sequence[Tensor]) -> Tensor:
-        """Weights of the experts that have rows, [len(experts), outputs, inputs]."""
+        """Stacks the weights of experts with rows to [len(experts), outputs, inputs]."""
         return torch.stack([weights[expert] for expert in self.experts])
 
 
@@ -89,13 +89,13 @@ def _linear(weights: Sequence[Tensor], groups: RowGroups) -> Callable[[Tensor], 
 
 
 def expert_products(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
-    """Each row of `rows` [tokens, inputs] times the weight [outputs, inputs] of its expert; [tokens, outputs]."""
+    """Multiplies each row of `rows` [tokens, inputs] by its expert's weight [outputs, inputs] -> [tokens, outputs]."""
     products: Tensor = _ExpertProducts.apply(rows, groups, *weights)  # type: ignore[no-untyped-call]
     return products
 
 
 class _ExpertProducts(torch.autograd.Function):
-    """Saves the weights as they are, so that a layer keeps no second copy of them until its backward pass."""
+    """Saves the original weights, so that a layer keeps no second copy until its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ def _row_gradients(gradient: Tensor, rows: Tensor, groups: RowGroups, weights: S
 
 
 def _weight_gradients(gradient: Tensor, rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """A gradient for each weight: parts of one tensor, and zeros for experts without rows."""
+    """Yields a gradient for each weight: views of one tensor, and zeros for experts without rows."""
     made: dict[int, Tensor] = {}
     if groups.experts:
-        # The left one column after column, the right one row after row: no other order takes any number of rows an expert.
+        # Left column-major, right row-major: no other layout supports any number of rows per expert.
         parts = grouped_mm(gradient.t(), rows, offs=groups.offsets).unbind()
         made.update(zip(groups.experts, parts, strict=True))
     return (made[expert] if expert in made else torch.zeros_like(weight) for expert, weight in enumerate(weights))

@@ -1,18 +1,17 @@
-"""Model FLOPs of a training step by Megatron's formula, and what a GPU could do at most: throughput and MFU come from both.
+"""Model FLOPs of a training step by Megatron's formula, and peak FLOP/s of GPUs, for throughput and MFU.
 
-The formula is `num_floating_point_operations` of Megatron-LM (megatron/training/training.py): matrix products of
-projections, MLPs (of the experts that a token goes to), causal attention and the output layer, three times those of the
-forward pass; neither norms nor recomputation count. Attention counts each sequence by its own length, so padding and
-packing change nothing. Pure; needs no torch.
+The formula is `num_floating_point_operations` of Megatron-LM (megatron/training/training.py): three times the forward matrix
+products of projections, MLPs (those of a token's experts), causal attention and the output layer. Norms and recomputation do
+not count. Attention uses each sequence's own length, so padding and packing change nothing. Pure; needs no torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from workers.megatron.architecture import Architecture
+from dagrl.workers.megatron.architecture import Architecture
 
-PASSES = 3  # the backward pass makes two products for each of the forward pass
+PASSES = 3  # the backward pass has two products for each forward product
 OPERATIONS = 2  # a multiplication and an addition
 
 PEAK_TFLOPS = (
@@ -37,7 +36,7 @@ PEAK_TFLOPS = (
 
 
 def token_flops(model: Architecture) -> float:
-    """Forward FLOPs of a token, save what attention does with the tokens before it."""
+    """Returns the forward FLOPs of a token, without attention to earlier tokens."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.hidden * (queries + 2 * keys) + queries * model.hidden
     experts = sum(model.moe_layers) if model.experts else 0
@@ -48,18 +47,18 @@ def token_flops(model: Architecture) -> float:
 
 
 def sequence_flops(model: Architecture, length: int) -> float:
-    """Forward FLOPs of a sequence: its tokens, and scores and sums of causal attention, half of the square."""
+    """Returns the forward FLOPs of a sequence: its tokens, and causal attention, which is half of the square."""
     attention = OPERATIONS * 2 * model.layers * model.heads * model.head_dim * length * length / 2
     return length * token_flops(model) + attention
 
 
 def step_tflop(model: Architecture, lengths: Any) -> float:
-    """10^12 FLOPs of a training step on sequences of these lengths."""
+    """Returns the TFLOPs of a training step on sequences of these lengths."""
     return PASSES * sum(sequence_flops(model, int(length)) for length in lengths) / 1e12
 
 
 def peak_tflops(device_name: str, precision: str, override: float | None) -> float | None:
-    """10^12 FLOP/s that a device could do in bfloat16; None where that is not known, so that no MFU can be given."""
+    """Returns a device's peak TFLOP/s in bfloat16. None if unknown; there is no MFU then."""
     if override is not None:
         return override
     if precision != "bfloat16":
@@ -68,7 +67,7 @@ def peak_tflops(device_name: str, precision: str, override: float | None) -> flo
 
 
 def _names(name: str, device_name: str) -> bool:
-    """`H20` does not name an `H200`."""
+    """Whether whole words match: `H20` does not match an `H200`."""
     words = device_name.replace("-", " ").split()
     parts = name.split()
     return any(words[start : start + len(parts)] == parts for start in range(len(words)))

@@ -1,25 +1,29 @@
-"""Process groups of a train worker: the default group, Megatron's model parallel groups, and their end."""
+"""Process groups of a train worker: creation, abort and destruction, and actions that all ranks run together."""
 
 from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dagrl.layout import ParallelLayout
-from dagrl.process_groups import break_groups, name_groups_anew
-from dagrl.worker import WorkerContext
+from dagrl.errors import CheckpointError
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.process_groups import break_groups, reset_group_names
+from dagrl.runtime.worker import WorkerContext
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_PASSES = 5  # of the garbage collector at most, until it finds nothing
+_GC_PASSES = 5  # at most, until the garbage collector finds nothing
 _dropping = threading.Lock()
+
+Result = TypeVar("Result")
 
 
 def start_groups(context: WorkerContext, address: str, seed: int) -> None:
-    """Meet the others at `address` (host:port of rank 0) and make Megatron's groups, all with the context's deadline."""
+    """Meets the other ranks at `address` (host:port of rank 0) and creates Megatron's groups with the context's deadline."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -43,7 +47,7 @@ def start_groups(context: WorkerContext, address: str, seed: int) -> None:
 
 
 def parallel_sizes(layout: ParallelLayout) -> dict[str, Any]:
-    """A layout's sizes, as both Megatron's `initialize_model_parallel` and its `TransformerConfig` call them."""
+    """Returns a layout's sizes under the names of Megatron's `initialize_model_parallel` and `TransformerConfig`."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -55,9 +59,9 @@ def parallel_sizes(layout: ParallelLayout) -> dict[str, Any]:
 
 
 def start_checkpoint_group(checkpoint_s: float) -> ProcessGroup:
-    """One more group of all workers, over Gloo, in which they wait while others write or read files; a collective.
+    """Creates a Gloo group of all workers, in which they wait while others write or read files. A collective.
 
-    Its deadline is half as long again as what a worker waits for its own files, so that a late one says so first.
+    Its deadline is 1.5 times a worker's own file deadline, so that a late worker reports itself first.
     """
     import torch.distributed as dist
 
@@ -66,9 +70,9 @@ def start_checkpoint_group(checkpoint_s: float) -> ProcessGroup:
 
 
 def abort_groups() -> None:
-    """Break every group of this process, from any thread: what waits in a collective here or at a peer raises.
+    """Aborts every group of this process, so that waiting collectives raise here and at peers. Works from any thread.
 
-    Over NCCL, do so as well where a peer died; the process can then say what happened, but is not fit to join new groups.
+    With NCCL this is also needed after a peer's death. The process can then report, but cannot join new groups.
     """
     import torch.distributed as dist
 
@@ -79,22 +83,49 @@ def abort_groups() -> None:
         return
     with _dropping:
         if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # nothing is left to abort: it drops their names
+            dist.distributed_c10d._abort_process_group()  # groups are already aborted: this drops their names
 
 
 def end_groups() -> None:
-    """Destroy Megatron's groups and the default one; what an abort, or a join that failed, left of them as well.
+    """Destroys Megatron's groups and the default group, also after an abort or a failed join.
 
-    Models and optimizers that were dropped lie in reference cycles and hold groups, each with threads that wake 100 times a
-    second; they are collected here. Those of sharded optimizers were seen to be found by the second pass alone.
+    Dropped models and optimizers are in reference cycles and hold groups, whose threads wake 100 times a second. They are
+    collected here. Those of sharded optimizers need a second pass.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    parallel_state.destroy_model_parallel()  # after an abort over NCCL the default group is gone, and Megatron's are not
+    parallel_state.destroy_model_parallel()  # after an NCCL abort the default group is gone, but not Megatron's
     if dist.is_initialized():
         dist.destroy_process_group()
-    name_groups_anew()
-    for _ in range(_PASSES):
+    reset_group_names()
+    for _ in range(_GC_PASSES):
         if not gc.collect():
             break
+
+
+def run_on_all_ranks(group: ProcessGroup | None, action: Callable[..., Result], *args: Any) -> Result:
+    """Runs `action` on every rank of `group`. If it fails on one, raises CheckpointError with its message on all.
+
+    Without a group, runs it in this process only and raises its error unchanged.
+    """
+    if group is None:
+        return action(*args)
+    error: Exception | None = None
+    try:
+        result = action(*args)
+    except Exception as raised:
+        error = raised
+    failed = [message for message in gather_objects(group, None if error is None else str(error)) if message is not None]
+    if failed:
+        raise CheckpointError(failed[0]) from error
+    return result
+
+
+def gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
+    """Returns the values of all ranks, in rank order."""
+    import torch.distributed as dist
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value, group)
+    return gathered

@@ -1,7 +1,7 @@
-"""Writing the whole model as a Hugging Face checkpoint.
+"""Writes the model as a Hugging Face checkpoint.
 
-Follows the weight layout (`workers.megatron.weights`): each box of a HF parameter goes once, from the first rank that holds
-it, to rank 0, parameter after parameter, and never more than one file's worth is held there.
+The weight layout (`dagrl.workers.megatron.weights`) says which rank holds which box of each HF parameter. The first rank
+with a box sends it to rank 0, one parameter after the other. Rank 0 holds at most one file's content at a time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
-from dagrl.process_groups import break_gloo_group
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
-from workers.megatron.hf import INDEX, SINGLE, local_view, read_hf_config
-from workers.megatron.together import together
+from dagrl.runtime.process_groups import break_gloo_group
+from dagrl.workers.megatron.groups import run_on_all_ranks
+from dagrl.workers.megatron.hf_load import INDEX, SINGLE, local_view, read_hf_config
 
 if TYPE_CHECKING:
     import torch
@@ -38,28 +38,28 @@ def export_hf(
     rank: int,
     group: ProcessGroup | None,
 ) -> None:
-    """Write the model of all ranks to `directory`, with the configuration and tokenizer of `source`.
+    """Writes the model of all ranks to `directory`, with the configuration and tokenizer of `source`.
 
-    `slices` are those of every rank, in rank order. All ranks call this together; rank 0 receives and writes, while others
-    wait in `group`, which is over Gloo and whose deadline is made for that. The directory is written beside its place and
-    renamed; a model that was there before goes. CheckpointError, on all ranks, when anything else is there, a rank cannot
-    read its part, or it cannot be written; also when a rank ends or passes the deadline, which breaks `group` for good.
+    `slices` are those of every rank, in rank order. All ranks call this together. Rank 0 receives and writes; the others
+    wait in `group`, a Gloo group with a long deadline. The files are written to `<directory>.partial`, which then replaces
+    an earlier model. Raises CheckpointError on all ranks if the directory holds anything else, a rank cannot read its part,
+    or writing fails. If a rank ends or misses the deadline, that also breaks `group` permanently.
     """
     owners = _owners(slices)
     with _broken_for_all(group, directory):
-        writer = together(group, _begin, Path(directory), rank)
-        parts = _Parts(tensors)
+        writer = run_on_all_ranks(group, _begin, Path(directory), rank)
+        parts = _LocalBoxes(tensors)
         for name, pieces in owners.items():
             whole = _gather(pieces, parts, rank, group)
             if writer is not None and whole is not None:
                 writer.add(name, whole)
-        together(group, parts.check)
-        together(group, lambda: None if writer is None else writer.finish(Path(source)))
+        run_on_all_ranks(group, parts.check)
+        run_on_all_ranks(group, lambda: None if writer is None else writer.finish(Path(source)))
 
 
 @contextmanager
 def _broken_for_all(group: ProcessGroup | None, directory: str | Path) -> Iterator[None]:
-    """Who notices that a message of the block failed breaks the group, so that nobody waits for those that follow."""
+    """Breaks the group when a message fails, so that no rank waits for further messages."""
     try:
         yield
     except RuntimeError as error:
@@ -67,18 +67,18 @@ def _broken_for_all(group: ProcessGroup | None, directory: str | Path) -> Iterat
             raise
         break_gloo_group(group)
         raise CheckpointError(
-            f"the export to {directory} broke off: a worker ended, failed or did not answer within the deadline "
-            f"(1.5 times timeouts.checkpoint_s): {error}; look for the first error of the others, and restart the group"
+            f"the export to {directory} failed: a worker ended, failed or did not answer within the deadline "
+            f"(1.5 times timeouts.checkpoint_s): {error}; see the first error of the other workers and restart the group"
         ) from error
 
 
-def _begin(directory: Path, rank: int) -> _Writer | None:
+def _begin(directory: Path, rank: int) -> _SafetensorsWriter | None:
     _check_replaceable(directory)
-    return _Writer(directory) if rank == 0 else None
+    return _SafetensorsWriter(directory) if rank == 0 else None
 
 
 def _owners(slices: Sequence[Sequence[WeightSlice]]) -> dict[str, dict[Box, tuple[int, WeightSlice]]]:
-    """For each parameter, its boxes, none overlapping, each with the first rank that holds it."""
+    """Returns the boxes of each parameter, without overlap, each with the first rank that holds it."""
     found: dict[str, dict[Box, tuple[int, WeightSlice]]] = {}
     for rank, pieces in enumerate(slices):
         for piece in expand(pieces):
@@ -87,8 +87,8 @@ def _owners(slices: Sequence[Sequence[WeightSlice]]) -> dict[str, dict[Box, tupl
 
 
 @dataclass
-class _Parts:
-    """This rank's parts. Zeros go in place of one that cannot be read, since others wait for it, and `check` raises then."""
+class _LocalBoxes:
+    """This rank's boxes. An unreadable box is sent as zeros, because rank 0 waits for it, and `check` raises later."""
 
     tensors: Mapping[str, Tensor]
     error: Exception | None = None
@@ -98,7 +98,7 @@ class _Parts:
         return next(iter(self.tensors.values())).dtype
 
     def read(self, piece: WeightSlice) -> Tensor:
-        """A copy on the host, contiguous."""
+        """Returns a contiguous copy on the host."""
         try:
             return local_view(self.tensors[piece.tensor], piece).contiguous().cpu()
         except Exception as error:
@@ -106,13 +106,13 @@ class _Parts:
             return self.empty(piece.box).zero_()
 
     def empty(self, box: Box) -> Tensor:
-        """Memory on the host for a part."""
+        """Allocates host memory for a box."""
         import torch
 
         return torch.empty([stop - start for start, stop in box], dtype=self.dtype)
 
     def whole(self, shape: Sequence[int]) -> Tensor | None:
-        """Memory on the host for a parameter; None where there is none, or the export has failed anyway."""
+        """Allocates host memory for a parameter. None if that fails or the export has already failed."""
         if self.error is not None:
             return None
         try:
@@ -122,15 +122,15 @@ class _Parts:
             return None
 
     def check(self) -> None:
-        """Raise CheckpointError for the first that failed."""
+        """Raises CheckpointError for the first failure."""
         if self.error is not None:
             raise CheckpointError(f"cannot read the weights to export: {self.error}") from self.error
 
 
 def _gather(
-    pieces: Mapping[Box, tuple[int, WeightSlice]], parts: _Parts, rank: int, group: ProcessGroup | None
+    pieces: Mapping[Box, tuple[int, WeightSlice]], parts: _LocalBoxes, rank: int, group: ProcessGroup | None
 ) -> Tensor | None:
-    """The whole parameter on the host of rank 0; None on the others, and where something could not be read."""
+    """Returns the whole parameter on rank 0; None on other ranks or after a failure."""
     import torch.distributed as dist
 
     shape = [max(box[axis][1] for box in pieces) for axis in range(len(next(iter(pieces))))]
@@ -154,10 +154,10 @@ def _check_covered(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> Non
 
 
 @dataclass
-class _Writer:
-    """Safetensors files of at most `FILE_BYTES`, named as transformers does; beside `directory` until all are there.
+class _SafetensorsWriter:
+    """Writes safetensors files of at most `FILE_BYTES`, named like transformers', to `<directory>.partial` until complete.
 
-    When one cannot be written, `finish` raises it: until then others send what they have, and would wait if nobody took it.
+    `finish` raises a failed write. Until then it keeps receiving, because other ranks would block otherwise.
     """
 
     directory: Path
@@ -225,12 +225,12 @@ def _bytes(tensor: Tensor) -> int:
 def _check_replaceable(directory: Path) -> None:
     if directory.exists() and not (directory / "config.json").exists() and any(directory.iterdir()):
         raise CheckpointError(
-            f"{directory} has other files than a Hugging Face model, and an export replaces all; choose a new directory"
+            f"{directory} is not a Hugging Face model directory, and an export replaces its content; choose a new directory"
         )
 
 
 def _copy_companions(source: Path, directory: Path, dtype: str) -> None:
-    """Configuration (with the dtype that was written), tokenizer and the like."""
+    """Copies the configuration, with the written dtype, and other files such as the tokenizer."""
     for path in _companions(source):
         shutil.copy2(path, directory / path.name)
     config: dict[str, Any] = read_hf_config(source)

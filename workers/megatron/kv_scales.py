@@ -1,9 +1,8 @@
-"""Scales of generation's KV cache in FP8, calibrated on the train workers: the largest key and value of a batch over 448.
+"""Scales of generation's FP8 KV cache, calibrated on the train workers: the largest key and value of a batch over 448.
 
-Keys are seen as the cache stores them, after their norm and rotation. A batch is run forward under the current weights, the
-largest magnitude of each layer is taken over its tokens and heads, and then over all workers, so that every rank of an
-engine has the same scales. vLLM divides by them before it rounds to e4m3, whose largest value is 448. Imported only where
-Megatron is.
+A batch is run forward under the current weights. Keys are measured as the cache stores them, after norm and rotation. Each
+layer's largest magnitude is taken over tokens and heads, then over all workers, so all ranks of an engine have equal scales.
+vLLM divides by them before rounding to e4m3, whose largest value is 448. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dagrl.layout import Coordinates, ParallelLayout
-from dagrl.refit.quantize import LARGEST
-from dagrl.shapes import Batch
-from workers.families.kv_scales import KINDS, megatron_attention
+from dagrl.refit.fp8 import LARGEST
+from dagrl.runtime.layout import Coordinates, ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.workers.families.kv_scales import KINDS, megatron_attention
 
 
 def without_padding(batch: Batch) -> Batch:
-    """The batch with every row filled up by repeating its own tokens, and rows of padding alone by those of the first."""
+    """Fills every row by repeating its own tokens. Padding rows repeat the first non-empty row."""
     lengths = batch["lengths"].astype(np.int64)
     rows = np.where(lengths > 0, np.arange(len(lengths)), int(np.argmax(lengths > 0)))
     columns = np.arange(batch.tokens)[None, :] % np.maximum(lengths[rows], 1)[:, None]
@@ -33,7 +32,7 @@ def without_padding(batch: Batch) -> Batch:
 
 
 class KvScales:
-    """One rank's scales, `tensors` by local name, float32 [1] each; 1 before the first calibration, as in vLLM."""
+    """One rank's scales: `tensors` by local name, float32 [1] each. 1 before the first calibration, as in vLLM."""
 
     def __init__(
         self, chunks: Sequence[Any], layers: int, layout: ParallelLayout, at: Coordinates, device: torch.device
@@ -48,12 +47,14 @@ class KvScales:
 
     @contextmanager
     def calibrating(self, margin: float) -> Iterator[None]:
-        """Forward passes in the block are looked at; at its end, all workers together, the scales are `margin` times theirs.
+        """Measures forward passes in the block. At its end all workers set the scales to `margin` times the maximum.
 
-        Layers that saw nothing but zeros keep a scale of 1.
+        Layers that saw only zeros get a scale of 1.
         """
         self._peaks.zero_()
-        hooks = [module.register_forward_pre_hook(partial(self._look, layer)) for layer, module in self._attention.values()]
+        hooks = [
+            module.register_forward_pre_hook(partial(self._measure, layer)) for layer, module in self._attention.values()
+        ]
         try:
             yield
         finally:
@@ -66,14 +67,14 @@ class KvScales:
                 self.tensors[f"{name}.{kind}_scale"].copy_(scales[layer, column : column + 1])
 
     def largest(self) -> dict[str, float]:
-        """The largest scale of the keys, and of the values, of this rank's layers."""
+        """Returns the largest scale of keys and of values over this rank's layers."""
         return {
             kind: max(float(tensor) for name, tensor in self.tensors.items() if name.endswith(f".{kind}_scale"))
             for kind in KINDS
         }
 
-    def _look(self, layer: int, module: Any, arguments: tuple[Tensor, ...]) -> None:
-        """Before an attention module runs on `(query, key, value, ...)`."""
+    def _measure(self, layer: int, module: Any, arguments: tuple[Tensor, ...]) -> None:
+        """Forward pre-hook of an attention module, called with `(query, key, value, ...)`."""
         for column, tensor in enumerate(arguments[1:3]):
             peak = tensor.detach().abs().amax().float()
             torch.maximum(self._peaks[layer, column], peak, out=self._peaks[layer, column])

@@ -1,8 +1,8 @@
-"""Triton kernels for what surrounds the matrix products of a layer: rotary embedding and RMSNorm, forward and backward.
+"""Triton kernels for rotary embedding and RMSNorm, forward and backward.
 
-Written out in torch each is a dozen passes over memory, with Transformer Engine one; it is one here. Both compute in
-float32 and round once. `use_layer_kernels` gives Megatron the rotary embedding through the hook that it has for Transformer
-Engine's. Imported only where Triton is.
+In plain torch each takes a dozen passes over memory; here, as in Transformer Engine, one. Both compute in float32 and round
+once. `use_layer_kernels` installs the rotary embedding through Megatron's hook for Transformer Engine. Imported only where
+Triton is.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
-BLOCK_ELEMENTS = 4096  # of a tile: rows times padded row length
-NORM_PROGRAMS = 1024  # each sums the gradient of the weight over its rows
+BLOCK_ELEMENTS = 4096  # elements of a tile: rows times padded row length
+NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
 
 
 def use_layer_kernels(config: Any) -> None:
-    """Let a model built with this Megatron configuration rotate by our kernel."""
+    """Makes models built with this Megatron configuration use our rotary kernel."""
     from megatron.core.models.common.embeddings import rope_utils
 
     rope_utils.fused_apply_rotary_pos_emb = rotate
@@ -27,14 +27,14 @@ def use_layer_kernels(config: Any) -> None:
 
 
 def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """`states` [s, b, heads, d] rotated by `angles` [s, 1, 1, d] float32, the two halves of d as pairs."""
+    """Rotates `states` [s, b, heads, d] by `angles` [s, 1, 1, d] float32, with the two halves of d as pairs."""
     assert not interleaved, "rotary_interleaved is never set"
     rotated: Tensor = _Rotate.apply(states, angles)  # type: ignore[no-untyped-call]
     return rotated
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`states` [..., d] divided by the root of their mean square, times `weight` [d]."""
+    """Divides `states` [..., d] by their root mean square and multiplies by `weight` [d]."""
     normed: Tensor = _RmsNorm.apply(states, weight, eps)  # type: ignore[no-untyped-call]
     return normed
 

@@ -1,7 +1,7 @@
-"""The Triton kernels of log-probabilities: what a chunk of logits is read for, in one pass each way.
+"""Triton kernels of log-probabilities: one pass over a chunk of logits forward, and one backward.
 
-Plain torch reads or writes a chunk eight times on the way forward; these read it once, and write its gradient, already in
-half precision, on the way back. Import this module only where there is a GPU: Triton comes with torch's CUDA builds.
+Plain torch reads or writes a chunk eight times in the forward pass. These kernels read it once, and write its gradient in
+half precision in the backward pass. Import this module only with a GPU: Triton comes with torch's CUDA builds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_COLUMNS = 4096  # that a program looks at at once
+_COLUMNS = 4096  # columns per tile
 _WARPS = 8
 
 
 def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Of float32 `logits` [n, size]: the highest of each row [n], and [3, n] as `workers.megatron.logprobs` sums them.
+    """Returns each row's maximum [n] of float32 `logits` [n, size], and the sums [3, n] of `logprobs._chunk_sums`.
 
-    `columns` [n] is the column of each label, `inside` [n] whether it is here.
+    `columns` [n] is the column of each label, `inside` [n] whether this worker has it.
     """
     highest, sums = logits.new_empty(len(logits)), logits.new_empty(3, len(logits))
     _row_sums[(len(logits),)](
@@ -43,7 +43,7 @@ def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor) -> tuple[Tensor,
 def logit_gradients(
     logits: Tensor, normaliser: Tensor, scale: Tensor, columns: Tensor, inside: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`scale` times the gradient of each row's label log-probability with respect to its logits, [n, size] in `dtype`."""
+    """Returns `scale` times the gradient of the labels' log-probabilities by the logits, [n, size] in `dtype`."""
     import torch
 
     grad = torch.empty(logits.shape, dtype=dtype, device=logits.device)
@@ -65,7 +65,7 @@ def logit_gradients(
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _row_sums(logits, columns, inside, highest, sums, rows, size, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One row a program; sums relative to the highest logit so far (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+    """One row per program. Online softmax sums (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
     top = -1.0e30
     total = 0.0
@@ -92,7 +92,7 @@ def _row_sums(logits, columns, inside, highest, sums, rows, size, stride, COLUMN
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _row_gradients(logits, grad, normaliser, scale, columns, inside, size, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A part of one row a program: `scale * ([this is the label] - probability)`."""
+    """One tile of a row per program: `scale * ([is the label] - probability)`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here = at < size

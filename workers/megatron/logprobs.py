@@ -1,9 +1,8 @@
-"""Log-probabilities and entropy of tokens, from the last hidden states and an output layer whose vocabulary is cut over
-tensor-parallel workers.
+"""Log-probabilities and entropy of tokens from the last hidden states, with a vocabulary-parallel output layer.
 
-The output layer is part of it: logits are made a chunk of tokens at a time, in float32, and made again in the backward pass,
-so that neither the logits of a microbatch nor their gradient ever exist whole. Two collectives a call. The same is known
-as a fused linear cross-entropy (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
+The output layer is fused in: logits are computed in float32 for a chunk of tokens at a time, and again in the backward pass,
+so neither a microbatch's logits nor their gradient exist as a whole. Two collectives per call. This is known as fused linear
+cross-entropy (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 27  # logits that exist at a time, unless `chunk_tokens` says how many tokens' logits do
+CHUNK_ELEMENTS = 1 << 27  # logits of a chunk, unless `chunk_tokens` is set
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
-    """Which tokens this worker's logits are for: `first` and the `size` after it; rows beyond are padding.
+class VocabularyShard:
+    """The token ids of this worker's logits: `size` ids from `first` on. Further rows are padding.
 
-    `group` is the tensor-parallel group, or None when the vocabulary is whole.
+    `group` is the tensor-parallel group, or None if the vocabulary is not sharded.
     """
 
     first: int
@@ -33,38 +32,38 @@ class VocabularyPart:
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """This worker's rows of the output layer, `weight` [rows, hidden size], and what its logits are made to be.
+    """This worker's rows of the output layer, `weight` [rows, hidden size], and its sampling temperature.
 
-    Tokens are drawn from softmax(logits / temperature). `chunk_tokens`: how many tokens' logits exist at a time.
+    Tokens are sampled from softmax(logits / temperature). `chunk_tokens`: tokens whose logits exist at a time.
     """
 
     weight: Tensor
-    part: VocabularyPart
+    shard: VocabularyShard
     temperature: float = 1.0
     chunk_tokens: int | None = None
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Slices of the tokens; none when every row of this worker is padding."""
-        step = self.chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, self.part.size))
-        return (slice(start, start + step) for start in range(0, tokens if self.part.size else 0, step))
+        """Yields slices of the tokens; none if all rows of this worker are padding."""
+        step = self.chunk_tokens or max(1, CHUNK_ELEMENTS // max(1, self.shard.size))
+        return (slice(start, start + step) for start in range(0, tokens if self.shard.size else 0, step))
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Float32 logits, divided by the temperature, of `hidden` [n, hidden size] -> [n, part.size]."""
-        logits = _product(hidden, weight[: self.part.size].T)
+        """Returns float32 logits [n, shard.size] of `hidden` [n, hidden size], divided by the temperature."""
+        logits = _product(hidden, weight[: self.shard.size].T)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each label (0 where another worker has it), and whether it is here."""
-        column = labels - self.part.first
-        inside = (column >= 0) & (column < self.part.size)
+        """Returns the column of each label (0 if another worker has it), and whether this worker has it."""
+        column = labels - self.shard.first
+        inside = (column >= 0) & (column < self.shard.size)
         return torch.where(inside, column, 0), inside
 
 
 def token_logprobs(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label, and the entropy (without gradient) of the distribution it came from.
+    """Returns the log-probability of each label and the entropy (without gradient) of its distribution.
 
-    `hidden` [..., hidden size], `labels` [...] -> two float32 tensors [...]. Gradients reach `hidden` (this worker's part of
-    the sum over the vocabulary) and `layer.weight`.
+    `hidden` [..., hidden size], `labels` [...] -> two float32 tensors [...]. Gradients reach `hidden` (this worker's share
+    of the sum over the vocabulary) and `layer.weight`.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     logprobs, entropy = _TokenLogprobs.apply(flat, layer.weight, labels.reshape(-1), layer)  # type: ignore[no-untyped-call]
@@ -78,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
         sums = highest.new_zeros(3, len(hidden))
         for rows in layer.chunks(len(hidden)):
             highest[rows], sums[:, rows] = _chunk_sums(layer.logits(hidden[rows], weight), labels[rows], layer)
-        total, weighted, label_logit = _over_vocabulary(highest, sums, layer.part)
+        total, weighted, label_logit = _over_vocabulary(highest, sums, layer.shard)
         log_total = total.log()
         entropy = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, labels, highest + log_total)
@@ -92,7 +91,7 @@ class _TokenLogprobs(torch.autograd.Function):
         layer: OutputLayer = ctx.layer
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        held = slice(layer.part.size)
+        held = slice(layer.shard.size)
         for rows in layer.chunks(len(hidden)):
             logits, scale = layer.logits(hidden[rows], weight), grads[0][rows] / layer.temperature
             grad = _logit_gradients(logits, normaliser[rows], scale, layer.columns(labels[rows]), hidden.dtype)
@@ -102,13 +101,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunk_sums(logits: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-    """The highest logit of each token [n], and three sums [3, n]; overwrites `logits` [n, part.size].
+    """Returns the highest logit of each token [n] and three sums [3, n]. Overwrites `logits` [n, shard.size].
 
-    Of the exponentials of the logits less the highest; of the products of both; and of the label's own logit.
+    The sums are of exp(logit - highest), of exp(logit - highest) * (logit - highest), and of the label's own logit.
     """
     column, inside = layer.columns(labels)
     if logits.is_cuda:
-        from workers.megatron.logprob_kernels import chunk_sums
+        from dagrl.workers.megatron.logprob_kernels import chunk_sums
 
         return chunk_sums(logits, column, inside)
     label_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
@@ -121,32 +120,32 @@ def _chunk_sums(logits: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Ten
 def _logit_gradients(
     logits: Tensor, normaliser: Tensor, scale: Tensor, labels: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """`scale` [n] times the gradient of the labels' log-probabilities, [n, part.size] in `dtype`; overwrites `logits`."""
+    """Returns `scale` [n] times the log-probabilities' gradient, [n, shard.size] in `dtype`. Overwrites `logits`."""
     column, inside = labels
     if logits.is_cuda:
-        from workers.megatron.logprob_kernels import logit_gradients
+        from dagrl.workers.megatron.logprob_kernels import logit_gradients
 
         return logit_gradients(logits, normaliser, scale, column, inside, dtype)
     grad = logits.sub_(normaliser[:, None]).exp_().mul_(-scale[:, None])
     return grad.scatter_add_(-1, column[:, None], (scale * inside)[:, None]).to(dtype)
 
 
-def _over_vocabulary(highest: Tensor, sums: Tensor, part: VocabularyPart) -> Tensor:
-    """The sums over all tensor-parallel workers, relative to the highest logit of all, which `highest` becomes."""
-    if part.group is None:
+def _over_vocabulary(highest: Tensor, sums: Tensor, shard: VocabularyShard) -> Tensor:
+    """Sums over all tensor-parallel workers, relative to the global highest logit, which is written to `highest`."""
+    if shard.group is None:
         return sums
     own = highest.clone()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=part.group)
-    shift = own - highest if part.size else torch.zeros_like(highest)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=shard.group)
+    shift = own - highest if shard.size else torch.zeros_like(highest)
     total, weighted, label_logit = sums
     factor = shift.exp()
     sums = torch.stack((total * factor, (weighted + total * shift) * factor, label_logit))
-    dist.all_reduce(sums, group=part.group)
+    dist.all_reduce(sums, group=shard.group)
     return sums
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """The matrix product in float32; on a GPU without rounding what half precision's products add up to."""
+    """Returns the matrix product in float32. On a GPU half-precision products are accumulated without rounding."""
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

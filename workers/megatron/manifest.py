@@ -1,7 +1,7 @@
-"""The manifest of a train checkpoint: what it can be loaded into, and every file with its size and CRC-32.
+"""The manifest of a train checkpoint: the model's identity, and every file with size and CRC-32.
 
-It is written last and read first. What it must be loaded into is the same model at the same precision; the layout need not
-be the same. Pure; needs neither torch nor Megatron.
+It is written last and read first. A checkpoint loads into the same model at the same precision, in any layout. Pure; needs
+neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError, ConfigError
-from workers.megatron.architecture import read_architecture
+from dagrl.workers.megatron.architecture import read_architecture
 
 MANIFEST = "manifest.json"
 FORMAT = "dagrl-megatron-2"
 _READ_BYTES = 1 << 24
-_PARTS = {"identity": "an object", "state": "an object", "reference": "true or false", "layout": "an object"}
-_PARTS |= {"files": "an object"}
-_KINDS = {"an object": dict, "true or false": bool, "text": str}
+_FIELDS = {"identity": "an object", "state": "an object", "reference": "true or false", "layout": "an object"}
+_FIELDS |= {"files": "an object"}
+_JSON_TYPES = {"an object": dict, "true or false": bool, "text": str}
 
 
 def identity_of(precision: str, hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """What `read_manifest` compares between the run that wrote a checkpoint and the one that reads it."""
+    """Returns what `read_manifest` compares between the writing and the reading run."""
     return {"precision": precision, "model": dict(sorted(hf_config.items()))}
 
 
 def fingerprint(path: Path) -> dict[str, int]:
-    """Size and CRC-32 of a file."""
+    """Returns size and CRC-32 of a file."""
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_READ_BYTES):
@@ -39,10 +39,10 @@ def fingerprint(path: Path) -> dict[str, int]:
 
 
 def read_manifest(directory: Path, identity: Mapping[str, Json]) -> dict[str, Any]:
-    """The manifest of a checkpoint that a run of this `identity` can take up.
+    """Returns the manifest of a checkpoint that a run of this `identity` can load.
 
-    CheckpointError, with what was found and what was expected, when it cannot be read or is of another format, precision or
-    model. A model is what training computes (`Architecture.computed`), not how its `config.json` says so.
+    Raises CheckpointError if it cannot be read or has another format, precision or model. Models are equal if they compute
+    the same (`Architecture.computed`), however `config.json` expresses it.
     """
     path = directory / MANIFEST
     try:
@@ -62,18 +62,18 @@ def _well_formed(path: Path, content: object) -> dict[str, Any]:
         )
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {content.get('format')!r}, expected {FORMAT!r}; it is not a train checkpoint of this dagrl"
+            f"{path} has format {content.get('format')!r}, expected {FORMAT!r}; it is not a checkpoint of this dagrl version"
         )
-    _check_parts(path, "", content, _PARTS)
-    _check_parts(path, "identity.", content["identity"], {"precision": "text", "model": "an object"})
+    _check_fields(path, "", content, _FIELDS)
+    _check_fields(path, "identity.", content["identity"], {"precision": "text", "model": "an object"})
     return content
 
 
-def _check_parts(path: Path, prefix: str, content: Mapping[str, object], expected: Mapping[str, str]) -> None:
+def _check_fields(path: Path, prefix: str, content: Mapping[str, object], expected: Mapping[str, str]) -> None:
     for name, kind in expected.items():
-        if not isinstance(content.get(name), _KINDS[kind]):
+        if not isinstance(content.get(name), _JSON_TYPES[kind]):
             found = f"{prefix}{name} = {content[name]!r:.60}" if name in content else f"no {prefix}{name}"
-            raise CheckpointError(f"{path} has {found}, expected {kind}; it is damaged, resume from another checkpoint")
+            raise CheckpointError(f"{path} has {found}, expected {kind}; it is damaged; resume from another checkpoint")
 
 
 def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, 
 def _other(directory: Path, what: str, difference: str) -> CheckpointError:
     return CheckpointError(
         f"{directory} was written with {what} {difference}; resume with the same {what}, "
-        "or export the checkpoint to Hugging Face and start from that"
+        "or export the checkpoint to Hugging Face format and start from that"
     )
 
 

@@ -1,12 +1,12 @@
-"""Cuts a padded batch into microbatches for one context-parallel worker, and puts the results together again.
+"""Splits a padded batch into microbatches for one context-parallel worker, and assembles the results.
 
-Three ways (`CutRule`): rows as they are, equally many in each; rows of like length together, padded to the longest of them;
-or packed, one row of many sequences each. Whichever it is, a microbatch is a table that says where in the batch each of
-its tokens comes from, and every field is taken by that table.
+`SplitRule` has three kinds. `rows` takes the rows as they are, equally many per microbatch. `dynamic` groups rows of similar
+length and pads them to the longest. `packed` puts many sequences into one row. In all of them a table maps each token of a
+microbatch to its position in the batch, and every field is gathered by that table.
 
-Megatron predicts the next token: position `t` of the model's output is about token `t + 1`. The batch is token aligned
-(`dagrl.shapes`), so labels and token fields are shifted by one on the way in, and results are shifted back on the way out.
-Imported only where torch is.
+Megatron predicts the next token: position `t` of the model's output belongs to token `t + 1`. The batch is token aligned
+(`dagrl.runtime.shapes`), so labels and token fields are shifted by one here, and results are shifted back. Imported only
+where torch is.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dagrl.config import PolicyConfig
-from dagrl.layout import Coordinates, ParallelLayout
-from dagrl.losses import row_sums
-from dagrl.packing import Bins, by_length, fitting_width, largest, pack, pack_widths, spread
-from dagrl.shapes import Batch
-from workers.megatron.segments import Indices, Segments, make_segments, zigzag
-from workers.megatron.upload import upload
+from dagrl.rl.losses import row_sums
+from dagrl.runtime.layout import Coordinates, ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.workers.megatron.host_memory import upload
+from dagrl.workers.megatron.packing import Bins, by_length, fitting_width, largest, pack, pack_widths, spread
+from dagrl.workers.megatron.segments import Indices, Segments, make_segments, zigzag
 
-TAIL = 64  # padding behind packed sequences is cut in sequences of about so many tokens, which cost attention little
+TAIL = 64  # tokens of one padding sequence: short ones cost attention little
 
 
 @dataclass(frozen=True)
-class CutRule:
-    """How a batch becomes microbatches: of up to `rows` rows, or up to `tokens` tokens, as `policy` says."""
+class SplitRule:
+    """How a batch is split into microbatches: of up to `rows` rows, or up to `tokens` tokens."""
 
     kind: Literal["rows", "packed", "dynamic"]
     rows: int
@@ -43,19 +43,19 @@ class CutRule:
     round_to: int
 
     @staticmethod
-    def of(policy: PolicyConfig, purpose: Literal["train", "logprob"]) -> CutRule:
-        """The rule for training, or for log-probabilities."""
+    def of(policy: PolicyConfig, purpose: Literal["train", "logprob"]) -> SplitRule:
+        """Reads the rule for training or for log-probabilities."""
         packing, dynamic = policy.sequence_packing, policy.dynamic_batching
         kind: Literal["rows", "packed", "dynamic"] = (
             "packed" if packing.enabled else "dynamic" if dynamic.enabled else "rows"
         )
         rows = policy.train_micro_batch_size if purpose == "train" else policy.logprob_batch_size
-        return CutRule(kind, rows, policy.microbatch_tokens(purpose), packing.algorithm, dynamic.sequence_length_round)
+        return SplitRule(kind, rows, policy.microbatch_tokens(purpose), packing.algorithm, dynamic.sequence_length_round)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A worker's place among those that cut the same batch or others beside it, with the groups of torch.distributed."""
+class ParallelRank:
+    """A worker's coordinates, device, and its context-parallel and data-parallel process groups."""
 
     layout: ParallelLayout
     at: Coordinates
@@ -66,10 +66,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """All [b, s]: `tokens`, `labels`, `positions`, and the fields of `data`, those of whole rows repeated for each token.
+    """Tensors [b, s]: `tokens`, `labels`, `positions`, and the fields of `data`. Fields of rows are repeated per token.
 
-    `targets` says where in the batch, read row after row, the label of each token stands; past its end: nowhere.
-    `segments` is None where every row is one sequence.
+    `targets` is the index of each token's label in the flattened batch; past the end: no label. `segments` is None if every
+    row is one sequence.
     """
 
     tokens: Tensor
@@ -82,9 +82,9 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Microbatches:
-    """All microbatches of a batch of `rows` x `width`; `shape` is the first one's, before context parallelism.
+    """All microbatches of a batch of `rows` x `width`. `shape` is that of the first, before context parallelism.
 
-    `filled` of the `processed` tokens are the batch's own, as this worker's part of the sums over all workers.
+    `filled` of the `processed` tokens are not padding. Both are this worker's share of the sums over all workers.
     """
 
     items: tuple[Microbatch, ...]
@@ -93,46 +93,63 @@ class Microbatches:
     shape: tuple[int, int]
     filled: float
     processed: float
-    place: Place
+    rank: ParallelRank
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
-        """Token-aligned [rows, width] from one [b, s] a microbatch; entry 0 of each row, and what is padding, is 0."""
+        """Assembles one [b, s] per microbatch to token-aligned [rows, width]. Entry 0 of each row and padding are 0."""
         values = torch.cat([part.flatten() for part in parts])
         targets = torch.cat([item.targets.flatten() for item in self.items])
         whole = values.new_zeros(self.rows * self.width + 1).index_copy_(0, targets, values)
-        if self.place.layout.cp > 1:
-            dist.all_reduce(whole, group=self.place.context_group)  # each token's value is on one worker
+        if self.rank.layout.cp > 1:
+            dist.all_reduce(whole, group=self.rank.context_group)  # each token's value is on one worker
         return whole[:-1].view(self.rows, self.width)
 
 
-def cut_batch(batch: Batch, rule: CutRule, place: Place, vocabulary: int | None = None) -> Microbatches:
-    """Microbatches of all rows but padding, as many on every worker; a collective over data-parallel workers.
+def split_batch(batch: Batch, rule: SplitRule, rank: ParallelRank, vocabulary: int | None = None) -> Microbatches:
+    """Splits all rows except padding into microbatches, equally many on every worker. A collective over dp.
 
-    No token sees their padding, and no loss has it, but experts are computed for it too, and one id alone would send all of
-    it to the same few. With a `vocabulary`, for a model with experts, the batch's own tokens are repeated in it, where there
-    are none the ids of the vocabulary; without, it is of id 0.
+    No token sees padding and no loss counts it, but experts compute it, and a single id would send all of it to the same
+    experts. With a `vocabulary`, for a model with experts, padding repeats the batch's own tokens, or the ids of the
+    vocabulary if the batch is empty. Otherwise padding has id 0.
     """
     lengths = batch["lengths"].astype(np.int64)
-    cuts = [_Cut.of(rows, place) for rows in _arrange(batch, lengths, rule, place)]
-    sequences = np.array([sequence for cut in cuts for sequence in cut.sequences], np.int64).T
+    plans = [_MicrobatchPlan.of(rows, rank) for rows in _plan_rows(batch, lengths, rule, rank)]
+    sequences = np.array([sequence for plan in plans for sequence in plan.sequences], np.int64).T
     names = [name for name in batch.fields if name != "lengths"]
-    whole, own, *columns = upload([sequences, lengths, *(batch[name] for name in names)], place.device)
-    size = sum(rows * width for rows, width in (cut.shape for cut in cuts))
-    table = _table(whole, own, size, batch, place)
-    items = _microbatches(cuts, table, dict(zip(names, columns, strict=True)), own, vocabulary)
-    filled = float(lengths.sum()) / place.layout.cp
-    rows, width = cuts[0].shape
-    shape = (rows, width * place.layout.cp)
-    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), place)
+    whole, own, *columns = upload([sequences, lengths, *(batch[name] for name in names)], rank.device)
+    size = sum(rows * width for rows, width in (plan.shape for plan in plans))
+    table = _table(whole, own, size, batch, rank)
+    items = _microbatches(plans, table, dict(zip(names, columns, strict=True)), own, vocabulary)
+    filled = float(lengths.sum()) / rank.layout.cp
+    rows, width = plans[0].shape
+    shape = (rows, width * rank.layout.cp)
+    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank)
 
 
-def warmup_batches(batch: Batch, rule: CutRule, place: Place, seen: set[int]) -> Iterator[Batch]:
-    """The batch, and where microbatches are packed before it one more for each width that they may be padded to.
+def gather_shard_rows(batch: Batch, columns: Sequence[Tensor], rank: ParallelRank) -> tuple[Batch, list[Tensor]]:
+    """Gathers `row_ids` and `lengths` of `batch`, and its `columns` [rows, width], from all data-parallel shards.
 
-    `seen`: widths that the phase has run at, in larger buckets; those that it runs at now are added. The largest is first,
-    so that memory that Megatron keeps for one shape is large enough for the next.
+    All shards replay the same bucket, so their shapes are equal. Returns the rows shard after shard.
     """
-    for width in reversed(_widths(rule, place.layout)) if rule.kind == "packed" else ():
+    names = ("row_ids", "lengths")
+    numbers = torch.stack([torch.tensor(batch[name], device=rank.device) for name in names])
+    values = torch.stack(list(columns))
+    gathered = []
+    for part in (numbers, values):
+        parts = [torch.empty_like(part) for _ in range(rank.layout.dp)]
+        dist.all_gather(parts, part, group=rank.data_group)
+        gathered.append(torch.cat(parts, dim=1))
+    fields = dict(zip(names, gathered[0].cpu().numpy(), strict=True))
+    return Batch(fields, batch.scalars), list(gathered[1])
+
+
+def warmup_batches(batch: Batch, rule: SplitRule, rank: ParallelRank, seen: set[int]) -> Iterator[Batch]:
+    """Yields the batch; for packed microbatches first one batch for each width that they may be padded to.
+
+    `seen` holds the widths that the phase has already run at in larger buckets, and is updated. The largest width comes
+    first, so that memory that Megatron keeps for one shape suffices for the next.
+    """
+    for width in reversed(_widths(rule, rank.layout)) if rule.kind == "packed" else ():
         rows = -(-width // batch.tokens)
         if rows <= batch.rows and width not in seen:
             seen.add(width)
@@ -142,50 +159,50 @@ def warmup_batches(batch: Batch, rule: CutRule, place: Place, seen: set[int]) ->
     yield batch
 
 
-Row = Sequence[tuple[int, int]]
-"""A row of a microbatch: the sequences in it, each the position of its row in the batch (-1: padding) and its room."""
+SequenceRow = Sequence[tuple[int, int]]
+"""A row of a microbatch: for each sequence its row in the batch (-1: padding) and its padded length."""
 
 
-def _arrange(batch: Batch, lengths: Indices, rule: CutRule, place: Place) -> list[list[Row]]:
-    """The rows of each microbatch; those of a microbatch are equally wide."""
+def _plan_rows(batch: Batch, lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[SequenceRow]]:
+    """Returns the rows of each microbatch. Rows of one microbatch have equal width."""
     if rule.kind == "packed":
-        return _packed(lengths, rule, place)
+        return _packed(lengths, rule, rank)
     if rule.kind == "dynamic":
-        return _dynamic(lengths, rule, place)
-    whole = _round_up(-(-batch.rows // rule.rows), _rounds(place.layout))
-    size = -(-batch.rows // whole)  # not more than the rule's, and as little padding as equal microbatches can have
+        return _dynamic(lengths, rule, rank)
+    whole = _round_up(-(-batch.rows // rule.rows), _rounds(rank.layout))
+    size = -(-batch.rows // whole)  # at most `rule.rows`, with minimal padding
     present = 1 + int(np.flatnonzero(lengths).max(initial=0))  # padding rows come last
-    count = _round_up(_most(-(-present // size), place), _rounds(place.layout))
-    width = _round_up(batch.tokens, _width_multiple(place.layout))
+    count = _round_up(_max_over_dp(-(-present // size), rank), _rounds(rank.layout))
+    width = _round_up(batch.tokens, _width_multiple(rank.layout))
     rows = [*range(present), *[-1] * (count * size - present)]
     return [[[(row, width)] for row in rows[start : start + size]] for start in range(0, len(rows), size)]
 
 
-def _packed(lengths: Indices, rule: CutRule, place: Place) -> list[list[Row]]:
-    """One row each, of sequences that are side by side; all of one width, on every data-parallel worker."""
-    each = _sequence_multiple(place.layout)
+def _packed(lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[SequenceRow]]:
+    """Packs sequences into one row per microbatch, all of one width on every data-parallel worker."""
+    each = _sequence_multiple(rank.layout)
     present = np.flatnonzero(lengths).tolist()
     room = [_round_up(int(length), each) for length in lengths[present]]
-    bins = pack(room, _budget(rule, place.layout), rule.algorithm)
-    count = _round_up(_most(len(bins), place), _rounds(place.layout))
-    bins = spread(room, bins, count, _budget(rule, place.layout))
-    width = fitting_width(_most(largest(room, bins), place), _widths(rule, place.layout))
+    bins = pack(room, _budget(rule, rank.layout), rule.algorithm)
+    count = _round_up(_max_over_dp(len(bins), rank), _rounds(rank.layout))
+    bins = spread(room, bins, count, _budget(rule, rank.layout))
+    width = fitting_width(_max_over_dp(largest(room, bins), rank), _widths(rule, rank.layout))
     return [[_filled_row([(present[index], room[index]) for index in held], width, each)] for held in bins]
 
 
-def _filled_row(row: list[tuple[int, int]], width: int, each: int) -> Row:
+def _filled_row(row: list[tuple[int, int]], width: int, each: int) -> SequenceRow:
     left = width - sum(room for _, room in row)
     piece = _round_up(TAIL, each)
     return [*row, *((-1, min(piece, left - start)) for start in range(0, left, piece))]
 
 
-def _dynamic(lengths: Indices, rule: CutRule, place: Place) -> list[list[Row]]:
-    """Rows of like length, padded to the longest of them."""
+def _dynamic(lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[SequenceRow]]:
+    """Groups rows of similar length, padded to the longest."""
     present = np.flatnonzero(lengths).tolist()
     bins: Bins = by_length(lengths[present].tolist(), rule.tokens, rule.round_to)
-    count = _round_up(_most(len(bins), place), _rounds(place.layout))
+    count = _round_up(_max_over_dp(len(bins), rank), _rounds(rank.layout))
     rows = [[present[index] for index in held] for held in bins] + [[-1]] * (count - len(bins))
-    multiple = _width_multiple(place.layout)
+    multiple = _width_multiple(rank.layout)
     widths = [
         _round_up(_round_up(max(int(lengths[row]) if row >= 0 else 1 for row in held), rule.round_to), multiple)
         for held in rows
@@ -193,40 +210,42 @@ def _dynamic(lengths: Indices, rule: CutRule, place: Place) -> list[list[Row]]:
     return [[[(row, width)] for row in held] for held, width in zip(rows, widths, strict=True)]
 
 
-def _most(number: int, place: Place) -> int:
-    """The largest of the numbers that the data-parallel workers have, at least 1."""
-    if place.layout.dp == 1:
+def _max_over_dp(number: int, rank: ParallelRank) -> int:
+    """Returns the maximum of `number` over the data-parallel workers, at least 1."""
+    if rank.layout.dp == 1:
         return max(number, 1)
-    shared = torch.tensor(max(number, 1), device=place.device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=place.data_group)
+    shared = torch.tensor(max(number, 1), device=rank.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=rank.data_group)
     return int(shared)
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A microbatch to be: its sequences, row after row; its shape [b, s] and segments after the cut over cp workers."""
+class _MicrobatchPlan:
+    """A planned microbatch: its sequences, row by row, and its shape [b, s] and segments on one cp worker."""
 
-    sequences: Row
+    sequences: SequenceRow
     shape: tuple[int, int]
     segments: Segments | None
 
     @staticmethod
-    def of(rows: list[Row], place: Place) -> _Cut:
-        """The microbatch of these rows, which are equally wide, on this worker."""
-        size, rank = place.layout.cp, place.at.cp
+    def of(rows: list[SequenceRow], rank: ParallelRank) -> _MicrobatchPlan:
+        """Plans the microbatch of these rows of equal width on this worker."""
+        size = rank.layout.cp
         plain = size == 1 and all(len(row) == 1 for row in rows)
-        segments = None if plain else make_segments([[room for _, room in row] for row in rows], size, rank, place.device)
+        segments = (
+            None if plain else make_segments([[room for _, room in row] for row in rows], size, rank.at.cp, rank.device)
+        )
         width = sum(room for _, room in rows[0]) // size
-        return _Cut([sequence for row in rows for sequence in row], (len(rows), width), segments)
+        return _MicrobatchPlan([sequence for row in rows for sequence in row], (len(rows), width), segments)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Where the tokens of all microbatches, one after the other, are in the batch, read row after row; all [n], int64.
+    """Maps the tokens of all microbatches to the flattened batch; all [n], int64.
 
-    `sources` and those after them, `nowhere` for none; each token's row in the batch, or the number of its rows, and its
-    position in its sequence. It is computed where the model is: on a processor it takes longer than all else before a
-    step's first kernel.
+    `sources` is the index of each token, `following` that of the next one, `nowhere` for none. `rows` is the row in the
+    batch (the number of rows for padding), `positions` the position in the sequence. Computed on the model's device: on the
+    CPU it would take longer than everything else before a step's first kernel.
     """
 
     sources: Tensor
@@ -236,13 +255,13 @@ class _Table:
     nowhere: int
 
 
-def _table(sequences: Tensor, lengths: Tensor, size: int, batch: Batch, place: Place) -> _Table:
-    """Of `sequences` [2, m], the position of each one's row in the batch (-1: padding) and its room; `size` tokens here."""
+def _table(sequences: Tensor, lengths: Tensor, size: int, batch: Batch, rank: ParallelRank) -> _Table:
+    """Builds the table. `sequences` [2, m] has each sequence's row (-1: padding) and padded length; `size` tokens here."""
     numbers, rooms = sequences
-    held = rooms // place.layout.cp  # of a sequence's tokens on this worker
+    held = rooms // rank.layout.cp  # tokens of each sequence on this worker
     owners = torch.repeat_interleave(held, output_size=size)
     positions = torch.arange(size, device=held.device) - (held.cumsum(0) - held)[owners]
-    positions = zigzag(positions, held[owners], place.layout.cp, place.at.cp)
+    positions = zigzag(positions, held[owners], rank.layout.cp, rank.at.cp)
     ends = torch.where(numbers < 0, 0, lengths[numbers])[owners]
     nowhere, sources = batch.rows * batch.tokens, positions + (numbers * batch.tokens)[owners]
     return _Table(
@@ -255,33 +274,33 @@ def _table(sequences: Tensor, lengths: Tensor, size: int, batch: Batch, place: P
 
 
 def _microbatches(
-    cuts: Sequence[_Cut], table: _Table, fields: Mapping[str, Tensor], lengths: Tensor, vocabulary: int | None
+    plans: Sequence[_MicrobatchPlan], table: _Table, fields: Mapping[str, Tensor], lengths: Tensor, vocabulary: int | None
 ) -> tuple[Microbatch, ...]:
-    """Every field is taken for all microbatches at once."""
+    """Gathers every field for all microbatches at once, then splits."""
     by_token = {name: field for name, field in fields.items() if field.ndim == 2}
     by_row = {name: field for name, field in fields.items() if field.ndim == 1}
     if "loss_mask" in by_token:
         by_row |= {name: sums.flatten() for name, sums in row_sums({k: v[:, 1:] for k, v in by_token.items()}).items()}
-    data = {name: _taken(field, table.following) for name, field in by_token.items()}
-    data |= {name: _taken(field, table.rows) for name, field in by_row.items()}
-    labels, tokens = data.pop("tokens"), _taken(by_token["tokens"], table.sources)
+    data = {name: _gather(field, table.following) for name, field in by_token.items()}
+    data |= {name: _gather(field, table.rows) for name, field in by_row.items()}
+    labels, tokens = data.pop("tokens"), _gather(by_token["tokens"], table.sources)
     if vocabulary is not None:
-        tokens = _filled(tokens, by_token["tokens"], table, lengths, vocabulary)
-    sizes = [rows * width for rows, width in (cut.shape for cut in cuts)]
+        tokens = _fill_padding(tokens, by_token["tokens"], table, lengths, vocabulary)
+    sizes = [rows * width for rows, width in (plan.shape for plan in plans)]
     columns = [torch.split(one, sizes) for one in (tokens, labels, table.positions, table.following, *data.values())]
     return tuple(
-        _microbatch([column[number].view(cut.shape) for column in columns], list(data), cut.segments)
-        for number, cut in enumerate(cuts)
+        _microbatch([column[number].view(plan.shape) for column in columns], list(data), plan.segments)
+        for number, plan in enumerate(plans)
     )
 
 
-def _taken(field: Tensor, index: Tensor) -> Tensor:
-    """Of a field, read row after row, the entries of `index`; just past its end is nowhere, where all is 0."""
+def _gather(field: Tensor, index: Tensor) -> Tensor:
+    """Gathers entries `index` of the flattened field. The index past its end gives 0."""
     return pad(field.flatten(), (0, 1)).index_select(0, index)
 
 
-def _filled(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor, vocabulary: int) -> Tensor:
-    """`taken` with the batch's own tokens, one after the other, again and again, where there are none."""
+def _fill_padding(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor, vocabulary: int) -> Tensor:
+    """Fills padding in `taken` with the batch's own tokens in a cycle."""
     padding = table.sources == table.nowhere
     order = padding.cumsum(0) - 1
     ends = lengths.cumsum(0)
@@ -297,26 +316,26 @@ def _microbatch(parts: Sequence[Tensor], names: Sequence[str], segments: Segment
     return Microbatch(tokens, labels, positions, targets, dict(zip(names, data, strict=True)), segments)
 
 
-def _widths(rule: CutRule, layout: ParallelLayout) -> tuple[int, ...]:
+def _widths(rule: SplitRule, layout: ParallelLayout) -> tuple[int, ...]:
     return pack_widths(_budget(rule, layout), _width_multiple(layout))
 
 
-def _budget(rule: CutRule, layout: ParallelLayout) -> int:
+def _budget(rule: SplitRule, layout: ParallelLayout) -> int:
     return _round_up(rule.tokens, _width_multiple(layout))
 
 
 def _rounds(layout: ParallelLayout) -> int:
-    """An interleaved schedule wants the number of microbatches to be a multiple of this."""
+    """Returns the multiple that an interleaved schedule requires for the number of microbatches."""
     return layout.pp if layout.vpp > 1 else 1
 
 
 def _sequence_multiple(layout: ParallelLayout) -> int:
-    """Sequences are cut in 2 x cp chunks."""
+    """Context parallelism splits each sequence into 2 x cp chunks."""
     return 2 * layout.cp if layout.cp > 1 else 1
 
 
 def _width_multiple(layout: ParallelLayout) -> int:
-    """Rows are cut as sequences are, and what is left by tp under sequence parallelism."""
+    """Returns the multiple for row widths: sequences split over cp, then over tp under sequence parallelism."""
     return _sequence_multiple(layout) * layout.tp
 
 

@@ -1,6 +1,6 @@
 """Builds this rank's part of a Megatron-Core GPTModel from a Hugging Face configuration, without Transformer Engine.
 
-Imported only where Megatron is. Weights are left unset: `workers.megatron.hf` fills them.
+Weights stay uninitialized; `dagrl.workers.megatron.hf_load` fills them. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dagrl.config import MegatronConfig, PolicyConfig
-from dagrl.layout import ParallelLayout
-from workers.families.megatron import padded_vocabulary
-from workers.megatron.architecture import ROPE_PARAMETERS, Architecture
-from workers.megatron.attention import CausalAttention, RMSNorm
-from workers.megatron.experts import GroupedExperts
-from workers.megatron.groups import parallel_sizes
-from workers.megatron.logprobs import OutputLayer, VocabularyPart
-from workers.megatron.segments import Segments
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.megatron import padded_vocabulary
+from dagrl.workers.megatron.architecture import ROPE_PARAMETERS, Architecture
+from dagrl.workers.megatron.attention import CausalAttention, RMSNorm
+from dagrl.workers.megatron.experts import GroupedExperts
+from dagrl.workers.megatron.groups import parallel_sizes
+from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard
+from dagrl.workers.megatron.segments import Segments
 
 
 class HiddenStatesModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel that ends before its output layer, and rotates each token by the position that it is given.
+    """A GPTModel that ends before its output layer and takes explicit token positions.
 
-    Logits of a whole microbatch would be most of its memory: `workers.megatron.logprobs` makes them in chunks.
+    The logits of a microbatch would dominate its memory. `dagrl.workers.megatron.logprobs` computes them in chunks.
     """
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: Segments | None) -> Tensor:
-        """Last hidden states [b, s, hidden size] on the last pipeline stage, for `tokens` and `positions` [b, s].
+        """Returns the last hidden states [b, s, hidden size] on the last pipeline stage, for `tokens` and `positions` [b,
+        s].
 
-        Positions are those of the first row; in the others they are the same.
+        All rows have the positions of the first.
         """
         self.rotary_pos_emb.positions = positions[0]
         hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=segments)
         return hidden
 
     def output_weight(self) -> Tensor:
-        """This worker's rows of the output layer, [rows, hidden size]; on the last pipeline stage."""
+        """Returns this worker's rows of the output layer [rows, hidden size], on the last pipeline stage."""
         tied = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
@@ -56,17 +57,17 @@ class HiddenStatesModel(GPTModel):  # type: ignore[misc]
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        # The output layer's own way in: what its backward pass gives on each worker is a part of a sum over the vocabulary.
+        # As before Megatron's output layer: each worker's gradient is a share of a sum over the vocabulary.
         if self.config.sequence_parallel:
             hidden: Tensor = gather_from_sequence_parallel_region(hidden_states).transpose(0, 1).contiguous()
             return hidden
-        # After the transposition: Megatron's all-reduce of a gradient that is not contiguous is lost (`mappings._reduce`).
+        # Transpose first: Megatron's all-reduce loses a non-contiguous gradient (`mappings._reduce`).
         hidden = copy_to_tensor_model_parallel_region(hidden_states.transpose(0, 1).contiguous())
         return hidden
 
 
 class PositionRotary(torch.nn.Module):
-    """Rotary embedding of given positions, in place of Megatron's, which counts every row from 0."""
+    """Rotary embedding of given positions. Megatron's counts every row from 0."""
 
     positions: Tensor  # [s]
 
@@ -75,40 +76,42 @@ class PositionRotary(torch.nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Angles [s, 1, 1, head_dim]."""
+        """Returns angles [s, 1, 1, head_dim]."""
         angles = torch.outer(self.positions.float(), self.inv_freq)  # type: ignore[arg-type]
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
     def get_rotary_seq_len(self, *_: Any, **__: Any) -> int:
-        """What Megatron asks for before `forward`, and gives to it."""
+        """Returns the length that Megatron passes to `forward`."""
         return len(self.positions)
 
 
 @dataclass(frozen=True)
-class Model:
-    """The chunks of this rank (one, or one for each virtual pipeline stage), first stage first."""
+class ModelChunks:
+    """The model chunks of this rank: one, or one per virtual pipeline stage in order."""
 
     architecture: Architecture
     config: TransformerConfig
     chunks: tuple[HiddenStatesModel, ...]
 
     @property
-    def vocabulary_part(self) -> VocabularyPart:
-        """The part of the vocabulary that this rank's logits are for."""
+    def vocabulary_shard(self) -> VocabularyShard:
+        """The part of the vocabulary that this rank's logits cover."""
         size, rank = self.config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
         columns = padded_vocabulary(self.architecture.vocabulary, size) // size
         held = min(max(self.architecture.vocabulary - rank * columns, 0), columns)
-        return VocabularyPart(rank * columns, held, parallel_state.get_tensor_model_parallel_group() if size > 1 else None)
+        return VocabularyShard(rank * columns, held, parallel_state.get_tensor_model_parallel_group() if size > 1 else None)
 
     def output_layer(self, temperature: float, chunk_tokens: int | None) -> OutputLayer | None:
-        """This rank's rows of the output layer; None where another pipeline stage has it."""
+        """Returns this rank's rows of the output layer, or None if another pipeline stage has it."""
         last = self.chunks[-1]
         return (
-            OutputLayer(last.output_weight(), self.vocabulary_part, temperature, chunk_tokens) if last.post_process else None
+            OutputLayer(last.output_weight(), self.vocabulary_shard, temperature, chunk_tokens)
+            if last.post_process
+            else None
         )
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters by name: Megatron's, after `vp{stage}.` where there are virtual stages."""
+        """Returns parameters by Megatron's name, with the prefix `vp{stage}.` if there are virtual stages."""
         several = len(self.chunks) > 1
         return {
             (f"vp{stage}.{name}" if several else name): parameter
@@ -117,14 +120,14 @@ class Model:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors of `parameters()`."""
+        """Returns the live tensors of `parameters()`."""
         return {name: parameter.data for name, parameter in self.parameters().items()}
 
     def forget_microbatches(self) -> None:
-        """Drop what Megatron's layers keep of the last microbatch, so that the model can be collected.
+        """Drops what Megatron's layers keep of the last microbatch, so that the model can be garbage collected.
 
-        Dispatchers of experts keep the router's probabilities, and those their autograd graph, whose leaves have hooks that
-        refer to the whole model: a cycle through C++, where Python's collector sees none.
+        Token dispatchers keep the router's probabilities with their autograd graph, whose leaves have hooks that refer to
+        the model. This cycle runs through C++, where Python's collector cannot see it.
         """
         for chunk in self.chunks:
             for layer in chunk.modules():
@@ -132,20 +135,22 @@ class Model:
                     layer.token_dispatcher.probs = None
 
 
-def build_model(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout, device: torch.device) -> Model:
-    """This rank's part of the model on `device`; Megatron's model parallel groups must be initialised."""
-    # Routers multiply by torch. Where Transformer Engine is absent 0.16.1 names this without defining it, and where it is
-    # installed its layers are not used (docs/training.md).
+def build_model(
+    architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout, device: torch.device
+) -> ModelChunks:
+    """Builds this rank's part of the model on `device`. Megatron's model parallel groups must be initialized."""
+    # Routers use torch products. Without Transformer Engine, Megatron 0.16.1 uses this name without defining it; with it,
+    # its layers are not used (docs/training.md).
     moe_utils.te_general_gemm = None
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
-    return Model(architecture, config, chunks)
+    return ModelChunks(architecture, config, chunks)
 
 
 def transformer_config(architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout) -> TransformerConfig:
-    """Megatron's configuration of the model: every fusion that needs a compiled extension off, gradients summed.
+    """Returns Megatron's model configuration: no fusion that needs a compiled extension; gradients are sums.
 
-    On a GPU the rotary embedding is a kernel of our own.
+    On a GPU the rotary embedding is our own kernel.
     """
     dtype = getattr(torch, policy.precision)
     config = TransformerConfig(
@@ -157,12 +162,12 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # Weights come from a checkpoint. `perform_initialization` stays on: it is also what marks the tensor-parallel
-        # parameters, without which the gradient norm counts them on one worker only.
+        # Weights come from a checkpoint. `perform_initialization` stays on because it marks tensor-parallel parameters;
+        # otherwise the gradient norm would count them on one worker only.
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        # A loss is a sum over the global batch; without this Megatron divides by microbatches and data-parallel workers.
+        # Losses are sums over the global batch. Otherwise Megatron divides by microbatches and data-parallel workers.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -172,7 +177,7 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         persist_layer_norm=False,
     )
     if torch.cuda.is_available():
-        from workers.megatron.layer_kernels import use_layer_kernels
+        from dagrl.workers.megatron.layer_kernels import use_layer_kernels
 
         use_layer_kernels(config)
     return config
@@ -207,14 +212,13 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         **parallel_sizes(layout),
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
         "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-        # Megatron refuses to train experts over tensor-parallel workers without sequence parallelism.
+        # Megatron requires sequence parallelism for experts with tensor parallelism.
         "sequence_parallel": layout.tp > 1 and (policy.megatron_cfg.sequence_parallel or architecture.experts > 0),
-        # With two stages, an interleaved schedule has two transfers between the same two workers at once; batched, each
-        # is taken for the other, silently (megatron/training/arguments.py asks for more than two stages then).
+        # With two stages, an interleaved schedule has two simultaneous transfers between the same workers. Batched, they
+        # are silently swapped (megatron/training/arguments.py requires more than two stages).
         "batch_p2p_comm": layout.vpp == 1,
-        # Microbatches of different shapes announce them to the next stage, one after the other: in an interleaved schedule
-        # a call sends in one direction alone, so two stages cannot take one shape for another. Megatron refuses that,
-        # experts or not, with its default dispatcher.
+        # Microbatches of different shapes announce them to the next stage. In an interleaved schedule each call sends in
+        # one direction only, so two stages cannot confuse shapes. Megatron rejects this with its default dispatcher.
         "variable_seq_lengths": policy.dynamic_batching.enabled and layout.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": layout.vpp > 1,
@@ -222,7 +226,7 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
 
 
 def _recomputation(wanted: MegatronConfig) -> dict[str, Any]:
-    """Which activations are made again on the way back; the logits always are (`workers.megatron.logprobs`)."""
+    """Returns which activations are recomputed. Logits always are (`dagrl.workers.megatron.logprobs`)."""
     if not wanted.activation_checkpointing:
         return {}
     if wanted.recompute_granularity == "selective":
@@ -240,12 +244,12 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
         "moe_router_topk": architecture.experts_per_token,
         "moe_ffn_hidden_size": architecture.expert_ffn,
         "moe_layer_freq": [int(experts) for experts in architecture.moe_layers],
-        "moe_grouped_gemm": False,  # Megatron's, of an extension; `layer_specs` puts ours in place of its sequential ones
+        "moe_grouped_gemm": False,  # needs an extension; `layer_specs` replaces the sequential experts by ours
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_permute_fusion": False,
         "moe_router_dtype": "fp32",
-        # The softmax over the chosen experts alone equals the softmax over all, normalised over the chosen.
+        # A softmax over the chosen experts equals the softmax over all, normalized over the chosen.
         "moe_router_pre_softmax": not architecture.normalize_expert_weights,
     }
 
@@ -272,7 +276,7 @@ def _build_chunk(
 
 
 def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
-    """Megatron's local layer specifications with our attention, norms and experts."""
+    """Returns Megatron's local layer specifications with our attention, norms and experts."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
@@ -287,7 +291,7 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Rotary frequencies [head_dim / 2], scaled as transformers scales them (`modeling_rope_utils.py`)."""
+    """Returns rotary frequencies [head_dim / 2], scaled as in transformers (`modeling_rope_utils.py`)."""
     rope: dict[str, Any] = dict(architecture.rope)
     steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
     frequencies = 1.0 / torch.pow(float(rope["rope_theta"]), steps)
@@ -299,7 +303,7 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, rope: dict[str, float]) -> Tensor:
-    """Long wavelengths divided by `factor`, short ones kept, those between blended (Llama 3.1's scaling)."""
+    """Divides low frequencies by `factor`, keeps high ones and blends those between (Llama 3.1's scaling)."""
     factor, low, high, original = (rope[name] for name in ROPE_PARAMETERS["llama3"])
     wavelengths = 2 * torch.pi / frequencies
     blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)

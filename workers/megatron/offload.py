@@ -1,35 +1,31 @@
-"""Moves train state (weights, gradients, optimizer) off the GPU and back, so that others can have its memory meanwhile.
+"""Moves train state (weights, gradients, optimizer) off the GPU and back, to free its memory for other processes.
 
-Storages are emptied and filled again in place (`UntypedStorage.resize_`): every view of them, Megatron's contiguous buffers,
-their buckets and the optimizer's shards, stays valid, only the addresses may change. Copies go through pinned host memory
-that is allocated once, on a stream of their own, so that they overlap with what runs meanwhile; a storage is freed as soon
-as its own copy is done, not when all are. Without a GPU the same code moves the bytes to other host memory.
-Imported only where torch is.
+Storages are emptied and refilled in place (`UntypedStorage.resize_`). Every view of them (Megatron's contiguous buffers,
+their buckets, the optimizer's shards) stays valid; only addresses may change. Copies use pinned host memory, allocated once,
+and their own stream, so they overlap with other work. Each storage is freed as soon as its own copy is done. Without a GPU
+the same code moves the bytes to other host memory. Imported only where torch is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dagrl.errors import ConfigError, RunError
+from dagrl.workers.megatron.host_memory import BUCKET_BYTES
 
-if TYPE_CHECKING:
-    from workers.megatron.optimizer import Trainer
-
-Part = Literal["weights", "gradients", "optimizer"]
-PARTS: tuple[Part, ...] = get_args(Part)
-BUCKET_BYTES = 256 << 20  # a power of two, to which torch's pinned allocator rounds up
+StatePart = Literal["weights", "gradients", "optimizer"]
+STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Bytes [start, stop) of one storage, and where they begin in one host bucket."""
+class StorageSpan:
+    """Bytes [start, stop) of one storage, and their offset in a host bucket."""
 
     storage: int
     start: int
@@ -38,37 +34,37 @@ class Piece:
     offset: int
 
 
-def cut(sizes: Sequence[int], bucket_bytes: int) -> list[Piece]:
-    """Pieces that lay storages of these sizes one after the other into buckets; in the order of the storages."""
-    pieces, position = [], 0
+def bucket_spans(sizes: Sequence[int], bucket_bytes: int) -> list[StorageSpan]:
+    """Returns the spans that lay storages of these sizes into buckets one after the other, in order."""
+    spans, position = [], 0
     for storage, size in enumerate(sizes):
         start = 0
         while start < size:
             bucket, offset = divmod(position, bucket_bytes)
             length = min(size - start, bucket_bytes - offset)
-            pieces.append(Piece(storage, start, start + length, bucket, offset))
+            spans.append(StorageSpan(storage, start, start + length, bucket, offset))
             start, position = start + length, position + length
-    return pieces
+    return spans
 
 
 class StateCopy:
-    """Storages that can be away from their device. `keep` off: their content is not kept, they come back as zeros."""
+    """Storages that can be moved off their device. Without `keep` their content is dropped and comes back as zeros."""
 
     def __init__(self, tensors: Iterable[Tensor], stream: Any, *, keep: bool = True) -> None:
         self._storages = unique_storages(tensors)
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._stream, self._keep = stream, keep
         self._buckets: list[Tensor] = []
-        self._arrived: Any = None  # event after the copies back
+        self._arrived: Any = None  # event after the copies to the device
         self.away = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes that leave the device."""
+        """Bytes that an offload frees on the device."""
         return sum(self._sizes)
 
     def offload(self) -> None:
-        """Begin to copy to the host; each storage is freed when its copy is done. Does not wait."""
+        """Starts copying to the host. Each storage is freed when its copy is done. Does not wait."""
         self.wait()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -81,7 +77,7 @@ class StateCopy:
         self.away = True
 
     def reload(self) -> None:
-        """Begin to copy back; `wait` before the content is used."""
+        """Starts copying back. Call `wait` before using the content."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             if storage.nbytes() != size:
                 storage.resize_(size)
@@ -94,62 +90,59 @@ class StateCopy:
         self.away = False
 
     def wait(self) -> None:
-        """Let this thread's current stream wait until the content is back."""
+        """Makes this thread's current stream wait until the content is back."""
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
             self._arrived = None
 
     def _copy_out(self, views: Sequence[Tensor]) -> None:
-        pieces, buckets = self._pieces()
-        for number, piece in enumerate(pieces):
-            view = views[piece.storage]
+        spans, buckets = self._host_spans()
+        for number, span in enumerate(spans):
+            view = views[span.storage]
             with _on(self._stream):
-                host = buckets[piece.bucket][piece.offset : piece.offset + piece.stop - piece.start]
-                host.copy_(view[piece.start : piece.stop], non_blocking=True)
-            if number + 1 == len(pieces) or pieces[number + 1].storage != piece.storage:  # the last of its storage
+                host = buckets[span.bucket][span.offset : span.offset + span.stop - span.start]
+                host.copy_(view[span.start : span.stop], non_blocking=True)
+            if number + 1 == len(spans) or spans[number + 1].storage != span.storage:  # last span of its storage
                 if self._stream is not None:
-                    view.record_stream(self._stream)  # the allocator reuses the memory when the copy is done
-                _release(self._storages[piece.storage])
+                    view.record_stream(self._stream)  # the allocator reuses the memory after the copy
+                _release(self._storages[span.storage])
 
     def _copy_back(self, views: Sequence[Tensor]) -> None:
-        pieces, buckets = self._pieces()
+        spans, buckets = self._host_spans()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())  # the memory may still be in use there
+            self._stream.wait_stream(torch.cuda.current_stream())  # other work may still use the memory
         with _on(self._stream):
-            for piece in pieces:
-                host = buckets[piece.bucket][piece.offset : piece.offset + piece.stop - piece.start]
-                views[piece.storage][piece.start : piece.stop].copy_(host, non_blocking=True)
+            for span in spans:
+                host = buckets[span.bucket][span.offset : span.offset + span.stop - span.start]
+                views[span.storage][span.start : span.stop].copy_(host, non_blocking=True)
         if self._stream is not None:
             self._arrived = self._stream.record_event()
 
-    def _pieces(self) -> tuple[list[Piece], list[Tensor]]:
-        pieces = cut(self._sizes, BUCKET_BYTES)
+    def _host_spans(self) -> tuple[list[StorageSpan], list[Tensor]]:
+        spans = bucket_spans(self._sizes, BUCKET_BYTES)
         if not self._buckets:
             count, last = divmod(self.nbytes, BUCKET_BYTES)
             sizes = [BUCKET_BYTES] * count + ([last] if last else [])
             pinned = self._stream is not None
             self._buckets = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-        return pieces, self._buckets
+        return spans, self._buckets
 
 
 class Offloader:
-    """The state of one trainer, part by part. `stream` is None without a GPU."""
+    """Moves the state of one trainer, part by part. `tensors` returns the tensors of each part."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        device = next(trainer.model.chunks[0].parameters()).device
-        self._device, self._trainer = device, trainer
+    def __init__(self, device: torch.device, tensors: Mapping[StatePart, Callable[[], list[Tensor]]]) -> None:
+        self._device, self._tensors = device, tensors
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._parts: dict[Part, StateCopy] = {}
-        self._due: set[Part] = set()
+        self._parts: dict[StatePart, StateCopy] = {}
+        self._due: set[StatePart] = set()
 
     def offload(self, what: Iterable[str], *, wait: bool = True) -> None:
-        """Move parts to the host; with `wait` until their memory is free for other processes. Parts away stay away."""
+        """Moves parts to the host. With `wait`, returns when other processes can use their memory. Skips offloaded parts."""
         for part in _checked(what):
             copy = self._copy_of(part)
             self._due.discard(part)
             if not copy.away:
-                if part == "gradients":
-                    self._trainer.optimizer.zero_grad()  # what the optimizer made of them for itself
                 copy.offload()
         if wait and self._stream is not None:
             self._stream.synchronize()
@@ -157,27 +150,27 @@ class Offloader:
             torch.cuda.empty_cache()
 
     def reload(self, what: Iterable[str]) -> None:
-        """Move parts back; this thread's current stream waits for them."""
+        """Moves parts back. This thread's current stream waits for them."""
         for part in _checked(what):
             self._begin(part)
             self._copy_of(part).wait()
 
     def reload_soon(self, what: Iterable[str]) -> None:
-        """Let parts come back at the next `begin_due`, or when they are first required."""
+        """Schedules parts to come back at the next `begin_due`, or when first required."""
         self._due |= {part for part in _checked(what) if self._copy_of(part).away}
 
     def begin_due(self) -> None:
-        """Begin to move back what is due. After the batch is on the device: its copies would queue behind these."""
+        """Starts moving scheduled parts back. Call it after uploading the batch, whose copies would queue behind these."""
         for part in sorted(self._due):
             self._begin(part)
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: StatePart) -> None:
         self._due.discard(part)
         if self._copy_of(part).away:
             self._copy_of(part).reload()
 
-    def require(self, what: Iterable[Part], doing: str) -> None:
-        """Make the current stream wait for parts that are on their way; RunError for parts that are away."""
+    def require(self, what: Iterable[StatePart], doing: str) -> None:
+        """Makes the current stream wait for parts in transit. Raises RunError for offloaded parts."""
         for part in what:
             copy = self._parts.get(part)
             if copy is None:
@@ -188,33 +181,28 @@ class Offloader:
                 raise RunError(f"{doing} needs the {part}, which are offloaded; call reload(({part!r},)) first")
             copy.wait()
 
-    def nbytes(self, part: Part) -> int:
-        """Bytes of a part."""
+    def nbytes(self, part: StatePart) -> int:
+        """Returns the bytes of a part."""
         return self._copy_of(part).nbytes
 
-    def _copy_of(self, part: Part) -> StateCopy:
+    def _copy_of(self, part: StatePart) -> StateCopy:
         if part not in self._parts:
-            tensors = {
-                "weights": self._trainer.weight_tensors,
-                "gradients": self._trainer.gradient_tensors,
-                "optimizer": self._trainer.optimizer_tensors,
-            }[part]()
-            self._parts[part] = StateCopy(tensors, self._stream, keep=part != "gradients")
+            self._parts[part] = StateCopy(self._tensors[part](), self._stream, keep=part != "gradients")
         return self._parts[part]
 
 
 def unique_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of tensors, each once, empty ones left out."""
+    """Returns the distinct non-empty storages of tensors."""
     found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
 
 
-def _checked(what: Iterable[str]) -> list[Part]:
+def _checked(what: Iterable[str]) -> list[StatePart]:
     wanted = (what,) if isinstance(what, str) else tuple(what)
-    unknown = [part for part in wanted if part not in PARTS]
+    unknown = [part for part in wanted if part not in STATE_PARTS]
     if unknown:
-        raise ConfigError(f"offload or reload of {unknown[0]!r}; expected some of {', '.join(PARTS)}")
-    return [part for part in PARTS if part in wanted]
+        raise ConfigError(f"cannot offload or reload {unknown[0]!r}; expected some of {', '.join(STATE_PARTS)}")
+    return [part for part in STATE_PARTS if part in wanted]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -222,7 +210,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _release(storage: torch.UntypedStorage) -> None:
-    """Free a storage's memory; host memory that a NumPy array looks at as well has to stay."""
+    """Frees a storage's memory. Keeps host memory that a NumPy array shares."""
     if storage.resizable():
         storage.resize_(0)
 

@@ -1,4 +1,4 @@
-"""Megatron's data-parallel wrapper, optimizer and learning-rate schedule around a model, and one optimizer step.
+"""Trainer: a model with Megatron's data-parallel wrapper, optimizer and learning-rate schedule; one optimizer step.
 
 Imported only where Megatron is.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,26 +24,26 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dagrl.config import Config, MegatronConfig
 from dagrl.config import OptimizerConfig as OptimizerSettings
 from dagrl.config.settings import samples_per_step
-from dagrl.layout import ParallelLayout
-from workers.megatron.cpu import cuda_type_names
-from workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
-from workers.megatron.model import Model
-from workers.megatron.offload import Offloader, unique_storages
-from workers.megatron.step import sum_gradients
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.megatron.cpu import cuda_type_names
+from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
+from dagrl.workers.megatron.forward_backward import sum_gradients
+from dagrl.workers.megatron.model import ModelChunks
+from dagrl.workers.megatron.offload import Offloader, unique_storages
 
 logger = logging.getLogger(__name__)
 
-CLIP_EPSILON = 1e-6  # what torch and Megatron add to the norm before they divide the limit by it
+CLIP_EPSILON = 1e-6  # added to the norm before the limit is divided by it, as in torch and Megatron
 
 
 @dataclass
 class Trainer:
-    """A model wrapped for training. `skipped_steps` counts steps left out because gradients were zero or not finite.
+    """A model wrapped for training. `skipped_steps` counts steps skipped for zero or non-finite gradients.
 
-    `offloader` moves parts of its state to the host and back; `way` is how microbatches pass through the model.
+    `offloader` moves parts of its state to the host and back; `model_pass` runs one microbatch through the model.
     """
 
-    model: Model
+    model: ModelChunks
     chunks: list[Any]  # DistributedDataParallel, one for each of the model's chunks
     optimizer: Any
     scheduler: OptimizerParamScheduler
@@ -51,36 +51,54 @@ class Trainer:
     layout: ParallelLayout
     skipped_steps: int = 0
     offloader: Offloader = field(init=False)
-    way: ModelPass = field(init=False)
+    model_pass: ModelPass = field(init=False)
 
     def __post_init__(self) -> None:
-        self.offloader = Offloader(self)
-        self.way = plain_pass
+        self.offloader = Offloader(
+            self._device,
+            {"weights": self.weight_tensors, "gradients": self.gradient_tensors, "optimizer": self.optimizer_tensors},
+        )
+        self.model_pass = plain_pass
         if self.settings.policy.megatron_cfg.cuda_graphs:
-            self.way = RecordedPasses(list(self.model.parameters().values()), self.gradient_tensors())
+            self.model_pass = RecordedPasses(list(self.model.parameters().values()), self.gradient_tensors())
 
     def forget_recordings(self) -> None:
-        """Let go of CUDA graphs, and of the memory and the communicators that they hold."""
-        if isinstance(self.way, RecordedPasses):
-            self.way.forget()
+        """Drops CUDA graphs and the memory and communicators they hold."""
+        if isinstance(self.model_pass, RecordedPasses):
+            self.model_pass.forget()
+
+    def offload(self, what: Sequence[str]) -> None:
+        """Move parts of the state to the host and free their device memory."""
+        self.forget_recordings()
+        if "gradients" in what:
+            self.optimizer.zero_grad()  # the optimizer's own copies
+        self.offloader.offload(what)
+
+    def finish_param_gather(self) -> None:
+        """Completes the all-gather of parameters that an overlapped step left to the next forward pass. A collective."""
+        if not self.settings.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
+            return
+        for chunk in self.chunks:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def zero_gradients(self) -> None:
-        """Forget all gradients."""
+        """Sets all gradients to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what has been accumulated on this worker."""
+        """Scales the gradients accumulated on this worker."""
         with torch.no_grad():
             for gradient in self.gradient_tensors():
                 gradient.mul_(factor)
 
     def step(self, lr: float | None, apply: bool) -> dict[str, float]:
-        """Clip the accumulated gradients and step; `grad_norm` (before clipping) and `lr`.
+        """Clips the accumulated gradients and updates the weights. Returns `grad_norm` (before clipping) and `lr`.
 
-        With `apply` off everything but the update itself is done. A step whose gradient norm is zero, or not finite on any
-        worker, is skipped on all, and counted: moments and weight decay would move weights that nothing was learned about.
+        Without `apply`, does everything but the update. A step whose gradient norm is zero, or not finite on any worker, is
+        skipped on all and counted: otherwise moments and weight decay would change weights without a learning signal.
         """
         rate = lr if lr is not None else self.learning_rate
         self.offloader.require(("optimizer",), "an optimizer step")
@@ -99,12 +117,12 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """What the schedule gives for the next step."""
+        """The learning rate of the next step."""
         rate: float = self.scheduler.get_lr({})
         return rate
 
     def reset_optimizer(self) -> None:
-        """Moments zero, master weights read from the model again, and the schedule at its beginning."""
+        """Zeros the moments, copies master weights from the model and restarts the schedule."""
         self.offloader.require(("weights", "optimizer"), "resetting the optimizer")
         for _, state in self._states():
             for value in state.values():
@@ -114,31 +132,31 @@ class Trainer:
         self.restart_schedule(0)
 
     def restart_schedule(self, steps: int) -> None:
-        """The schedule of this run's settings, `steps` steps after its beginning."""
+        """Creates the schedule from this run's settings, advanced by `steps`."""
         self.scheduler = make_scheduler(self.optimizer, self.settings)
         self.scheduler.step(increment=steps)
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers inside Megatron's: dense parameters, then experts."""
-        return [part.optimizer for part in self.parts() if part.optimizer is not None]
+        """Returns the torch optimizers inside Megatron's: dense parameters, then experts."""
+        return [part.optimizer for part in self.optimizers() if part.optimizer is not None]
 
-    def parts(self) -> list[Any]:
-        """Megatron's optimizers: it chains one for dense parameters and one for experts."""
+    def optimizers(self) -> list[Any]:
+        """Returns Megatron's optimizers, which it chains: one for dense parameters, one for experts."""
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
     def weight_tensors(self) -> list[torch.Tensor]:
-        """The model's parameters."""
+        """Returns the model's parameters."""
         return list(self.model.tensors().values())
 
     def gradient_tensors(self) -> list[torch.Tensor]:
-        """Megatron's gradient buffers; `main_grad` of every parameter is a view of one."""
+        """Returns Megatron's gradient buffers. `main_grad` of every parameter is a view of one."""
         return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     def optimizer_tensors(self) -> list[torch.Tensor]:
-        """Moments, and the float32 master weights where they are not the weights themselves."""
+        """Returns moments, and float32 master weights unless they are the weights themselves."""
         weights = {storage._cdata for storage in unique_storages(self.weight_tensors())}
         masters = [p.data for inner in self.inner_optimizers() for group in inner.param_groups for p in group["params"]]
-        moments = [value for _, state in self._states() for value in state.values() if value.ndim]  # not the step counts
+        moments = [value for _, state in self._states() for value in state.values() if value.ndim]  # without step counts
         return [tensor for tensor in (*masters, *moments) if tensor.untyped_storage()._cdata not in weights]
 
     @property
@@ -151,12 +169,12 @@ class Trainer:
             yield from inner.state.items()
 
     def _gradient_norm(self) -> Tensor:
-        """Of all workers' gradients, each counted once, on the device.
+        """Returns the norm of all workers' gradients, each counted once, on the device.
 
-        Megatron's own, without Transformer Engine or Apex, reads the norm of every parameter from the device one by one.
+        Without Transformer Engine or Apex, Megatron's own reads each parameter's norm from the device separately.
         """
         squares: dict[dist.ProcessGroup, Tensor] = {}
-        for part in self.parts():
+        for part in self.optimizers():
             group, norm = part.get_grad_stats_parallel_group(), get_total_norm(part.get_main_grads_for_grad_norm())
             squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
         for group, square in squares.items():
@@ -164,9 +182,9 @@ class Trainer:
         return torch.stack(list(squares.values())).sum().sqrt()
 
     def _clip(self, total: Tensor, norm: float) -> None:
-        """Scale gradients of the norm `total`, which is `norm`, to the limit; those within it are not touched."""
+        """Scales gradients to the limit if their norm exceeds it. `total` is `norm` on the device."""
         limit = self.settings.policy.megatron_cfg.optimizer.clip_grad
-        for part in self.parts() if 0 < limit < norm + CLIP_EPSILON else ():
+        for part in self.optimizers() if 0 < limit < norm + CLIP_EPSILON else ():
             clip_grads_with_norm_(part.get_parameters(), limit, total)
 
     def _update(self, rate: float) -> None:
@@ -176,15 +194,28 @@ class Trainer:
         self.scheduler.step(increment=1)
 
 
-def make_trainer(model: Model, settings: Config, layout: ParallelLayout) -> Trainer:
-    """Wrap `model`, whose weights are loaded, for training. All optimizer state is made here, so that no step is slower."""
+def make_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -> Trainer:
+    """Wraps a loaded `model` for training. Creates all optimizer state now, so that the first step is not slower."""
     megatron = settings.policy.megatron_cfg
     sharded = megatron.optimizer.use_distributed_optimizer
+    wanted = megatron.distributed_data_parallel_config
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=megatron.distributed_data_parallel_config.grad_reduce_in_fp32, use_distributed_optimizer=sharded
+        grad_reduce_in_fp32=wanted.grad_reduce_in_fp32,
+        overlap_grad_reduce=wanted.overlap_grad_reduce,
+        overlap_param_gather=wanted.overlap_param_gather,
+        use_distributed_optimizer=sharded,
     )
-    chunks = [DistributedDataParallel(model.config, ddp, chunk) for chunk in model.chunks]
+    # Megatron reduces in buckets on the first pipeline stage and its first chunk only; the others are not critical.
+    chunks = [
+        DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=stage > 0)
+        for stage, chunk in enumerate(model.chunks)
+    ]
     model.config.finalize_model_grads_func = sum_gradients
+    if wanted.overlap_grad_reduce:  # as in megatron/training/training.py
+        no_sync = [chunk.no_sync for chunk in chunks]
+        model.config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    if wanted.overlap_param_gather:
+        _wait_for_output_weight(chunks[-1])
     with cuda_type_names(), _torch_adam():
         optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)
     trainer = Trainer(model, chunks, optimizer, make_scheduler(optimizer, settings), settings, layout)
@@ -193,11 +224,22 @@ def make_trainer(model: Model, settings: Config, layout: ParallelLayout) -> Trai
     return trainer
 
 
+def _wait_for_output_weight(chunk: Any) -> None:
+    """Gathers the output layer's weight before the last norm runs.
+
+    Megatron gathers a parameter when its module is called. Log-probabilities read the output weight directly.
+    """
+    model = chunk.module
+    if model.post_process:
+        group = chunk.param_to_bucket_group[model.output_weight()]
+        model.decoder.final_layernorm.register_forward_pre_hook(lambda *_: group.finish_param_sync())
+
+
 @contextmanager
 def _torch_adam() -> Iterator[None]:
-    """Let Megatron take torch's AdamW, also where Transformer Engine or Apex are installed, whose own it would prefer.
+    """Makes Megatron use torch's AdamW even if Transformer Engine or Apex are installed.
 
-    Those count steps in a place of their own, which neither checkpoints nor `reset_optimizer` know.
+    Their optimizers keep step counts where neither checkpoints nor `reset_optimizer` find them.
     """
     usual = megatron_optimizer.USING_PYTORCH_OPTIMIZER
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
@@ -208,7 +250,7 @@ def _torch_adam() -> Iterator[None]:
 
 
 def optimizer_config(settings: Config) -> OptimizerConfig:
-    """Megatron's configuration of Adam: master weights in float32 where the policy is in half precision."""
+    """Returns Megatron's configuration of Adam. Half-precision policies have float32 master weights."""
     wanted: OptimizerSettings = settings.policy.megatron_cfg.optimizer
     bf16 = settings.policy.precision == "bfloat16"
     return OptimizerConfig(
@@ -223,11 +265,12 @@ def optimizer_config(settings: Config) -> OptimizerConfig:
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=wanted.use_distributed_optimizer,
+        overlap_param_gather=settings.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
     )
 
 
 def make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
-    """The schedule at its beginning; `optimizer` is any with `param_groups`."""
+    """Returns a new schedule. `optimizer` is any object with `param_groups`."""
     megatron: MegatronConfig = settings.policy.megatron_cfg
     schedule, decay = megatron.scheduler, megatron.optimizer.weight_decay
     steps = max(schedule.lr_decay_iters or _optimizer_steps(settings), schedule.lr_warmup_iters + 1)
@@ -247,14 +290,14 @@ def make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
 
 
 def _optimizer_steps(settings: Config) -> int:
-    """Those of the whole run, or of its GRPO phase, before which the schedule begins anew."""
+    """Returns the optimizer steps of the whole run, or of its GRPO part, at whose start the schedule restarts."""
     if settings.algorithm == "sft":
         return settings.sft.max_num_steps
     return settings.grpo.max_num_steps * math.ceil(samples_per_step(settings) / settings.policy.train_global_batch_size)
 
 
 def create_state(inner: torch.optim.Optimizer) -> None:
-    """What Adam would make in its first step; on a GPU for torch's fused kernel, one pass over all it reads and writes."""
+    """Creates the state that Adam would create in its first step. GPUs use torch's fused single-pass kernel."""
     for group in inner.param_groups:
         for parameter in group["params"]:
             group["fused"], group["foreach"] = parameter.is_cuda, False
@@ -264,7 +307,7 @@ def create_state(inner: torch.optim.Optimizer) -> None:
 
 
 def _all_agree(condition: Tensor) -> Tensor:
-    """1 where the condition holds on every worker, else 0; a collective over all of them."""
+    """Returns 1 if the condition holds on every worker, else 0. A collective over all workers."""
     flag = condition.float()
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return flag

@@ -1,5 +1,5 @@
 """The generation worker we ship: vLLM, one engine rank a process."""
 
-from workers.vllm.worker import VllmWorker
+from dagrl.workers.vllm.worker import VllmWorker
 
 __all__ = ["VllmWorker"]

@@ -1,4 +1,4 @@
-"""What vLLM needs of its process before it is imported: the one place that knows its environment variables."""
+"""The process environment that vLLM needs before it is imported. All of its environment variables are set here."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ OWN_ARGUMENTS = frozenset(
         "tokenizer",
     }
 )
-"""What of vLLM's EngineArgs `workers.vllm.launch` decides."""
+"""The fields of vLLM's EngineArgs that `dagrl.workers.vllm.launch` sets."""
 
 
 def vllm_environment(config: Config) -> dict[str, str]:
-    """Environment variables of a generation process. What the user has set of the thread count and log level stays."""
+    """Returns environment variables of a generation process. Keeps the user's thread count and log level."""
     generation = require_generation(config)
     variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's steps run in this process, when we say so
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine steps run in this process, on request
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share the cores; binding each to all of them fails with TP
@@ -66,31 +66,31 @@ def vllm_environment(config: Config) -> dict[str, str]:
 
 
 def require_generation(config: Config) -> GenerationConfig:
-    """The generation section; ConfigError when the configuration has none, or takes from the worker what it sets itself."""
+    """Returns the generation section. Raises ConfigError if it is missing, or sets engine arguments that the worker sets."""
     if config.policy.generation is None:
         raise ConfigError("policy.generation is missing; a generation worker needs it")
     if taken := sorted(OWN_ARGUMENTS & config.policy.generation.vllm_kwargs.keys()):
         raise ConfigError(
             f"policy.generation.vllm_kwargs sets {', '.join(taken)}, which the worker sets itself; use the keys of "
-            "policy.generation.vllm_cfg where there are such, or leave them out"
+            "policy.generation.vllm_cfg if they exist, or remove them"
         )
     return config.policy.generation
 
 
 def model_path(config: Config) -> str:
-    """The checkpoint to load; ConfigError when none is named."""
+    """Returns the checkpoint to load. Raises ConfigError if none is configured."""
     if config.policy.model_name is None:
         raise ConfigError(
             "policy.model_name is not set: a generation worker loads a Hugging Face checkpoint. "
-            "Write policy.random_init to a directory first and name that directory"
+            "Write policy.random_init to a directory first, then set policy.model_name to it"
         )
     return config.policy.model_name
 
 
 def show_host_gpus(environment: MutableMapping[str, str] | None = None) -> None:
-    """Let this process see all GPUs of its host; call it before CUDA starts.
+    """Makes all GPUs of the host visible to this process. Call it before CUDA starts.
 
-    Ray leaves the variable alone here (see `vllm_environment`), but its graph loop looks in it for the actor's GPU.
+    Ray leaves the variable unset here (see `vllm_environment`), but its graph loop looks there for the actor's GPU.
     """
     environment = os.environ if environment is None else environment
     if not environment.get(VISIBLE) and gpu_count():
@@ -98,7 +98,7 @@ def show_host_gpus(environment: MutableMapping[str, str] | None = None) -> None:
 
 
 def device_index(assigned: Sequence[str], visible: str | None) -> int | None:
-    """Index, among the GPUs that `visible` lists (None: all), of the first GPU that Ray assigned; None without one.
+    """Returns the index of the first GPU that Ray assigned, among those `visible` lists (None: all). None without a GPU.
 
     Example: `device_index(["5"], "4,5")` is 1.
     """

@@ -1,7 +1,8 @@
-"""Start one vLLM engine rank in this process: rendezvous with its tensor-parallel peers, engine arguments, executor.
+"""Starts one vLLM engine rank in this process: rendezvous with its tensor-parallel peers, engine arguments, executor.
 
-vLLM calls this SPMD mode `external_launcher`: every rank holds a whole engine with its own scheduler, fed the same requests
-in the same order (vllm/v1/executor/uniproc_executor.py). Imports of vLLM stay inside functions: drivers import this package.
+vLLM calls this SPMD mode `external_launcher`: every rank has a complete engine with its own scheduler and receives the same
+requests in the same order (vllm/v1/executor/uniproc_executor.py). vLLM is imported inside functions, because drivers import
+this package.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config
 from dagrl.errors import DeadlineError, MissingDependencyError
-from dagrl.garbage import no_collections
 from dagrl.machine import VISIBLE
-from dagrl.ports import reserve_port
-from dagrl.process_groups import break_groups, name_groups_anew
-from dagrl.worker import WorkerContext
-from workers.vllm import features
-from workers.vllm.environment import OWN_ARGUMENTS, device_index, model_path, require_generation
-from workers.vllm.loader import LOAD_FORMAT, register_loader
-from workers.vllm.quantization import quantization_arguments, quantized_names, quantizes
+from dagrl.runtime.garbage import gc_paused
+from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.process_groups import break_groups, reset_group_names
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.vllm import features
+from dagrl.workers.vllm.environment import OWN_ARGUMENTS, device_index, model_path, require_generation
+from dagrl.workers.vllm.loader import LOAD_FORMAT, register_loader
+from dagrl.workers.vllm.quantization import quantization_arguments, quantized_names, quantizes
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
 
 ALONE = "dagrl-alone"
-"""Scheme of the init method of an engine with one rank."""
+"""URL scheme of the init method of a single-rank engine."""
 
 SOCKET = "ipc://"
-"""Scheme of a socket's file."""
+"""URL scheme of a socket file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of one engine find each other: an init method of `torch.distributed`, and this process's ranks.
+    """How the ranks of one engine meet: an init method of `torch.distributed`, and this process's ranks.
 
-    An engine of one rank has its store in its own memory: a file would stay behind when the process is killed.
+    A single-rank engine has its store in memory, because a file would remain when the process is killed.
 
-    The end of `init_method` is unique to the run and, for tensor parallelism, to the rank. vLLM's CPU backend names shared
-    memory after it. A segment left by a killed run would stop the next start ("create shm in SHMManager failed. errno: 17");
-    and ranks that name different segments use Gloo instead, which we want: its waits neither spin (two ranks on two busy
-    cores: 2.3 times faster) nor outlive a dead peer, and nothing can stay in /dev/shm.
+    The end of `init_method` is unique to the run and, with tensor parallelism, to the rank. vLLM's CPU backend names shared
+    memory after it. A segment left by a killed run would fail the next start ("create shm in SHMManager failed. errno: 17").
+    Ranks with different segment names fall back to Gloo, which we want: its waits do not spin (2.3 times faster for two
+    ranks on two busy cores) and end when a peer dies, and nothing remains in /dev/shm.
     """
 
     init_method: str
@@ -61,10 +62,10 @@ class Rendezvous:
 
 
 def meet(context: WorkerContext, address: str) -> Rendezvous:
-    """Agree on a rendezvous with the other ranks of this shard.
+    """Agrees on a rendezvous with the other ranks of this shard.
 
-    `address` is the group's; shards share it, so the first rank of each shard picks a port of its own host and publishes it
-    there under the shard's number.
+    All shards share the group's `address`. The first rank of each shard picks a port on its own host and publishes it there
+    under the shard's number.
     """
     tp_rank, shard = context.coordinates.tp, context.coordinates.dp
     if context.layout.tp == 1:
@@ -80,14 +81,14 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
         store.set(f"vllm/{shard}", f"tcp://{own}:{reserve_port()}?run={uuid.uuid4().hex}")
     init_method = store.get(f"vllm/{shard}").decode()
     store.add("vllm/met", 1)
-    if context.rank == 0:  # the store lives here: stay until everyone has read
+    if context.rank == 0:  # this process hosts the store: wait until all ranks have read
         _wait_for_all(store, context.layout.world_size, context.collective_timeout_s)
     return Rendezvous(f"{init_method}&member={tp_rank}", tp_rank, _local_rank(tp_rank))
 
 
 @functools.cache
 def _register_alone() -> None:
-    """Make torch know init methods `dagrl-alone://`; once in a process."""
+    """Registers init methods `dagrl-alone://` with torch, once per process."""
     from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import register_rendezvous_handler
 
@@ -98,7 +99,7 @@ def _register_alone() -> None:
 
 
 def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous) -> LLMEngine:
-    """An engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM."""
+    """Starts an engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM."""
     _import_vllm()
     from vllm import LLMEngine
 
@@ -107,7 +108,7 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
     hf_config = read_hf_config(config)
     register_loader(quantized_names(hf_config) if quantizes(config, hf_config) else frozenset())
     _import_model(hf_config.get("architectures") or ())
-    # vLLM keeps compiled code between starts, in which the number of the GPU stands: on another one it would fail.
+    # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
     own = {"additional_config": {"device": rendezvous.local_rank}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)
     engine = LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
@@ -116,7 +117,7 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
 
 
 def end_engine(engine: LLMEngine | None) -> None:
-    """End an engine, or what a start that failed left behind: its process groups, their threads, its memory."""
+    """Ends an engine, or cleans up after a failed start: process groups, their threads, memory."""
     import torch.distributed as dist
 
     if engine is not None:
@@ -128,14 +129,14 @@ def end_engine(engine: LLMEngine | None) -> None:
             _drop_message_queue()
         cleanup_dist_env_and_memory()
     if not dist.is_initialized():
-        name_groups_anew()
+        reset_group_names()
 
 
 def _drop_message_queue() -> None:
-    """Give back the shared memory and the sockets by which vLLM's ranks could pass objects: engines in step pass none.
+    """Frees the shared memory and sockets with which vLLM's ranks broadcast objects. SPMD engines do not use them.
 
-    A killed process would leave its memory in /dev/shm, any process the files of its sockets, which all ranks have opened by
-    now. (`GroupCoordinator` falls back to its process group where it has no queue.)
+    A killed process would leave its memory in /dev/shm, and every process leaves its socket files, which all ranks have
+    opened by now. `GroupCoordinator` falls back to its process group without a queue.
     """
     from vllm.distributed import get_tp_group
 
@@ -148,25 +149,25 @@ def _drop_message_queue() -> None:
 
 
 def break_collectives() -> None:
-    """From any thread: end the collectives in which this rank and its peers wait for each other; the engine is lost.
+    """Aborts the collectives in which this rank and its peers wait for each other. Works from any thread; ends the engine.
 
-    NCCL's operations end without an error: what they gave must not be used (see `QuantumEngine.give_up`). The communicator
-    itself ends with the process where the engine's CUDA graphs refer to it.
+    NCCL operations end without an error, and their results must not be used (see `QuantumEngine.abandon`). A communicator
+    that the engine's CUDA graphs refer to ends with the process.
     """
     from vllm.distributed import get_tp_group
 
     coordinator = get_tp_group()
     communicator = getattr(coordinator.device_communicator, "pynccl_comm", None)
-    own = []  # vLLM's, beside torch's process groups
+    own = []  # vLLM's communicator, in addition to torch's process groups
     if communicator is not None and communicator.available:
         own.append(functools.partial(communicator.nccl.ncclCommAbort, communicator.comm))
     break_groups((coordinator.cpu_group, coordinator.device_group), own)
 
 
 def _import_vllm() -> None:
-    """Import vLLM with garbage collection put off: a quarter less time, and vLLM's own collections pass over the result."""
+    """Imports vLLM with the garbage collector paused, which saves a quarter of the time, and freezes the result."""
     try:
-        with no_collections():
+        with gc_paused():
             import vllm.v1.engine.llm_engine  # noqa: F401
 
             gc.freeze()
@@ -177,7 +178,7 @@ def _import_vllm() -> None:
 
 
 def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
-    """vLLM's `EngineArgs` for this configuration, and why each differs from vLLM's default where it does."""
+    """Returns vLLM's `EngineArgs` for this configuration."""
     import torch
 
     vllm = require_generation(config).vllm_cfg
@@ -189,7 +190,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "skip_tokenizer_init": tokenizer is None,
         "load_format": LOAD_FORMAT,
         **quantization_arguments(config, read_hf_config(config)),
-        "seed": config.seed,  # equal on all ranks of a shard: they must sample alike
+        "seed": config.seed,  # equal on all ranks of a shard, which must sample the same tokens
         "max_model_len": vllm.max_model_len or config.policy.max_total_sequence_length,
         "max_num_seqs": vllm.max_num_seqs,
         "enforce_eager": vllm.enforce_eager,
@@ -199,10 +200,10 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "tensor_parallel_size": context.layout.tp,
         "enable_expert_parallel": context.layout.ep > 1,
         "distributed_executor_backend": "external_launcher",
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "disable_log_stats": True,
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
-        # Seen on H200: with it, ranks returned different tokens in the first batch after a start.
+        # With it, ranks on H200 returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
         "async_scheduling": _schedules_asynchronously(vllm.async_scheduling, context.layout.tp),
         "distributed_timeout_seconds": timeout,
@@ -211,18 +212,18 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     if vllm.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
-    # vLLM's CPU backend cannot take back a number that a seeded request drew too much, as it does between parts of a prompt.
+    # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back.
     whole_prompts = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
     return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs}
 
 
 def _schedules_asynchronously(wanted: bool | None, ranks: int) -> bool | None:
-    """None: where vLLM can. With several ranks it has not been proved on GPUs, so there only if it is asked for."""
+    """Returns the setting; None: where vLLM can. Several ranks are untested on GPUs and need an explicit true."""
     return False if wanted is None and ranks > 1 else wanted
 
 
 def _import_model(architectures: Sequence[str]) -> None:
-    """Import the model's class here: vLLM would start a process to look at it, on a new machine for 10 s or more."""
+    """Imports the model's class here. vLLM would start a process to inspect it, which takes 10 s or more when cold."""
     from vllm import ModelRegistry
 
     for architecture in architectures:
@@ -232,7 +233,7 @@ def _import_model(architectures: Sequence[str]) -> None:
 
 
 def read_hf_config(config: Config) -> dict[str, Any]:
-    """The checkpoint's `config.json`, as it is (vLLM changes `tie_word_embeddings` in its own copy)."""
+    """Returns the checkpoint's `config.json` unchanged (vLLM changes `tie_word_embeddings` in its own copy)."""
     path = Path(model_path(config)) / "config.json"
     if path.is_file():
         return dict(json.loads(path.read_text()))
@@ -242,7 +243,7 @@ def read_hf_config(config: Config) -> dict[str, Any]:
 
 
 def _tokenizer(config: Config) -> str | None:
-    """The tokenizer's directory; None where only token ids go in and out: loading and detokenizing cost time."""
+    """Returns the tokenizer's directory, or None without stop strings: the engine then needs token ids only."""
     if not require_generation(config).stop_strings:
         return None
     return config.policy.tokenizer.name or model_path(config)
@@ -252,7 +253,7 @@ def _executor_class(rendezvous: Rendezvous) -> type[Any]:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class QuantumExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-        """vLLM's external launcher with our rendezvous instead of `env://`, whose name no two runs would differ in."""
+        """vLLM's external launcher with our rendezvous instead of `env://`, which is not unique to a run."""
 
         def _distributed_args(self) -> tuple[str, int, int]:
             return rendezvous.init_method, rendezvous.rank, rendezvous.local_rank
@@ -261,7 +262,7 @@ def _executor_class(rendezvous: Rendezvous) -> type[Any]:
 
 
 def _local_rank(tp_rank: int) -> int:
-    """Index of this process's device among those of the host; on CPUs of no consequence."""
+    """Returns the index of this process's device on the host. CPUs ignore it."""
     import ray
 
     if ray.is_initialized():

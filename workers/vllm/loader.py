@@ -1,8 +1,8 @@
-"""vLLM's own checkpoint loader, which also keeps hold of the parameters as they are before post-processing.
+"""vLLM's checkpoint loader, extended to keep the parameters as they are before post-processing.
 
-After loading, vLLM hands each layer's weights to its kernels in whatever form they want: the CPU backend packs linear
-weights into oneDNN's format and drops the originals, some MoE kernels shuffle. The originals, in vLLM's documented fused
-layout, are the tensors that a weight update writes (see `update.py`).
+After loading, vLLM converts each layer's weights for its kernels: the CPU backend packs linear weights into oneDNN's format
+and drops the originals, and some MoE kernels shuffle them. A refit writes the originals, in vLLM's documented
+fused layout (see `destinations.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workers.vllm.quantization import quantize_checkpoint
+from dagrl.workers.vllm.quantization import quantize_checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -22,20 +22,20 @@ _ATTRIBUTE = "dagrl_loaded_parameters"
 
 @dataclass(frozen=True)
 class LoadedParameter:
-    """A parameter as the checkpoint filled it, and a sample of its content, by which a later change is seen."""
+    """A parameter as loaded from the checkpoint, and a sample of its content that reveals later changes."""
 
     tensor: torch.Tensor
     sample: torch.Tensor
 
     def unchanged(self) -> bool:
-        """Whether the content is still what was loaded."""
+        """Whether the sampled content is unchanged since loading."""
         return _sample(self.tensor).equal(self.sample)
 
 
 def register_loader(quantized: frozenset[str] = frozenset()) -> None:
-    """Register the load format with vLLM (`vllm.model_executor.model_loader.register_model_loader`), for the next engine.
+    """Registers the load format for the next engine (`vllm.model_executor.model_loader.register_model_loader`).
 
-    The checkpoint's parameters named in `quantized` are quantized as they are read.
+    Parameters named in `quantized` are quantized while the checkpoint is read.
     """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
@@ -61,7 +61,7 @@ def register_loader(quantized: frozenset[str] = frozenset()) -> None:
 
 
 def take_loaded_parameters(model: torch.nn.Module) -> dict[str, LoadedParameter]:
-    """The parameters as the checkpoint filled them, by vLLM's names; the model lets go of them."""
+    """Returns the parameters as loaded, by vLLM's names, and removes them from the model."""
     loaded: dict[str, LoadedParameter] = model.__dict__.pop(_ATTRIBUTE)
     return loaded
 

@@ -1,7 +1,7 @@
-"""Generation in blockwise FP8: what vLLM is told, and which parameters are quantized while it loads a plain checkpoint.
+"""Generation in blockwise FP8: vLLM's arguments, and the parameters to quantize while it loads a plain checkpoint.
 
-The form is that of DeepSeek-V3's checkpoints (`quantization_config` with `weight_block_size` [128, 128], activations
-quantized by vLLM as it goes): every linear layer but the routers; embedding, head and norms stay as they are.
+The format is DeepSeek-V3's (`quantization_config` with `weight_block_size` [128, 128] and dynamic activations). Every linear
+layer except the routers is quantized; embedding, head and norms are not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config, Json
 from dagrl.config.settings import generation_dtype
 from dagrl.errors import ConfigError
-from dagrl.refit.quantize import BLOCK, quantize_blocks
+from dagrl.refit.fp8 import BLOCK, quantize_blocks
 from dagrl.refit.slices import WeightSlice, expand
-from workers.families.vllm import VllmRank
-from workers.vllm.environment import require_generation
-from workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.vllm.environment import require_generation
+from dagrl.workers.vllm.weights import vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +27,9 @@ _FORM: dict[str, Json] = {"quant_method": "fp8", "activation_scheme": "dynamic",
 
 
 def in_fp8(config: Config, hf_config: Mapping[str, Json]) -> bool:
-    """Whether the engine holds its linear layers in blockwise FP8: asked for, or as the checkpoint has them.
+    """Whether the engine holds its linear layers in blockwise FP8, by configuration or because the checkpoint does.
 
-    Raises ConfigError for a checkpoint that is quantized in another way.
+    Raises ConfigError for a checkpoint in another quantized format.
     """
     form = hf_config.get("quantization_config")
     if form is None:
@@ -45,7 +45,7 @@ def in_fp8(config: Config, hf_config: Mapping[str, Json]) -> bool:
 
 
 def compute_dtype(config: Config, hf_config: Mapping[str, Json]) -> str:
-    """The dtype in which the engine computes, by vLLM's name. Raises ConfigError for one that FP8 cannot be used with."""
+    """Returns the engine's compute dtype by vLLM's name. Raises ConfigError if an FP8 KV cache cannot be used with it."""
     vllm = require_generation(config).vllm_cfg
     dtype = "bfloat16" if in_fp8(config, hf_config) else generation_dtype(config)
     if vllm.kv_cache_dtype == "fp8" and dtype != "bfloat16":
@@ -57,7 +57,7 @@ def compute_dtype(config: Config, hf_config: Mapping[str, Json]) -> str:
 
 
 def quantization_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, Any]:
-    """vLLM's engine arguments that decide dtypes; a plain checkpoint for an engine in FP8 is quantized as it is loaded."""
+    """Returns vLLM's engine arguments for dtypes. For an FP8 engine a plain checkpoint is quantized while loading."""
     arguments: dict[str, Any] = {"dtype": compute_dtype(config, hf_config)}
     arguments["kv_cache_dtype"] = require_generation(config).vllm_cfg.kv_cache_dtype
     if quantizes(config, hf_config):
@@ -67,19 +67,19 @@ def quantization_arguments(config: Config, hf_config: Mapping[str, Json]) -> dic
 
 
 def quantizes(config: Config, hf_config: Mapping[str, Json]) -> bool:
-    """Whether a plain checkpoint is to be quantized."""
+    """Whether a plain checkpoint must be quantized while loading."""
     return in_fp8(config, hf_config) and hf_config.get("quantization_config") is None
 
 
 def quantized_names(hf_config: Mapping[str, Json]) -> frozenset[str]:
-    """The Hugging Face parameters that an engine in FP8 holds quantized."""
+    """Returns the Hugging Face parameters that an FP8 engine holds quantized."""
     return frozenset(held.name for held in _whole_model(hf_config) if held.scales is not None)
 
 
 def quantize_checkpoint(
     weights: Iterator[tuple[str, Tensor]], names: frozenset[str], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint as they come, those in `names` in FP8 and followed by their scales."""
+    """Yields a checkpoint's weights in order. Those in `names` are in FP8, each followed by its scales."""
     for name, weight in weights:
         if name not in names:
             yield name, weight
@@ -90,7 +90,7 @@ def quantize_checkpoint(
 
 
 def check_form(quant_config: Any) -> None:
-    """Raise ConfigError for a loaded vLLM model in a form that a refit cannot write."""
+    """Raises ConfigError if a refit cannot write the format of a loaded vLLM model."""
     found = {name: getattr(quant_config, name, None) for name in ("weight_block_size", "activation_scheme")}
     if found != {name: _FORM[name] for name in found} or not quant_config.is_checkpoint_fp8_serialized:
         raise ConfigError(
@@ -104,7 +104,7 @@ def _whole_model(hf_config: Mapping[str, Json]) -> Iterator[WeightSlice]:
 
 
 def _unconverted(hf_config: Mapping[str, Json]) -> Iterator[str]:
-    """Modules with a matrix that is not quantized, which vLLM would take for linear layers: routers and the like."""
+    """Yields modules with an unquantized matrix that vLLM would treat as linear layers, such as routers."""
     for held in _whole_model(hf_config):
         vocabulary = "embed" in held.name or held.name.startswith("lm_head")
         if held.scales is None and len(held.box) == 2 and held.name.endswith(".weight") and not vocabulary:

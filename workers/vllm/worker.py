@@ -1,4 +1,4 @@
-"""VllmWorker: a generation worker. One process holds one vLLM engine rank; tensor-parallel ranks run in step (SPMD)."""
+"""VllmWorker: a generation worker. Each process holds one vLLM engine rank; tensor-parallel ranks run in SPMD."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config, Json
 from dagrl.config.settings import has_fp8_kv_cache
 from dagrl.errors import ConfigError, RunError
-from dagrl.generation import FinishedRequest, Generated, merge_generated, seconds_of, steps_of_shard
-from dagrl.layout import ParallelLayout
-from dagrl.refit.commit import one_part_of_a_refit
+from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice
-from dagrl.shapes import Batch
-from dagrl.worker import WorkerContext, in_warmup
-from workers.families.keys import model_keys
-from workers.families.kv_scales import check_family, derived_kv_scales, vllm_kv_scales
-from workers.families.vllm import VllmRank
-from workers.vllm import features
-from workers.vllm.engine import QuantumEngine, Request
-from workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
-from workers.vllm.experts import held_experts
-from workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
-from workers.vllm.loader import take_loaded_parameters
-from workers.vllm.peers import Peers
-from workers.vllm.quantization import compute_dtype, in_fp8
-from workers.vllm.update import Destinations, find_destinations
-from workers.vllm.weights import derived_tensors, vllm_weight_slices
+from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, quantum_seconds, quantum_steps
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import WorkerContext, in_warmup
+from dagrl.workers.families.hf_config import model_keys
+from dagrl.workers.families.kv_scales import check_family, derived_kv_scales, vllm_kv_scales
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.vllm import features
+from dagrl.workers.vllm.destinations import Destinations, find_destinations
+from dagrl.workers.vllm.engine import QuantumEngine, Request
+from dagrl.workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
+from dagrl.workers.vllm.experts import held_experts
+from dagrl.workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
+from dagrl.workers.vllm.loader import take_loaded_parameters
+from dagrl.workers.vllm.peers import Peers
+from dagrl.workers.vllm.quantization import compute_dtype, in_fp8
+from dagrl.workers.vllm.sampling import Sampling
+from dagrl.workers.vllm.weights import derived_tensors, vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
     from vllm import LLMEngine
 
     from dagrl.channels import Channel, ChannelSpec
-    from dagrl.refit.moves import RankPlan
-    from dagrl.refit.run import RefitReceiver, RefitReport
+    from dagrl.refit import RankPlan, RefitReceiver, RefitReport
 
 logger = logging.getLogger(__name__)
 
 
 class VllmWorker:
-    """Generates in quanta; see `dagrl.worker` for the methods a runtime calls."""
+    """Generates in quanta. `dagrl.runtime.worker` documents the methods that the runtime calls."""
 
     requires = ("vllm",)
 
@@ -64,7 +64,7 @@ class VllmWorker:
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
-        """Raise LayoutError or ConfigError, before any actor starts, for a model that vLLM cannot hold in this layout."""
+        """Raises LayoutError or ConfigError before any actor starts if vLLM cannot hold the model in this layout."""
         compute_dtype(config, hf_config)
         if has_fp8_kv_cache(config):
             check_family(hf_config)
@@ -78,7 +78,7 @@ class VllmWorker:
         rank: int,
         placement: tuple[int, ...] | None = None,
     ) -> list[WeightSlice]:
-        """What `rank` of `layout` will hold, without a worker; `placement`: its experts, where an engine has named them."""
+        """Returns what `rank` of `layout` will hold, without a worker. `placement`: its experts as reported by an engine."""
         fp8, spread = in_fp8(config, hf_config), layout.ep > 1
         place = VllmRank(
             layout.tp, layout.coordinates(rank).tp, expert_parallel=spread, fp8=fp8, placement=placement if spread else None
@@ -88,18 +88,18 @@ class VllmWorker:
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
-        """Environment variables of the process, set before anything is imported."""
+        """Returns environment variables of the process, set before any import."""
         return vllm_environment(config)
 
     def setup(self, address: str) -> None:
-        """Start the engine together with the other ranks of the shard; `address` is the group's rendezvous.
+        """Starts the engine together with the other ranks of the shard. `address` is the group's rendezvous.
 
-        When that fails, groups and memory are given back before the error is raised: the worker can be set up again.
+        On failure it frees groups and memory before raising, so the worker can be set up again.
         """
         try:
             self._start(address)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they hold an engine that was begun
+            traceback.clear_frames(error.__traceback__)  # frames hold the partial engine
             self._end()
             raise
 
@@ -110,14 +110,16 @@ class VllmWorker:
         placement = held_experts(model, llm.vllm_config)
         self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank, placement)
         self._destinations = self._find_destinations(model, llm)
-        self._engine = QuantumEngine(llm, self.generation, _eos_token_ids(self._hf_config), self._peers(llm))
+        max_model_len = int(llm.model_config.max_model_len)
+        sampling = Sampling.of(self.generation, _eos_token_ids(self._hf_config), max_model_len)
+        self._engine = QuantumEngine(llm, sampling, self._peers(llm))
         if self._device.type == "cuda":
             import torch
 
             self._stream = torch.cuda.current_stream(self._device)
 
     def shutdown(self) -> None:
-        """End the engine, leave its process group and the refit channel."""
+        """Ends the engine and leaves its process group and the refit channel."""
         self._close_channel()
         if self._engine is not None:
             self._end()
@@ -127,38 +129,38 @@ class VllmWorker:
         end_engine(llm)
 
     def generate(self, batch: Batch) -> Generated:
-        """One quantum: add the batch's requests, run engine steps, return what finished.
+        """Runs one quantum: adds the batch's requests, runs engine steps, returns what finished.
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
-        [n]. Scalars: `engine_steps`, of all shards or of each, which a warm-up may lack; with 0 the engine comes to rest.
-        `seconds`, which may be lacking: an engine of one rank ends the quantum with the step in which they have passed.
+        [n]. Scalars: `engine_steps`, of all shards or of each (optional in a warm-up); 0 drains the engine. `seconds`
+        (optional): a single-rank engine ends the quantum after the step in which they have passed.
         """
         engine = self._ready_engine()
         self._enter_device()
-        steps = steps_of_shard(batch, self.context.coordinates.dp)
+        steps = quantum_steps(batch, self.context.coordinates.dp)
         if in_warmup():
             return self._warm_up(engine, batch, steps)
-        return engine.run(_requests(batch), steps, seconds_of(batch))
+        return engine.run(_requests(batch), steps, quantum_seconds(batch))
 
     def merge_generated(self, parts: Sequence[Generated]) -> Generated:
-        """One result from those of the ranks of a shard; raises RunError when they differ."""
+        """Merges the results of a shard's ranks. Raises RunError if they differ."""
         return merge_generated(parts)
 
     def abort_requests(self, request_ids: Iterable[int] | None = None) -> int:
-        """Drop requests (None: all); returns how many were there."""
+        """Drops requests (None: all). Returns how many there were."""
         engine = self._require_engine()
         self._enter_device()
         return engine.abort(request_ids)
 
     def sleep(self, level: int) -> int:
-        """Give up the GPU's memory until `wake_up`; bytes freed, 0 where vLLM cannot (without a GPU) and nothing is done.
+        """Frees GPU memory until `wake_up`. Returns the freed bytes; 0 if vLLM cannot sleep here (no GPU).
 
-        At level 1 the weights go to host memory, at level 2 they are dropped: then generate() refuses until a whole refit.
+        Level 1 moves the weights to host memory. Level 2 drops them, and generate() raises until a complete refit.
         """
         engine = self._require_engine()
         self._enter_device()
         if not features.can_sleep():
-            logger.debug("this vLLM cannot sleep; the generation worker keeps its memory")
+            logger.debug("vLLM cannot sleep on this platform; the generation worker keeps its memory")
             return 0
         before = self._free_bytes()
         if self._channel is not None:
@@ -166,55 +168,54 @@ class VllmWorker:
         engine.sleep(level)
         self._asleep = set(features.SLEEP_TAGS)
         if level == 2:
-            self._torn = "the engine slept at level 2, which dropped them"
+            self._torn = "the engine slept at level 2 and dropped them"
         return self._free_bytes() - before
 
     def wake_up(self, tags: Sequence[str] = features.SLEEP_TAGS) -> None:
-        """Take back what `tags` name: `weights` before a refit, `kv_cache` before generation."""
+        """Restores the memory that `tags` name: `weights` before a refit, `kv_cache` before generation."""
         unknown = set(tags) - set(features.SLEEP_TAGS)
         if unknown:
-            raise ConfigError(f"wake_up: unknown tags {sorted(unknown)}; expected: some of {', '.join(features.SLEEP_TAGS)}")
+            raise ConfigError(f"wake_up: unknown tags {sorted(unknown)}; expected some of {', '.join(features.SLEEP_TAGS)}")
         self._enter_device()
         wanted = tuple(tag for tag in features.SLEEP_TAGS if tag in tags and tag in self._asleep)
         if wanted:
             self._require_engine().wake_up(wanted)
             self._asleep -= set(wanted)
         if "kv_cache" in wanted and not self._asleep and has_fp8_kv_cache(self.config):
-            self._run_hooks()  # some releases of vLLM set the scales of a cache that wakes to 1
+            self._run_hooks()  # some vLLM releases reset the KV scales to 1 on wake-up
 
     def unfinished_requests(self) -> list[FinishedRequest]:
-        """What the requests that have not finished have made so far, for a checkpoint; they go on."""
+        """Returns the tokens of unfinished requests for a checkpoint. The requests continue."""
         engine = self._require_engine()
         self._enter_device()
         return engine.snapshot()
 
     def weight_slices(self) -> list[WeightSlice]:
-        """What this rank holds of the Hugging Face parameters, and where; after setup()."""
+        """Returns which Hugging Face parameters this rank holds, and where. Available after setup()."""
         return self._slices
 
     def weight_config(self) -> dict[str, Json]:
-        """What of the model's configuration train workers must agree with; after setup()."""
+        """Returns the model configuration that train workers must agree with. Available after setup()."""
         return model_keys(self._hf_config)
 
     def weight_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that a refit writes, by the local names in `weight_slices()`."""
+        """Returns the tensors that a refit writes, by the local names in `weight_slices()`."""
         return dict(self._destinations.tensors)
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
-        """Join the channel of a refit; collective over all its ranks. Replaces the channel of an earlier plan."""
+        """Joins the channel of a refit, collectively over its ranks. Replaces the channel of an earlier plan."""
         from dagrl.channels import open_channel
-        from dagrl.refit.run import RefitReceiver
+        from dagrl.refit import RefitReceiver
 
         self._close_channel()
         self._enter_device()
         self._channel = open_channel(channel)
-        refit = self.config.refit
-        self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel, refit.verify, refit.cuda_graph)
+        self._receiver = RefitReceiver(plan, self.weight_tensors(), self._channel)
 
     def receive_weights(self, version: int) -> RefitReport:
-        """Receive `version` of the weights. From the first byte to success generate() refuses: no token from torn weights.
+        """Receives `version` of the weights. generate() raises from the first byte until success.
 
-        Running requests go on from their KV cache. In a warm-up the version and the requests stay as they are.
+        Running requests continue from their KV cache. A warm-up changes neither version nor requests.
         """
         if self._receiver is None:
             raise RunError("no refit is prepared on this worker; call prepare_refit(plan, channel) on all workers first")
@@ -225,33 +226,33 @@ class VllmWorker:
 
     @contextmanager
     def writing_weights(self, version: int, channel: Channel | None = None) -> Iterator[None]:
-        """Write `weight_tensors()` inside of this: hooks run and `version` is taken up when the block ends well.
+        """Context for writing `weight_tensors()`. On success hooks run and `version` becomes current.
 
-        With a channel it must have ended well on all its ranks; else this raises, and generate() refuses.
+        With a channel, all of its ranks must succeed; otherwise this raises, and generate() raises from then on.
         """
-        engine = self._engine_at_rest(channel)
-        self._torn = f"an update of the weights to version {version} has begun and has not ended well"
-        with nullcontext() if channel is None else one_part_of_a_refit(channel, wait=True):
+        engine = self._drained_engine(channel)
+        self._torn = f"an update of the weights to version {version} has started and not completed"
+        with nullcontext() if channel is None else commit_together(channel, wait=True):
             yield
             self._run_hooks()
         if in_warmup():
             engine.reset_prefix_cache()
         else:
-            # What lies in an FP8 cache was divided by the scales of before.
+            # Entries of an FP8 cache were divided by the previous scales.
             new_scales = has_fp8_kv_cache(self.config)
             recompute = new_scales or self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-            engine.change_version(version, recompute=recompute)
+            engine.set_version(version, recompute=recompute)
             self.version = version
         self._torn = None
 
-    def _engine_at_rest(self, channel: Channel | None) -> QuantumEngine:
-        """The engine, ready to have its weights written; what forbids that is told to the refit's other ranks."""
+    def _drained_engine(self, channel: Channel | None) -> QuantumEngine:
+        """Returns the drained engine. A failure aborts the channel, so the refit's other ranks raise too."""
         try:
             engine = self._require_engine()
             if "weights" in self._asleep:
-                raise RunError("the engine sleeps without memory for weights; call wake_up(['weights']) before a refit")
+                raise RunError("the engine sleeps and has no memory for weights; call wake_up(['weights']) before a refit")
             self._enter_device()
-            engine.rest()
+            engine.drain()
         except Exception as error:
             if channel is not None:
                 channel.abort(f"{type(error).__name__}: {error}")
@@ -264,30 +265,30 @@ class VllmWorker:
         if self._device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize(self._device)  # vLLM may run on another stream than the update did
+            torch.cuda.synchronize(self._device)  # vLLM may run on another stream than the update
 
     def merge_reports(self, parts: Sequence[RefitReport]) -> RefitReport:
-        """One report from those of many workers."""
-        from dagrl.refit.run import merge_reports
+        """Merges the reports of several workers."""
+        from dagrl.refit import merge_reports
 
         return merge_reports(parts)
 
     def abort(self) -> None:
-        """Free peers that wait for this worker in an engine step or in a refit; what is not under way stays whole."""
+        """Releases peers that wait for this worker in an engine step or a refit. An idle channel or engine stays intact."""
         if self._torn is not None and self._channel is not None:
             self._channel.abort("the generation worker was aborted")
         if self._engine is not None and self._engine.interrupted and self.context.layout.tp > 1:
-            self._engine.give_up()
+            self._engine.abandon()
             break_collectives()
 
     def _warm_up(self, engine: QuantumEngine, batch: Batch, steps: int) -> Generated:
-        """Run the batch's shape and leave nothing of it; ids are ours, as those of a warm-up batch need not differ."""
+        """Runs a batch of this shape and removes it. Replaces the ids, because those of a warm-up batch may repeat."""
         longest = engine.max_model_len - 1
         requests = [
             Request(-1 - row, request.prompt[:longest], request.seed, max(request.max_new_tokens, steps), request.greedy)
             for row, request in enumerate(_requests(batch))
         ]
-        return engine.rehearse(requests, steps)
+        return engine.warm_up(requests, steps)
 
     def _peers(self, llm: LLMEngine) -> Peers | None:
         from vllm.distributed import get_tp_group
@@ -303,10 +304,10 @@ class VllmWorker:
         return find_destinations(model, take_loaded_parameters(model), self._slices, llm.vllm_config, rules)
 
     def _enter_device(self) -> None:
-        """Phases run on threads of the runtime's; the current CUDA device and stream are a thread's own.
+        """Sets the CUDA device and stream of the current thread. Phases run on the runtime's threads.
 
-        vLLM keeps the stream that it was started on, and waits for that one alone before it reads what was sampled. On a
-        thread that has none, its first collective would change to a new stream in the middle of a step.
+        vLLM keeps the stream it was started on and waits only for that one before it reads sampled tokens. On a thread
+        without it, vLLM's first collective would switch to a new stream in the middle of a step.
         """
         if self._device.type == "cuda":
             import torch
@@ -326,7 +327,7 @@ class VllmWorker:
 
     def _ready_engine(self) -> QuantumEngine:
         if self._torn is not None:
-            raise RunError(f"the weights may be torn: {self._torn}. Replay a whole refit before generating")
+            raise RunError(f"the weights may be torn: {self._torn}. Replay a complete refit before generating")
         if self._asleep:
             raise RunError(f"the engine sleeps without its {' and '.join(sorted(self._asleep))}; call wake_up() first")
         return self._require_engine()

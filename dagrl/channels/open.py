@@ -1,0 +1,27 @@
+"""Opens the channel that a `ChannelSpec` describes."""
+
+from __future__ import annotations
+
+from dagrl.channels.base import Channel, ChannelSpec
+from dagrl.errors import ChannelError
+
+
+def open_channel(spec: ChannelSpec) -> Channel:
+    """Opens this rank's end; returns when all ranks have opened theirs.
+
+    Raises ChannelError if a rank does not join within the deadline, MissingDependencyError if the backend's package is not
+    installed.
+    """
+    if spec.kind == "gloo":
+        from dagrl.channels.gloo import GlooChannel
+
+        return GlooChannel(spec)
+    if spec.kind == "nccl":
+        from dagrl.channels.nccl import NcclChannel
+
+        return NcclChannel(spec)
+    if spec.kind == "ipc":
+        from dagrl.channels.ipc import IpcChannel
+
+        return IpcChannel(spec)
+    raise ChannelError(f"channel kind {spec.kind!r} is unknown; choose 'gloo', 'nccl' or 'ipc'")

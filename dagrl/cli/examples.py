@@ -1,0 +1,59 @@
+"""`dagrl examples`: lists the example configurations and programs that come with dagrl, and copies them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from dagrl.config.file import CONFIG_DIR
+from dagrl.errors import ConfigError
+from dagrl.imports import did_you_mean
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DATA = re.compile(re.escape(CONFIG_DIR) + r"/([\w./-]+)")
+"""A file that an example reads from its own directory."""
+
+
+def list_examples(folder: Path = EXAMPLES) -> str:
+    """Returns a line per example: its name and the first sentence about it."""
+    files = example_files(folder)
+    width = max(map(len, files), default=0)
+    return "".join(f"{name:{width}}  {_first_sentence(file)}\n" for name, file in files.items())
+
+
+def copy_example(name: str, target: Path, folder: Path = EXAMPLES) -> list[Path]:
+    """Copies an example, and the data files that it names, into the directory `target`; returns the copies.
+
+    Raises ConfigError if there is no such example, or before it copies anything if one of the files exists already.
+    """
+    files = example_files(folder)
+    source = files.get(name) or next((file for file in files.values() if file.name == name), None)
+    if source is None:
+        near = did_you_mean(difflib.get_close_matches(name, files))
+        raise ConfigError(f"no example {name!r}{near}; expected one of: {', '.join(files)}")
+    sources = [source, *(folder / found for found in DATA.findall(source.read_text(encoding="utf-8")))]
+    copies = {file: target / file.relative_to(folder) for file in sources}
+    existing = [str(copy) for copy in copies.values() if copy.exists()]
+    if existing:
+        raise ConfigError(f"{', '.join(existing)}: exists already; remove it, or choose another directory with -o")
+    for file, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
+    return list(copies.values())
+
+
+def example_files(folder: Path = EXAMPLES) -> dict[str, Path]:
+    """Returns the example files by name: configurations first, then programs."""
+    return {file.stem: file for suffix in ("yaml", "py") for file in sorted(folder.glob(f"*.{suffix}"))}
+
+
+def _first_sentence(file: Path) -> str:
+    """The text at the top of the file, a YAML comment or a docstring, up to its first full stop or colon."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    if file.suffix == ".yaml":
+        end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+        text = " ".join(line.lstrip("# ") for line in lines[:end])
+    else:
+        text = lines[0].strip('"')
+    return re.split(r"[.:;](?:\s|$)", text, maxsplit=1)[0]

@@ -1,0 +1,173 @@
+"""`dagrl inspect CONFIG` shows what a run would compile, without starting actors.
+
+The report has the phase graphs, their buckets and channels, and the refit plan:
+
+    dagrl inspect examples/grpo_quickstart.yaml                                # Mermaid on standard output
+    dagrl inspect examples/grpo_quickstart.yaml --phase refit -o refit.mmd     # a chart; numbers on standard output
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dagrl.config import Config, Json
+from dagrl.config.settings import check_settings, generation_dtype, is_colocated, layouts
+from dagrl.errors import ConfigError
+from dagrl.imports import did_you_mean
+from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
+from dagrl.refit.slices import WeightSlice
+from dagrl.run.model import load_tokenizer, model_description, token_count
+from dagrl.run.plans import PhasePlan, grpo_plans, sft_plans
+from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
+from dagrl.runtime.draw import Drawing, mermaid, size_text
+from dagrl.runtime.garbage import gc_paused
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.schedule import channel_bytes
+
+REFIT = "refit"
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """A phase as a run would compile it. `input_bytes` and `result_bytes` are the sizes of channel slots."""
+
+    plan: PhasePlan
+    path: str
+    drawing: Drawing
+    input_bytes: int
+    result_bytes: int
+
+    def __str__(self) -> str:
+        graph = self.drawing.graph
+        workers = ", ".join(f"{width} {role}" for role, width in graph.widths.items())
+        lines = [
+            f"phase {self.drawing.title} ({self.path})",
+            f"  workers of a graph: {workers}; nodes: {len(graph.nodes)}; fingerprint {graph.fingerprint[:16]}",
+        ]
+        if self.plan.buckets:
+            buckets = ", ".join(map(str, self.plan.buckets))
+            lines.append(f"  buckets of a shard (sequences x tokens): {buckets}")
+        lines.append(f"  channels: {size_text(self.input_bytes)} for the input, {size_text(self.result_bytes)} for a result")
+        return "\n".join(lines)
+
+
+def inspect_config(config: Config, phase: str | None = None, output: Path | None = None) -> str:
+    """Returns the report for one phase (its key in `phases`), or for all that the algorithm replays.
+
+    Draws into `output`, a `.mmd` or `.md` file. Without it, the report is Mermaid text with the numbers as comments. Raises
+    UserError if layouts or phases are invalid, like preflight.
+    """
+    draw = _drawer(output)
+    check_settings(config)
+    hf_config = _model(config)
+    check_model(config, hf_config, worker_classes(config))
+    reports = phase_reports(config, phase)
+    texts = [str(report) for report in reports]
+    if any(report.plan.name == REFIT for report in reports):
+        with gc_paused():
+            texts.append(_refit_text(config, hf_config))
+    picture = draw([report.drawing for report in reports])
+    if output is None:
+        comments = "\n".join(f"%% {line}".rstrip() for line in "\n".join(texts).splitlines())
+        return f"{comments}\n{picture}"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(picture, encoding="utf-8")
+    return "\n".join([*texts, f"drew {len(reports)} phases in {output}"]) + "\n"
+
+
+def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
+    """Returns the phases that the run replays, or only `phases.<only>`. Raises ConfigError for an unknown name."""
+    graphs = trace_phases(config, worker_classes(config))
+    plans = sft_plans(config) if config.algorithm == "sft" else grpo_plans(config)
+    names = [plan.name for plan in plans]
+    if only is not None and only not in names:
+        near = did_you_mean(difflib.get_close_matches(only, names))
+        raise ConfigError(f"--phase {only}: algorithm {config.algorithm!r} replays {', '.join(names)}{near}")
+    return [_report(config, plan, Drawing(graphs[plan.name])) for plan in plans if only in (None, plan.name)]
+
+
+def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = None) -> RefitPlan | None:
+    """Returns the refit plan of a run, or None if a worker class has no `describe`.
+
+    `hf_config` is the model's `config.json`. None: read it from where the configuration says.
+    """
+    described = [getattr(worker, "describe", None) for worker in worker_classes(config).values()]
+    if None in described:
+        return None
+    hf_config = _model(config) if hf_config is None else hf_config
+    sources, destinations = (
+        _descriptions(partial(describe, config, hf_config, layout), layout)
+        for describe, layout in zip(described, layouts(config).values(), strict=True)
+        if describe is not None
+    )
+    shared = is_colocated(config)  # and then on one host
+    return plan_refit(
+        sources,
+        destinations,
+        dtype=config.policy.precision,
+        target_dtype=generation_dtype(config),
+        aliases=TIED_HEAD if hf_config.get("tie_word_embeddings") else None,
+        bucket_bytes=config.refit.bucket_bytes,
+        hosts=None if shared else _hosts(config, len(sources), len(destinations)),
+        replicate_in_host=config.refit.replicate_in_host,
+        speeds=LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s),
+        mailboxes=shared,
+    )
+
+
+def _model(config: Config) -> Mapping[str, Json]:
+    return model_description(config.policy, token_count(load_tokenizer(config.policy)))
+
+
+def _descriptions(describe: Callable[[int], Sequence[WeightSlice]], layout: ParallelLayout) -> list[Sequence[WeightSlice]]:
+    """Describes the weights of each rank. Replicas are equal (dp and cp do not split weights) and described once."""
+    described: dict[tuple[int, ...], Sequence[WeightSlice]] = {}
+    keys = [(at.pp, at.tp, at.ep, at.etp) for at in map(layout.coordinates, range(layout.world_size))]
+    for rank, key in enumerate(keys):
+        if key not in described:
+            described[key] = describe(rank)
+    return [described[key] for key in keys]
+
+
+def _hosts(config: Config, train: int, generation: int) -> list[int] | None:
+    """Returns the host of each channel rank if ranks fill hosts in order, or None if all fit on one host.
+
+    Train and generation workers share a host only if all of them fit on one.
+    """
+    size = config.refit.gpus_per_host
+    if train + generation <= size:
+        return None
+    first = -(-train // size)
+    return [rank // size for rank in range(train)] + [first + rank // size for rank in range(generation)]
+
+
+def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
+    suffix = ".mmd" if output is None else output.suffix.lower()
+    if suffix in (".mmd", ".mermaid"):
+        return mermaid
+    if suffix == ".md":
+        return lambda drawings: f"```mermaid\n{mermaid(drawings)}```\n"
+    raise ConfigError(f"-o {output}: the suffix {suffix!r} is unknown; use .mmd or .md (Mermaid)")
+
+
+def _report(config: Config, plan: PhasePlan, bare: Drawing) -> PhaseReport:
+    input_bytes = channel_bytes(load_phase(config.phases, plan.name), plan.buckets)
+    result_bytes = plan.result_bytes or config.executor_cfg.result_bytes
+    buffers: dict[int | None, int] = {None: input_bytes}
+    buffers |= dict.fromkeys(range(len(bare.graph.nodes)), result_bytes)
+    groups = {role: layout for role, layout in layouts(config).items() if role in bare.graph.widths}
+    path = str(getattr(config.phases, plan.name))
+    return PhaseReport(plan, path, Drawing(bare.graph, groups, buffers), input_bytes, result_bytes)
+
+
+def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
+    plan = plan_config_refit(config, hf_config)
+    if plan is None:
+        return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
+    train = layouts(config)["train"].world_size
+    text = plan.summary().text(LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s))
+    return f"{text}\n  the first {train} ranks are train workers, the others generation workers"

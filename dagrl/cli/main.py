@@ -1,0 +1,256 @@
+"""The `dagrl` command.
+
+    dagrl train CONFIG [a.b=c ...] [--dry-run]
+    dagrl config CONFIG [a.b=c ...] | --schema
+    dagrl examples [NAME] [-o DIR]
+    dagrl inspect CONFIG [--phase P] [-o F]
+    dagrl bench NAME [...]
+    dagrl doctor
+
+Subcommands import what they need when they run, which keeps `dagrl --help` fast. Exit codes: 0 success, 1 the run failed,
+2 an error that the user can fix, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
+from dagrl.files import require_writable
+from dagrl.imports import require_package
+
+if TYPE_CHECKING:
+    from dagrl.config import Config
+
+OVERRIDES = "keys that override the file's; values are YAML"
+
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
+
+BENCHES = {
+    "overhead": "overhead of a step over 1 to 64 workers: plain calls, Ray graphs, dagrl by shards",
+    "step_overhead": "what a step costs beyond its workers' own time, compiled and eager",
+    "refit": "refits from Megatron to vLLM, compared with broadcasts",
+    "refit_plan": "time and memory of planning refits of full-size models, without weights",
+    "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
+    "step": "GRPO steps: synchronous, asynchronous, with in-flight weight updates",
+    "compare": "GRPO steps compared with the same step in plain Ray calls",
+    "curves": "reward by step and by minute, synchronous and asynchronous",
+    "packing": "padding, dynamic microbatches and sequence packing",
+    "optimizer_offload": "optimizer state offloaded during log-probabilities",
+    "reference_weights": "the reference policy in host memory or on the GPU",
+}
+"""Modules of `dagrl.bench` and what each measures. Each has `add_arguments(parser)` and `run(options)`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code. Errors become one message on standard error."""
+    atexit.register(gc.freeze)  # skips the final collection over torch's and Ray's objects, over 2 s
+    options = _parse(arguments)
+    command: Callable[[argparse.Namespace], None] = options.command
+    try:
+        command(options)
+    except DagrlError as error:
+        if options.debug:
+            raise
+        _complain(str(error))
+        return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        if options.debug or error.filename is None:  # without a file name the user cannot fix it
+            raise
+        _complain(f"{error.filename}: {error.strerror}")
+        return 2
+    except StopRequestedError as stopped:
+        _complain(str(stopped))
+        return INTERRUPTED
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    return 0
+
+
+class _Version(argparse.Action):
+    """Prints the installed version. Looks it up only when used."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"dagrl {version('dagrl')}\n")
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dagrl", description="SFT and GRPO on Ray with statically compiled phase graphs.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show tracebacks, and log at level DEBUG")
+    configured = argparse.ArgumentParser(add_help=False, parents=[common])
+    configured.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
+    configured.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
+
+    train = commands.add_parser("train", parents=[configured], help="train by SFT or GRPO")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration and exit")
+    train.set_defaults(command=_train)
+
+    config = commands.add_parser(
+        "config", parents=[common], help="print a resolved configuration, or the schema of all keys"
+    )
+    config.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file, such as examples/grpo_quickstart.yaml")
+    config.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
+    config.add_argument(
+        "--schema", action="store_true", help="print the JSON schema: every key, its type, default and meaning"
+    )
+    config.set_defaults(command=_config)
+
+    examples = commands.add_parser("examples", parents=[common], help="list the examples that come with dagrl, or copy one")
+    examples.add_argument("name", metavar="NAME", nargs="?", help="the example to copy, such as grpo_quickstart")
+    examples.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path(), help="copy into DIR (default: here)")
+    examples.set_defaults(command=_examples)
+
+    inspect = commands.add_parser(
+        "inspect", parents=[configured], help="draw the phase graphs; print buckets and the refit plan"
+    )
+    inspect.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
+    inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .mmd or .md file (Mermaid)")
+    inspect.set_defaults(command=_inspect)
+
+    names = "\n".join(f"  {name:18} {what}" for name, what in BENCHES.items())
+    bench = commands.add_parser(
+        "bench",
+        help="run a benchmark; `dagrl bench --help` lists them",
+        epilog=f"benchmarks (`dagrl bench NAME --help` shows their options):\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.add_argument("name", choices=BENCHES, metavar="NAME", help="one of the benchmarks below")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="options of the benchmark").required = False
+    bench.set_defaults(command=_bench, debug=False)
+
+    doctor = commands.add_parser("doctor", parents=[common], help="show versions, GPUs and known problems of this machine")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses arguments. argparse accepts overrides only in one place, so those after an option arrive as unknown words."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _train(options: argparse.Namespace) -> None:
+    from dagrl.config.file import dump_config, load_config
+
+    config = load_config(options.config, options.overrides)
+    _log(options, config.logger.log_level)
+    if options.dry_run:
+        from dagrl.run.preflight import preflight
+
+        preflight(config)
+        sys.stdout.write(dump_config(config))
+        return
+    _run(config)
+
+
+def _run(config: Config) -> None:
+    from dagrl.run.restart import run_with_restarts
+
+    if config.algorithm == "sft":
+        from dagrl.run.loops.sft import run_sft
+
+        run_with_restarts(run_sft, config)
+    else:
+        from dagrl.run.loops.grpo import run_grpo
+
+        run_with_restarts(run_grpo, config)
+
+
+def _config(options: argparse.Namespace) -> None:
+    from dagrl.config.file import config_schema, dump_config, load_config
+
+    if options.schema:
+        if options.config is not None:
+            raise ConfigError(f"--schema takes no configuration; found {options.config}")
+        sys.stdout.write(config_schema())
+    elif options.config is None:
+        raise ConfigError("dagrl config needs a CONFIG, or --schema")
+    else:
+        sys.stdout.write(dump_config(load_config(options.config, options.overrides)))
+
+
+def _examples(options: argparse.Namespace) -> None:
+    from dagrl.cli.examples import copy_example, list_examples
+
+    if options.name is None:
+        sys.stdout.write(list_examples())
+    else:
+        sys.stdout.write("".join(f"{path}\n" for path in copy_example(options.name, options.output)))
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from dagrl.cli.inspect import inspect_config
+    from dagrl.config.file import load_config
+
+    _log(options)
+    sys.stdout.write(inspect_config(load_config(options.config, options.overrides), options.phase, options.output))
+
+
+def _bench(options: argparse.Namespace) -> None:
+    module = importlib.import_module(f"dagrl.bench.{options.name}")
+    parser = argparse.ArgumentParser(
+        prog=f"dagrl bench {options.name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    _log(options)
+    chosen = parser.parse_intermixed_args(options.arguments)
+    _check_outputs(chosen)
+    module.run(chosen)
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raises ConfigError for outputs that cannot be written, before minutes of measuring."""
+    for name in ("json", "plot"):
+        path = getattr(options, name, None)
+        if path is not None:
+            if path.is_dir():
+                raise ConfigError(f"--{name} {path} is a directory; expected: a file")
+            require_writable(path.parent, f"--{name} {path}")
+    if getattr(options, "plot", None) is not None:
+        require_package("matplotlib", f"--plot {options.plot}", otherwise=", or leave --plot out")
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from dagrl.cli.doctor import examine, show
+
+    _log(options)
+    show(examine())
+
+
+def _log(options: argparse.Namespace, level: str = "WARNING") -> None:
+    """Logs to standard error: everything with `--debug`, else from `level` on."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+    logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+    logging.getLogger("dagrl").setLevel("DEBUG" if options.debug else level)
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(f"dagrl: error: {message}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Carrying: one rank's end of a refit, from packing to the commit."""

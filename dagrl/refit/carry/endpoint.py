@@ -1,0 +1,187 @@
+"""One rank's end of a refit: senders pack and send; receivers receive, unpack and relay.
+
+Each pair of ranks first exchanges a header, which rejects another plan, version or verify mode. A rank posts what it sends
+and receives in a round together, in the order of rounds, so that ranks that do both never wait for each other. A channel
+that can record replays all rounds as one CUDA graph if that is faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from dagrl.channels.base import Channel, wait_all
+from dagrl.errors import RefitPlanError
+from dagrl.refit.carry.autotune import Autotune
+from dagrl.refit.carry.handshake import Handshake
+from dagrl.refit.carry.pack import BucketMemory, spare_messages
+from dagrl.refit.carry.rounds import RefitRounds
+from dagrl.refit.carry.verify import checksums, compare_checksums, mismatch, prepare_checksums
+from dagrl.refit.report import RefitReport
+from dagrl.refit.transfers import Move, RankPlan
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Endpoint:
+    """One rank's end of a refit: its plan, the tensors named there, and the channel; see `RefitSender`."""
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        tensors: Mapping[str, torch.Tensor],
+        channel: Channel,
+    ) -> None:
+        if (channel.spec.rank, channel.spec.size) != (plan.rank, plan.size):
+            raise RefitPlanError(
+                f"the plan is for rank {plan.rank} of {plan.size}, the channel is rank {channel.spec.rank} of "
+                f"{channel.spec.size}; make the plan for the ranks that the channel joins"
+            )
+        self._channel, self._verify, self._record = channel, plan.verify, plan.record
+        self.rounds = RefitRounds(plan, tensors, channel)
+        """The rounds of this rank, bound to memory."""
+        self._prepare()
+        self._carried_once = False
+        self._methods: Autotune[Callable[[], None]] | None = None  # to run all rounds, after the first refit
+        self._sums: dict[int, list[torch.Tensor]] = {}
+        self._targets = _in_order(bucket.source for bucket in plan.receives)
+        self._receivers = _in_order(bucket.destination for bucket in plan.sends)
+        digest = int(plan.digest[:15], 16) ^ {"off": 0, "checksum": 1, "bitwise": 2}[plan.verify]
+        self._headers = Handshake(channel, digest, self._targets, self._receivers, self.rounds.device)
+        self._sent = sum(bucket.nbytes for bucket in plan.sends)
+        self._received = sum(bucket.nbytes for bucket in plan.receives)
+
+    def _run(self, version: int) -> RefitReport:
+        """Sends and receives everything, and verifies it if the plan says so."""
+        start = time.perf_counter()
+        self._follow_memory()  # before any message: it may reject tensors, and uploads would wait for messages
+        self._headers.post(version)
+        self._headers.check(version)
+        self._carry()
+        if self._verify == "checksum":
+            self._compare_sums(version)
+        elif self._verify == "bitwise":
+            self._prove_bytes(version)
+        self._channel.synchronize()
+        return RefitReport(version, self._sent, self._received, time.perf_counter() - start)
+
+    def _prepare(self) -> None:
+        """Uploads what verifying needs. During a refit an upload would wait for messages, without the channel's deadline."""
+        if self._verify == "checksum":
+            for memory in (*self.rounds.sends, *self.rounds.receives):
+                prepare_checksums(memory)
+
+    def _follow_memory(self) -> None:
+        """Binds again if a tensor has new memory; otherwise views, tables and graphs would use freed memory."""
+        if self.rounds.moved:
+            self._methods, self._carried_once = None, False
+            self.rounds.bind()
+            self._prepare()
+
+    def _carry(self) -> None:
+        """Runs all rounds: the first time one by one, which also opens connections, later by the faster method."""
+        if not self._carried_once:
+            self._do(self._run_rounds)
+            self._carried_once = True
+            return
+        if self._methods is None:
+            self._methods = Autotune(self._make_methods())
+        with self._methods.turn() as method:
+            self._do(method)
+
+    def _do(self, carry: Callable[[], None]) -> None:
+        with self._channel.guarded():
+            carry()
+        self._channel.synchronize()
+
+    def _make_methods(self) -> list[Callable[[], None]]:
+        """Returns the methods to choose from: all rounds recorded as one graph, launched one by one, or both."""
+        if self._record is False:
+            return [self._run_rounds]
+        replay = self._channel.record(self._run_rounds)
+        if replay == self._run_rounds:  # this channel cannot record
+            return [self._run_rounds]
+        sums = self._sums  # the recorded rounds write these
+
+        def recorded() -> None:
+            replay()
+            self._sums = sums
+
+        return [recorded] if self._record is True else [recorded, self._run_rounds]
+
+    def _run_rounds(self) -> None:
+        self._sums = {}
+        self.rounds.run(self._keep, self._unpack)
+
+    def _keep(self, memory: BucketMemory) -> None:
+        """Keeps the checksums of a sent bucket, by receiver."""
+        if self._verify == "checksum":
+            self._sums.setdefault(memory.bucket.destination, []).append(checksums(memory))
+
+    def _unpack(self, memory: BucketMemory) -> None:
+        """Unpacks a received bucket, then keeps the checksums of the tensors, by sender."""
+        memory.unpack()
+        if self._verify == "checksum":
+            self._sums.setdefault(-1 - memory.bucket.source, []).append(checksums(memory))
+
+    def _compare_sums(self, version: int) -> None:
+        """Sends the senders' checksums to the receivers, which compare them with theirs."""
+        import torch
+
+        held = {peer: torch.cat(self._sums[-1 - peer]) for peer in self._targets}
+        told = {peer: torch.empty_like(mine) for peer, mine in held.items()}
+        mine = [(torch.cat(self._sums[peer]), peer) for peer in self._receivers]
+        wait_all(self._channel.exchange(mine, [(told[peer], peer) for peer in self._targets]))
+        self._channel.synchronize()
+        for peer in self._targets:
+            moves = [move for one in self.rounds.receives if one.bucket.source == peer for move in one.bucket.moves]
+            compare_checksums(moves, told[peer], held[peer], peer, version)
+
+    def _prove_bytes(self, version: int) -> None:
+        """Carries everything again, into separate memory, and compares it with what the tensors hold."""
+        receives = self.rounds.receives
+        again = {id(memory): came for memory, came in zip(receives, spare_messages(receives), strict=True)}
+        wrong: dict[int, list[Move]] = {}  # by sender
+
+        def compare(memory: BucketMemory) -> None:
+            self._channel.synchronize()  # a comparison waits on the host, and only the channel has a deadline
+            if moves := memory.differing(again[id(memory)]):
+                wrong.setdefault(memory.bucket.source, []).extend(moves)
+
+        self.rounds.run(lambda memory: None, compare, again)  # runs to its end, so that no message stays in the channel
+        for peer, moves in wrong.items():
+            raise mismatch(moves, peer, version)
+
+
+class RefitSender(_Endpoint):
+    """The source side of a refit on one rank.
+
+    `tensors` are the live local tensors by the names in the plan. If one has new memory at a later refit, memory is bound
+    again, which costs as much as the first time. Raises RefitPlanError if channel, tensors or dtypes do not fit the plan.
+    After an error other than RunError messages may still be pending; see `dagrl.refit.carry.commit`.
+    """
+
+    def send(self, version: int) -> RefitReport:
+        """Sends the weights as `version`. They may change when this returns.
+
+        Raises ChannelError, and RefitPlanError if a tensor with new memory no longer fits the plan.
+        """
+        return self._run(version)
+
+
+class RefitReceiver(_Endpoint):
+    """The destination side of a refit on one rank; see `RefitSender`."""
+
+    def receive(self, version: int) -> RefitReport:
+        """Receives the weights of `version` into the live tensors.
+
+        Raises ChannelError if the channel breaks or a sender has another plan or version, RunError if verification fails.
+        After an error the weights may be torn and must not be used until a complete refit succeeds.
+        """
+        return self._run(version)
+
+
+def _in_order(peers: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(peers))

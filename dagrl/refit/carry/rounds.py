@@ -1,0 +1,122 @@
+"""The rounds of one rank, bound to memory: what it packs, sends, receives and unpacks in each, in order.
+
+Two buckets are in flight: while one is sent, the next is packed and the previous one is unpacked. On GPUs nothing here waits
+on the host. Copies run on the current stream and messages on the channel's stream, and events order the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dagrl.channels.base import Channel, PendingMessage, wait_all
+from dagrl.refit.carry.pack import BucketMemory, bind_staging, moved_tensors
+from dagrl.refit.transfers import RankPlan
+from dagrl.runtime.annotate import annotate
+
+if TYPE_CHECKING:
+    import torch
+
+BucketCallback = Callable[[BucketMemory], None]
+
+
+@dataclass
+class RefitRound:
+    """At most one bucket to send and one to receive, in round `number`."""
+
+    number: int
+    send: BucketMemory | None = None
+    receive: BucketMemory | None = None
+
+
+class RefitRounds:
+    """All rounds of `plan`, bound to the memory that `tensors` have at the last call of `bind`."""
+
+    def __init__(self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel) -> None:
+        self._plan, self._tensors, self._channel = plan, tensors, channel
+        self._named = list(dict.fromkeys([*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]))
+        self._rounds: list[RefitRound] = []
+        self.bind()
+        self.device = next((tensors[name].device for name in self._named), None)
+
+    def bind(self) -> None:
+        """Binds to the memory that tensors have now.
+
+        Frees the earlier staging memory first, so that there is never twice as much. Uploads tables to GPUs, which waits on
+        the host for the current stream. Raises RefitPlanError if tensors or dtypes do not fit the plan.
+        """
+        self._rounds, self._addresses = [], list[int]()
+        self._rounds = self._bound()
+        self._pointers = [self._tensors[name].data_ptr for name in self._named]
+        self._addresses = [pointer() for pointer in self._pointers]
+
+    def _bound(self) -> list[RefitRound]:
+        rounds: dict[int, RefitRound] = {}
+        for bucket in self._plan.sends:
+            rounds.setdefault(bucket.round, RefitRound(bucket.round)).send = BucketMemory(bucket, self._tensors, "source")
+        for bucket in self._plan.receives:
+            rounds.setdefault(bucket.round, RefitRound(bucket.round)).receive = BucketMemory(bucket, self._tensors, "target")
+        ordered = [rounds[number] for number in sorted(rounds)]
+        sends, receives = [one.send for one in ordered if one.send], [one.receive for one in ordered if one.receive]
+        self.staging_bytes = bind_staging(sends) + bind_staging(receives)
+        overlaps = self._channel.spec.kind == "nccl"  # messages are kernels that run while others pack and unpack
+        for memory in (*sends[:1], *receives[-1:]) if overlaps else (*sends, *receives):
+            memory.alone = True
+        return ordered
+
+    @property
+    def sends(self) -> list[BucketMemory]:
+        """The buckets to send, in order."""
+        return [one.send for one in self._rounds if one.send is not None]
+
+    @property
+    def receives(self) -> list[BucketMemory]:
+        """The buckets to receive, in order."""
+        return [one.receive for one in self._rounds if one.receive is not None]
+
+    @property
+    def moved(self) -> bool:
+        """Whether a tensor has new memory, so that the bound memory must not be used."""
+        return [pointer() for pointer in self._pointers] != self._addresses
+
+    def run(
+        self, packed: BucketCallback, received: BucketCallback, into: Mapping[int, Sequence[torch.Tensor]] | None = None
+    ) -> None:
+        """Sends and receives all buckets. Calls `packed` with each bucket before it is sent, `received` to unpack each.
+
+        `into` has other memory to receive into, by the `id` of the bucket's `BucketMemory`.
+        """
+        flying: list[tuple[RefitRound, Sequence[PendingMessage]]] = []
+        for one in self._rounds:
+            # A relayed bucket was received in an earlier round, which must have been unpacked.
+            depth = 0 if one.send is not None and one.send.bucket.relay else 1
+            while len(flying) > depth:
+                self._land(*flying.pop(0), received)
+            with annotate(f"refit bucket {one.number}: pack, post"):
+                if one.send is not None:
+                    one.send.pack()
+                    packed(one.send)
+                flying.append((one, self._post(one, into or {})))
+        for landing in flying:
+            self._land(*landing, received)
+
+    def run_wire(self) -> None:
+        """Sends and receives messages without packing or unpacking, to measure them. Their content is undefined."""
+        for one in self._rounds:
+            wait_all(self._post(one, {}))
+
+    def _post(self, one: RefitRound, into: Mapping[int, Sequence[torch.Tensor]]) -> Sequence[PendingMessage]:
+        """Posts the round as one group. Both ends of a bucket post its messages in the same order."""
+        sends = [(message, one.send.bucket.destination) for message in one.send.messages] if one.send else []
+        receive = one.receive
+        receives = (
+            [(message, receive.bucket.source) for message in into.get(id(receive), receive.messages)] if receive else []
+        )
+        return self._channel.exchange(sends, receives)
+
+    def _land(self, one: RefitRound, pending: Sequence[PendingMessage], received: BucketCallback) -> None:
+        with annotate(f"refit bucket {one.number}: land"):
+            wait_all(pending)
+            if one.receive is not None:
+                received(one.receive)

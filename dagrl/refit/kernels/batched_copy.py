@@ -1,0 +1,48 @@
+"""Copies all slices of a bucket in one launch, of any shapes.
+
+On GPUs `copy_kernel.py` copies from a table of rows. `torch._foreach_copy_` does what the kernel cannot (casts, and views
+without contiguous rows, such as transposed ones), and everything on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dagrl.refit.kernels.rows import StridedRows, as_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dagrl.refit.kernels.copy_kernel import CopyTable
+
+
+class BatchedCopy:
+    """Copies `sources[i]`, of equal shape, into `targets[i]` on each `run`. Their memory must stay allocated."""
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        pairs = list(zip(targets, sources, strict=True))
+        rows = [as_rows(*pair) if pair[0].is_cuda else None for pair in pairs]
+        self._others = [pair for pair, some in zip(pairs, rows, strict=True) if some is None]
+        self._kept = [
+            pair for pair, some in zip(pairs, rows, strict=True) if some is not None
+        ]  # the table holds addresses only
+        self._table = _table([one for some in rows if some for one in some], targets)
+
+    def run(self, alone: bool = False) -> None:
+        """Copies everything, on the current stream. `alone` uses the whole GPU; otherwise most of it is left to NCCL."""
+        import torch
+
+        if self._table is not None:
+            self._table.launch(alone)
+        if self._others:
+            with torch.inference_mode():  # vLLM's parameters may be inference tensors
+                torch._foreach_copy_([target for target, _ in self._others], [source for _, source in self._others])
+
+
+def _table(rows: Sequence[StridedRows], targets: Sequence[Tensor]) -> CopyTable | None:
+    if not rows:
+        return None
+    from dagrl.refit.kernels.copy_kernel import CopyTable
+
+    return CopyTable(rows, targets[0].device)

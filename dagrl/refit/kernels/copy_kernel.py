@@ -1,0 +1,99 @@
+"""Triton kernel that packs and unpacks: any number of strided copies in one launch.
+
+A few programs work through the table, so that the rest of the GPU is free for the channel's kernels, which send a bucket
+while another is packed. Import this module only on machines with a GPU: Triton comes with torch's CUDA builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+
+if TYPE_CHECKING:
+    import torch
+
+    from dagrl.refit.kernels.rows import StridedRows
+
+_FIELDS = (
+    8  # of an entry: target, source, units per row, units of all rows, both strides in bytes, first tile, bytes per unit
+)
+_WIDE = 16  # bytes that a thread copies at once if addresses, rows and strides are multiples of it
+_TILE = 4096  # units
+_MOST_UNITS = 1 << 30  # per entry: the kernel counts them in 32 bits
+_WARPS = 16
+PROGRAMS, PROGRAMS_ALONE = 16, 264
+"""Programs while messages are sent, and without messages. 16 copy twice as fast as a link; more slow messages down."""
+
+
+class CopyTable:
+    """All copies of `rows`, on `device`."""
+
+    def __init__(self, rows: Sequence[StridedRows], device: torch.device) -> None:
+        import torch
+
+        entries = np.array([entry for one in rows for entry in _entries(one)], np.int64).reshape(-1, _FIELDS)
+        tiles = -(-entries[:, 3] // _TILE)
+        entries[:, 6] = np.cumsum(tiles) - tiles
+        owners = np.repeat(np.arange(len(entries), dtype=np.int32), tiles)
+        self._tiles = len(owners)
+        self._table = torch.from_numpy(entries).to(device)
+        self._owners = torch.from_numpy(owners).to(device)
+
+    def launch(self, alone: bool) -> None:
+        """Copies everything, on the current stream."""
+        _copy_rows[(min(PROGRAMS_ALONE if alone else PROGRAMS, self._tiles),)](
+            self._table, self._owners, self._tiles, FIELDS=_FIELDS, TILE=_TILE, WIDE=_WIDE, num_warps=_WARPS
+        )
+
+
+def _entries(rows: StridedRows) -> list[tuple[int, ...]]:
+    """Returns the table entries of some rows: one, or several if the kernel could not count its units."""
+    strides = (rows.target_stride, rows.source_stride) if rows.count > 1 else (0, 0)
+    wide = not any(number % _WIDE for number in (rows.target, rows.source, rows.nbytes, *strides))
+    unit = _WIDE if wide else 1
+    units = rows.nbytes // unit
+    if units > _MOST_UNITS:
+        raise ValueError(f"a row of {rows.nbytes} bytes is too long for one copy; use smaller buckets")
+    step = max(1, _MOST_UNITS // units)
+    return [
+        (
+            rows.target + first * strides[0],
+            rows.source + first * strides[1],
+            units,
+            units * min(step, rows.count - first),
+            *strides,
+            0,
+            unit,
+        )
+        for first in range(0, rows.count, step)
+    ]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _copy_rows(table, owners, tiles, FIELDS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        entry = table + tl.load(owners + tile).to(tl.int64) * FIELDS
+        target, source = tl.load(entry), tl.load(entry + 1)
+        units, total = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
+        target_stride, source_stride = tl.load(entry + 4), tl.load(entry + 5)
+        unit = (tile - tl.load(entry + 6).to(tl.int32)) * TILE + tl.arange(0, TILE)
+        row = unit // units
+        column = unit - row * units
+        inside = unit < total
+        if tl.load(entry + 7) == WIDE:
+            # Pairs of 8-byte words: strides and addresses are multiples of 16, so a pair is one access.
+            words = tl.arange(0, 2)[None, :]
+            to = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
+            of = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
+            to_word = tl.multiple_of(row * (target_stride // 8) + column.to(tl.int64) * 2, 2)
+            of_word = tl.multiple_of(row * (source_stride // 8) + column.to(tl.int64) * 2, 2)
+            value = tl.load(of + of_word[:, None] + words, mask=inside[:, None], cache_modifier=".cg")
+            tl.store(to + to_word[:, None] + words, value, mask=inside[:, None])
+        else:
+            to_byte = target.to(tl.pointer_type(tl.uint8)) + row * target_stride + column
+            of_byte = source.to(tl.pointer_type(tl.uint8)) + row * source_stride + column
+            tl.store(to_byte, tl.load(of_byte, mask=inside), mask=inside)

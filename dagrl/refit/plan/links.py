@@ -1,0 +1,34 @@
+"""Links between ranks: their speeds, and which of them connect two hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes per second of one rank, per direction. The defaults are an H200's NVLink in a host and NDR between hosts."""
+
+    in_host: float = 450e9
+    between_hosts: float = 50e9
+
+    @classmethod
+    def of_gb_per_s(cls, in_host: float, between_hosts: float) -> LinkSpeeds:
+        """Returns speeds given in GB/s, the unit of the configuration."""
+        return cls(in_host * 1e9, between_hosts * 1e9)
+
+    def seconds(self, nbytes: int, crosses: bool) -> float:
+        """Returns the duration of a message; `crosses`: from one host to another."""
+        return nbytes / (self.between_hosts if crosses else self.in_host)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The host of each channel rank, and whether a byte is sent to each other host only once."""
+
+    hosts: tuple[int, ...]
+    replicate_in_host: bool
+
+    def crosses(self, sender: int, receiver: int) -> bool:
+        """Returns whether two ranks are on different hosts."""
+        return self.hosts[sender] != self.hosts[receiver]

@@ -1,0 +1,181 @@
+"""Summarizes a refit plan: bytes per pair and link, balance, staging memory, duration at given link speeds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dagrl.channels.base import MAILBOX_SLOTS
+from dagrl.refit.plan.links import LinkSpeeds
+from dagrl.refit.plan.ordering import simulate
+from dagrl.refit.plan.routes import RankPair
+
+SHOWN_PAIRS = 64
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """The numbers of a plan. `messages` has `(round, sender, receiver, bytes)` of each bucket, in order, by channel rank.
+
+    `copied` has the bytes of each bucket that the sender packs and the receiver unpacks. The rest is sent directly between
+    tensors, which must be contiguous and have the dtype on the wire. `hosts` is empty if unknown. With `mailboxes` messages
+    are sent through memory of the sender (`channels/ipc.py`).
+    """
+
+    messages: Sequence[tuple[int, int, int, int]]
+    copied: Sequence[tuple[int, int]]
+    sources: int
+    destinations: int
+    hosts: tuple[int, ...] = ()
+    mailboxes: bool = False
+
+    @cached_property
+    def pairs(self) -> dict[RankPair, int]:
+        """Bytes per (sender, receiver)."""
+        found: dict[RankPair, int] = defaultdict(int)
+        for _, sender, receiver, nbytes in self.messages:
+            found[sender, receiver] += nbytes
+        return dict(found)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Most staging memory of any rank: twice what it packs and unpacks of a bucket, and a mailbox per receiver.
+
+        Transposed tensors need more. `verify: bitwise` temporarily needs two of the largest received buckets more.
+        """
+        largest: dict[tuple[int, int], int] = defaultdict(int)  # (rank, sends or receives)
+        boxes: dict[RankPair, int] = defaultdict(int)
+        for (_, sender, receiver, nbytes), copied in zip(self.messages, self.copied, strict=True):
+            boxes[sender, receiver] = max(boxes[sender, receiver], nbytes)
+            for side, rank in enumerate((sender, receiver)):
+                largest[rank, side] = max(largest[rank, side], copied[side])
+        found: dict[int, int] = defaultdict(int)
+        for (rank, _), nbytes in largest.items():
+            found[rank] += 2 * nbytes
+        if self.mailboxes:
+            for (sender, _), nbytes in boxes.items():
+                found[sender] += MAILBOX_SLOTS * nbytes
+        return max(found.values(), default=0)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the rank that takes part in the most."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for number, sender, receiver, _ in self.messages:
+            found[sender].add(number)
+            found[receiver].add(number)
+        return max(map(len, found.values()), default=0)
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Bytes that each source sends."""
+        counts = self._bytes(0)
+        return tuple(counts.get(rank, 0) for rank in range(self.sources))
+
+    @property
+    def received(self) -> tuple[int, ...]:
+        """Bytes that each destination receives."""
+        counts = self._bytes(1)
+        return tuple(counts.get(self.sources + rank, 0) for rank in range(self.destinations))
+
+    @cached_property
+    def links(self) -> dict[tuple[int, int], int]:
+        """Bytes per (sending host, receiving host), with those inside each host."""
+        found: dict[tuple[int, int], int] = defaultdict(int)
+        for (sender, receiver), count in self.pairs.items():
+            found[self._host(sender), self._host(receiver)] += count
+        return dict(found)
+
+    @property
+    def crossing(self) -> int:
+        """Bytes that are sent from one host to another."""
+        return sum(count for (first, second), count in self.links.items() if first != second)
+
+    def floor_s(self, speeds: LinkSpeeds) -> float:
+        """Returns the seconds that the busiest link needs at least: no schedule of this plan is faster."""
+        needed: dict[tuple[int, int, bool], float] = defaultdict(float)  # (rank, sends or receives, to another host)
+        for pair, count in self.pairs.items():
+            crosses = self._crosses(*pair)
+            for side, rank in enumerate(pair):
+                needed[rank, side, crosses] += speeds.seconds(count, crosses)
+        return max(needed.values(), default=0.0)
+
+    def busiest_s(self, speeds: LinkSpeeds) -> float:
+        """Returns the seconds that the busiest rank needs at least if it sends and receives one message at a time."""
+        needed: dict[tuple[int, int], float] = defaultdict(float)
+        for pair, count in self.pairs.items():
+            for side, rank in enumerate(pair):
+                needed[rank, side] += speeds.seconds(count, self._crosses(*pair))
+        return max(needed.values(), default=0.0)
+
+    def schedule_s(self, speeds: LinkSpeeds) -> float:
+        """Returns the seconds that the rounds take if links keep their speed and packing overlaps with messages."""
+        return simulate(
+            (number, sender, receiver, speeds.seconds(nbytes, self._crosses(sender, receiver)))
+            for number, sender, receiver, nbytes in self.messages
+        )
+
+    def _bytes(self, side: int) -> dict[int, int]:
+        found: dict[int, int] = defaultdict(int)
+        for pair, count in self.pairs.items():
+            found[pair[side]] += count
+        return found
+
+    def _host(self, rank: int) -> int:
+        return self.hosts[rank] if self.hosts else 0
+
+    def _crosses(self, sender: int, receiver: int) -> bool:
+        return self._host(sender) != self._host(receiver)
+
+    def __str__(self) -> str:
+        return self.text(LinkSpeeds())
+
+    def text(self, speeds: LinkSpeeds) -> str:
+        """Returns the plan as printed. Lists the `SHOWN_PAIRS` largest pairs and counts the others."""
+        lines = [
+            f"refit of {_mb(sum(self.received))} from {self.sources} to {self.destinations} ranks, "
+            f"{len(self.messages)} buckets, at most {self.rounds} rounds and {_mb(self.staging_bytes)} of staging per rank",
+            f"packed by senders: {_mb(sum(packed for packed, _ in self.copied))}, unpacked by receivers: "
+            f"{_mb(sum(unpacked for _, unpacked in self.copied))}; the rest is sent directly between tensors",
+            f"sent per rank: {_spread(self.sent)}; received per rank: {_spread(self.received)}",
+            f"schedule {_seconds(self.schedule_s(speeds))}, floor {_seconds(self.busiest_s(speeds))} of the busiest rank, "
+            f"{_seconds(self.floor_s(speeds))} of the busiest link, at {speeds.in_host / 1e9:g} GB/s in a host"
+            + (f" and {speeds.between_hosts / 1e9:g} GB/s between hosts" if self.hosts else ""),
+        ]
+        lines += self._link_lines() if len(set(self.hosts)) > 1 else []
+        shown = sorted(sorted(self.pairs.items(), key=lambda item: -item[1])[:SHOWN_PAIRS])
+        lines += [f"  {source:>4} -> {to:<4} {_mb(count):>12}" for (source, to), count in shown]
+        more = len(self.pairs) - len(shown)
+        return "\n".join([*lines, *([f"  and {more} smaller pairs"] if more else [])])
+
+    def _link_lines(self) -> list[str]:
+        """Returns lines with the bytes between hosts. Lists `SHOWN_PAIRS` links and counts the others."""
+        crossing = sorted((link, count) for link, count in self.links.items() if link[0] != link[1])
+        rows = [
+            f"  host {first:>3} -> host {second:<3} {_mb(count):>14}" for (first, second), count in crossing[:SHOWN_PAIRS]
+        ]
+        more = len(crossing) - len(rows)
+        return [self._link_text(), *rows, *([f"  and {more} more links between hosts"] if more else [])]
+
+    def _link_text(self) -> str:
+        between = [count for (first, second), count in self.links.items() if first != second]
+        inside = sum(self.links.values()) - self.crossing
+        return (
+            f"{len(set(self.hosts))} hosts: {_mb(self.crossing)} are sent between hosts, over {len(between)} links "
+            f"({_spread(between or [0])}), {_mb(inside)} stay inside hosts"
+        )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.3f} MB"
+
+
+def _spread(counts: Sequence[int]) -> str:
+    mean = sum(counts) / len(counts)
+    return f"{_mb(min(counts))} to {_mb(max(counts))}, largest over mean {max(counts) / mean if mean else 1:.3f}"

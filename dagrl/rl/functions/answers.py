@@ -1,0 +1,36 @@
+"""Answers of a user's function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The answer to a row for which the function has none, and why."""
+
+    message: str
+
+
+Answers = list[Any]
+"""One answer per row, `Failed` where there is none."""
+
+
+def is_coroutine(function: Callable[..., Any]) -> bool:
+    """Whether calling `function` makes a coroutine, as far as can be known without calling it."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def split_done(items: Iterable[Item], future: Callable[[Item], Future[Any]]) -> tuple[list[Item], list[Item]]:
+    """Splits items into those whose future is done and those still pending. Checks each future once, as it may change."""
+    done: list[Item] = []
+    pending: list[Item] = []
+    for item in items:
+        (done if future(item).done() else pending).append(item)
+    return done, pending

@@ -1,0 +1,139 @@
+"""The child process that runs a user's function:
+
+    python -m dagrl.rl.functions.child FD module:function KEY batched|single TIMEOUT_S TIMEOUT_KEY
+
+Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
+- It first sends None, or why the function cannot be imported.
+- For each list of columns it receives, it sends one pickled answer per row, or a text that says what the function raised.
+- It exits when the connection is closed or its parent dies.
+
+Coroutine functions are awaited. With `single`, the coroutines of all rows of a call run concurrently, each under the
+deadline. All calls share one event loop, so the function may keep objects bound to it, such as a client or a semaphore.
+Tasks that a call leaves behind are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from dagrl.errors import UserError, error_text
+from dagrl.imports import load_callable
+from dagrl.rl.functions.answers import Failed, is_coroutine
+from dagrl.runtime.deadline import Deadline
+
+Item = TypeVar("Item")
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Serves calls until the connection is closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor, path, key, how, timeout_s, timeout_key = sys.argv[1:]
+    with Connection(int(descriptor)) as connection, asyncio.Runner() as runner:
+        try:
+            function = load_callable(path, key)
+        except UserError as error:
+            connection.send(str(error))
+            return
+        connection.send(None)
+        answers = _answers(how, function, Deadline(float(timeout_s), timeout_key))
+        while True:
+            try:
+                columns = connection.recv()
+            except EOFError:
+                return
+            connection.send_bytes(_pickled(answers(runner, function, columns)))
+
+
+def _answers(how: str, function: Callable[..., Any], deadline: Deadline) -> Callable[..., list[Any] | str]:
+    """Returns the function that answers the columns of a call."""
+    if how == "batched":
+        return answer_batch
+    return partial(answer_singly, deadline=deadline) if is_coroutine(function) else answer_row
+
+
+def _pickled(answers: list[Any] | str) -> bytes:
+    """Pickles answers by value. The pickler of `multiprocessing` would send torch tensors as shared memory."""
+    try:
+        return pickle.dumps(answers)
+    except Exception as error:
+        return pickle.dumps(f"its answer cannot be pickled: {error_text(error)}")
+
+
+def answer_batch(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
+    """Calls the function with all rows. Returns its answers, or what it raised."""
+    try:
+        return list(_result(runner, function, columns))
+    except Exception as error:
+        return error_text(error)
+
+
+def answer_row(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
+    """Calls a plain function, which may run its own event loop, with the only row. Returns its answer, or what it raised."""
+    (row,) = zip(*columns, strict=True)
+    try:
+        return [_result(runner, function, row)]
+    except Exception as error:
+        return error_text(error)
+
+
+def _result(runner: asyncio.Runner, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    result = function(*arguments)
+    return _run(runner, _awaited(result)) if inspect.isawaitable(result) else result
+
+
+def answer_singly(
+    runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[str]], deadline: Deadline
+) -> list[Any] | str:
+    """Runs the coroutines of all rows concurrently, each under the deadline. Returns one answer or `Failed` per row."""
+    return _run(runner, _gather(function, list(zip(*columns, strict=True)), deadline))
+
+
+def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, Item]) -> Item:
+    """Returns the call's result and cancels the tasks it leaves, so that the next call finds a clean loop."""
+    try:
+        return runner.run(call)
+    finally:
+        runner.run(_end_tasks())
+
+
+async def _end_tasks() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _gather(function: Callable[..., Any], rows: Sequence[tuple[str, ...]], deadline: Deadline) -> list[Any]:
+    return list(await asyncio.gather(*(_one(function, row, deadline) for row in rows)))
+
+
+async def _one(function: Callable[..., Any], row: tuple[str, ...], deadline: Deadline) -> Any:
+    limit = asyncio.timeout(deadline.seconds)
+    try:
+        async with limit:
+            result = function(*row)
+            return await result if inspect.isawaitable(result) else result
+    except Exception as error:
+        if limit.expired():
+            return Failed(deadline.missed)
+        return Failed(error_text(error))
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+if __name__ == "__main__":
+    main()

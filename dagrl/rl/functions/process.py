@@ -1,0 +1,147 @@
+"""A child process that runs a user's function: started, asked, killed at a deadline, replaced when lost."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from dagrl.errors import RunError, error_text
+from dagrl.machine import descendants_of
+from dagrl.rl.functions.answers import Answers
+from dagrl.runtime.deadline import Deadline
+
+GRACE_S = 1.0
+"""Seconds after the deadline in which a process reports which coroutines missed it."""
+
+
+class FunctionProcess:
+    """One process, started when it is first needed and again after it was lost."""
+
+    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline) -> None:
+        self._command = [path, key, "batched" if batched else "single", str(deadline.seconds), deadline.key]
+        self._deadline, self._start = deadline, start
+        self._patience_s = deadline.seconds + (0.0 if batched else GRACE_S)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._failure: RunError | None = None  # of a background start
+        self._imported = False  # by this process or an earlier one
+        self._closed = False
+        self._changing = threading.Lock()
+
+    def start(self) -> None:
+        """Makes sure that a process has imported the function. The next `ask` reports a failure."""
+        try:
+            self._running()
+        except RunError as error:
+            self._failure = error
+        except (EOFError, OSError):  # the next `ask` tries again
+            self.close()
+
+    def ask(self, columns: Sequence[Sequence[str]], limit: Deadline | None = None) -> Answers | str:
+        """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
+
+        `limit` replaces the deadline for this call. Raises RunError if the function was never imported in time.
+        """
+        try:
+            return self._answers(self._running(), columns, limit)
+        except RunError as error:
+            if not self._imported:
+                raise
+            return str(error)
+        except (EOFError, OSError):
+            self.close()
+            return "the process that runs it ended"
+
+    def _answers(self, connection: Connection, columns: Sequence[Sequence[str]], limit: Deadline | None) -> Answers | str:
+        patience_s = self._patience_s if limit is None else limit.seconds
+        # A process stuck in the middle of a message blocks `send` or `recv_bytes`; closing makes these raise.
+        stuck = threading.Timer(patience_s + GRACE_S, self.close)
+        stuck.start()
+        try:
+            connection.send([list(column) for column in columns])
+            if connection.poll(patience_s):
+                return _unpickled(connection.recv_bytes())
+        finally:
+            stuck.cancel()
+            stuck.join()  # if it has begun, the process is lost now, not during the next call
+        self.close()
+        return (limit or self._deadline).missed
+
+    def close(self, *, final: bool = False) -> None:
+        """Ends the process, if there is one; `final` prevents another. Callable from any thread.
+
+        The connection is shut down but not closed: if another thread is in `send`, its file descriptor could belong to
+        another file by the next write. It closes when the last reference goes.
+        """
+        with self._changing:
+            self._closed |= final
+            process, connection = self._process, self._connection
+            self._process = self._connection = None
+        if process is not None:
+            _kill(process)
+        if connection is not None:
+            with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+                end.shutdown(socket.SHUT_RDWR)  # unblocks readers and writers even if a stray child holds the other end
+
+    def _running(self) -> Connection:
+        """Returns the connection to a process that has imported the function, starting one if necessary."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        connection = self._connection
+        if connection is None:
+            connection = self._launch()
+            if not connection.poll(self._start.seconds):
+                self.close()
+                raise RunError(
+                    f"{self._command[1]} {self._command[0]} was not imported within {self._start.key} = "
+                    f"{self._start.seconds:g} s; raise it, or make the module's import faster"
+                )
+            failure = connection.recv()
+            if failure is not None:
+                self.close()
+                raise RunError(f"{failure}. The driver could import it, but the process that runs it could not")
+            self._imported = True
+        return connection
+
+    def _launch(self) -> Connection:
+        """Starts a process and returns the connection to it."""
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        with self._changing:
+            if self._closed:
+                raise EOFError
+            self._connection, theirs = Pipe()
+            command = [sys.executable, "-m", "dagrl.rl.functions.child", str(theirs.fileno()), *self._command]
+            self._process = subprocess.Popen(  # noqa: S603  # our own module, with the user's import path
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            theirs.close()
+            return self._connection
+
+
+def _unpickled(answers: bytes) -> Answers | str:
+    try:
+        found: Answers | str = pickle.loads(answers)  # noqa: S301  # from our own process
+    except Exception as error:  # a user's class may raise anything
+        return f"its answer cannot be unpickled: {error_text(error)}"
+    return found
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills the process, its session and all its descendants, including those in sessions of their own."""
+    started = descendants_of(process.pid)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in started:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()

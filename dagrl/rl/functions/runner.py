@@ -1,0 +1,177 @@
+"""Runs a user's function in several processes, and retries the rows of a failed batch alone.
+
+with FunctionRunner.configured("my_task:reward", "reward", config.reward, check=float) as runner:
+    future = runner.submit(prompts, completions, references)       # answered in one of `num_workers` processes
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from dagrl.config import FunctionConfig
+from dagrl.imports import load_callable
+from dagrl.rl.functions.answers import Answers, Failed, is_coroutine
+from dagrl.rl.functions.process import FunctionProcess
+from dagrl.runtime.deadline import Deadline
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUTS = 4
+"""Default of `call_timeout_s`, as a multiple of `timeout_s`."""
+
+MIN_SHARE = 0.1
+"""Least time of a retried row, as a fraction of `timeout_s`."""
+
+
+class FunctionRunner:
+    """A function in `workers` processes. They start with `start`, or with the first calls, and end with `close`."""
+
+    def __init__(
+        self,
+        path: str,
+        key: str,
+        *,
+        deadline: Deadline,
+        start: Deadline,
+        whole: Deadline | None = None,
+        batched: bool = True,
+        workers: int = 1,
+        check: Callable[[Any], Any] = lambda answer: answer,
+    ) -> None:
+        """Raises ConfigError if the import path is wrong.
+
+        `deadline` limits one answer, `start` the start of a process, including the import, and `whole` a call with its
+        retries (None: `CALL_TIMEOUTS`; no limit for a plain function of single rows). `check` converts an answer, or
+        raises ValueError or TypeError that says what is wrong with it.
+        """
+        function = load_callable(path, key)
+        self._key, self._check = key, check
+        self._warned: set[str] = set()
+        self._row_by_row = not batched and not is_coroutine(function)
+        if whole is None and not self._row_by_row:
+            whole = deadline.times(CALL_TIMEOUTS)
+        self._deadline, self._whole = deadline, whole
+        self._processes = [FunctionProcess(path, key, batched, deadline, start) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[FunctionProcess] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=key)
+
+    @classmethod
+    def configured(cls, path: str, section: str, config: FunctionConfig, check: Callable[[Any], Any]) -> Self:
+        """Builds the runner of the function at `path` from a `section` of the configuration; see the constructor."""
+        call_s = config.call_timeout_s
+        return cls(
+            path,
+            f"{section}.function",
+            deadline=Deadline(config.timeout_s, f"{section}.timeout_s"),
+            start=Deadline(config.start_timeout_s, f"{section}.start_timeout_s"),
+            whole=None if call_s is None else Deadline(call_s, f"{section}.call_timeout_s"),
+            batched=config.batched,
+            workers=config.num_workers,
+            check=check,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __call__(self, *columns: Sequence[str]) -> Answers:
+        """Returns one answer per row. Once a process is free, takes no longer than the module's docstring says."""
+        process = self._idle.get()
+        try:
+            process.start()
+            until = time.monotonic() + self._whole.seconds if self._whole else math.inf
+            if self._row_by_row:
+                return self._one_by_one(process, columns, until)
+            answers = process.ask(columns)
+            answers = self._checked(answers, len(columns[0])) if not isinstance(answers, str) else answers
+            if not isinstance(answers, str):
+                return answers
+            # A single row is not retried: that would repeat the same call, with its time and side effects.
+            return [Failed(answers)] if len(columns[0]) == 1 else self._retry(process, columns, until, answers)
+        finally:
+            self._idle.put(process)
+
+    def start(self) -> None:
+        """Starts the processes in the background. If one cannot start, the first call that uses it says why."""
+        for _ in self._processes:
+            self._threads.submit(self._start_one)
+
+    def submit(self, *columns: Sequence[str]) -> Future[Answers]:
+        """Like calling the runner, in the background."""
+        return self._threads.submit(self, *columns)
+
+    def close(self) -> None:
+        """Ends the processes. Pending calls are answered with failures."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close(final=True)
+
+    def _start_one(self) -> None:
+        process = self._idle.get()
+        try:
+            process.start()
+        finally:
+            self._idle.put(process)
+
+    def _retry(self, process: FunctionProcess, columns: Sequence[Sequence[str]], until: float, message: str) -> Answers:
+        """Asks row by row. Warns if no row fails alone, as the failed batch would go unnoticed."""
+        answers = self._one_by_one(process, columns, until)
+        if message not in self._warned and not any(isinstance(answer, Failed) for answer in answers):
+            self._warned.add(message)
+            logger.warning(
+                "%s fails for a batch but answers each of its rows alone, which takes longer: %s (warned once)",
+                self._key,
+                message,
+            )
+        return answers
+
+    def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[str]], until: float) -> Answers:
+        """Returns one answer per row, giving each remaining row an equal share of the time left `until` (`time.monotonic`).
+
+        The share leaves room for process restarts at the rate seen so far, but is at least `MIN_SHARE` of `timeout_s`.
+        """
+        answers: Answers = []
+        rows = list(zip(*columns, strict=True))
+        starts_s = 0.0
+        for index, row in enumerate(rows):
+            began = time.monotonic()
+            if began < until:
+                process.start()  # if the last row lost it
+            now = time.monotonic()
+            left_s, starts_s = until - now, starts_s + (now - began if index else 0.0)
+            share_s = left_s / (len(rows) - index) - starts_s / max(index, 1)
+            least_s = MIN_SHARE * self._deadline.seconds
+            answer = self._ask_row(process, row, min(max(share_s, least_s), left_s)) if left_s > 0 else self._not_asked()
+            answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
+        return answers
+
+    def _ask_row(self, process: FunctionProcess, row: Sequence[str], share_s: float) -> Answers | str:
+        """Asks for one row, within `timeout_s` or its share of the call's time, whichever is less."""
+        limit = None
+        if self._whole is not None and share_s < self._deadline.seconds:
+            limit = Deadline(round(share_s, 3), f"its share of {self._whole.key}")
+        answer = process.ask([[text] for text in row], limit)
+        return answer if isinstance(answer, str) else self._checked(answer, 1)
+
+    def _not_asked(self) -> str:
+        assert self._whole is not None
+        return f"not retried alone within {self._whole.key} = {self._whole.seconds:g} s"
+
+    def _checked(self, answers: Answers, rows: int) -> Answers | str:
+        if len(answers) != rows:
+            return f"it returned {len(answers)} answers; expected: a list of {rows}"
+        try:
+            return [answer if isinstance(answer, Failed) else self._check(answer) for answer in answers]
+        except (TypeError, ValueError) as error:
+            return str(error)

@@ -1,0 +1,191 @@
+"""The result of a generation quantum, and the check that the ranks of a shard agree on it.
+
+A quantum is one replay of the `generate` phase. Every tensor-parallel rank of a shard runs the same engine steps on the same
+requests and returns the same `Generated`. Ranks do not exchange sampled tokens, so equality is checked, for finished and for
+running requests: a rank that sampled other tokens would run a different batch from then on and hang its peers in the next
+collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.errors import RunError
+from dagrl.runtime.shapes import Batch
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+FIRST_QUANTUM = 16
+"""Engine steps of a quantum before their duration is known."""
+
+
+def quantum_steps(batch: Batch, shard: int) -> int:
+    """Returns the engine steps of a quantum on one shard: the scalar `engine_steps`, one for all shards or one per shard."""
+    steps = batch.scalars.get("engine_steps", FIRST_QUANTUM)
+    return steps[shard] if isinstance(steps, tuple) else int(steps)
+
+
+def quantum_seconds(batch: Batch) -> float:
+    """Returns the seconds after which a single-rank engine ends a quantum with its current step: the scalar `seconds`."""
+    return batch.number("seconds", math.inf)
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """A finished request: its sampled tokens, their log-probabilities, and the policy version that sampled each."""
+
+    request_id: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class RequestProgress:
+    """Progress of a running request: the number of its new tokens and their `checksum`."""
+
+    request_id: int
+    tokens: int = 0
+    checksum: int = 0
+
+
+def checksum(tokens: Sequence[int], before: int = 0) -> int:
+    """Returns the CRC-32 of tokens, continuing the checksum of the tokens `before`."""
+    return zlib.crc32(array("q", tokens), before)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The `m` requests that finished in a quantum, sorted by id; the longest has `L` new tokens.
+
+    `logprobs` are of the sampling distribution: after temperature, top-p and top-k, or the model's own at temperature 0.
+    `finish_reasons` are `stop` or `length`. `running` has id, number of new tokens and checksum of the `r` requests that
+    stay in the engine. `digest` covers everything except the log-probabilities.
+    """
+
+    request_ids: IntArray  # [m]
+    tokens: IntArray  # [m, L], 0 past lengths
+    lengths: IntArray  # [m]
+    logprobs: FloatArray  # [m, L]
+    versions: IntArray  # [m, L]
+    finish_reasons: tuple[str, ...]
+    running: IntArray  # [r, 3]
+    engine_steps: int
+    digest: str = field(default="")
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            object.__setattr__(self, "digest", _digest(self))
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests that stay in the engine."""
+        return len(self.running)
+
+    def request(self, row: int) -> FinishedRequest:
+        """Returns row `row` without padding."""
+        length = int(self.lengths[row])
+        return FinishedRequest(
+            request_id=int(self.request_ids[row]),
+            tokens=self.tokens[row, :length].tolist(),
+            logprobs=self.logprobs[row, :length].tolist(),
+            versions=self.versions[row, :length].tolist(),
+            finish_reason=self.finish_reasons[row],
+        )
+
+
+def pack_generated(finished: Iterable[FinishedRequest], running: Iterable[RequestProgress], engine_steps: int) -> Generated:
+    """Packs finished and running requests, sorted by id."""
+    rows = sorted(finished, key=lambda request: request.request_id)
+    shape = (len(rows), max((len(row.tokens) for row in rows), default=0))
+    progress = sorted((item.request_id, item.tokens, item.checksum) for item in running)
+    tokens, versions, logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    for index, row in enumerate(rows):
+        length = len(row.tokens)
+        assert len(row.logprobs) == len(row.versions) == length, f"request {row.request_id}: ragged row"
+        tokens[index, :length] = row.tokens
+        versions[index, :length] = row.versions
+        logprobs[index, :length] = row.logprobs
+    return Generated(
+        request_ids=np.array([row.request_id for row in rows], np.int64),
+        tokens=tokens,
+        lengths=np.array([len(row.tokens) for row in rows], np.int64),
+        logprobs=logprobs,
+        versions=versions,
+        finish_reasons=tuple(row.finish_reason for row in rows),
+        running=np.array(progress, np.int64).reshape(-1, 3),
+        engine_steps=engine_steps,
+    )
+
+
+def merge_generated(parts: Sequence[Generated]) -> Generated:
+    """Merges the equal results of a shard's ranks; associative. Raises RunError that names the first unequal request."""
+    first = parts[0]
+    for rank, part in enumerate(parts[1:], start=1):
+        if part.digest != first.digest:
+            raise disagreement(f"{_difference(first, part)} (part {rank} of {len(parts)} against part 0)")
+    return first
+
+
+def disagreement(what: str) -> RunError:
+    """Returns the error of ranks that differ; `what` says where."""
+    return RunError(
+        f"tensor-parallel ranks of a generation shard disagree: {what}. They must sample the same tokens; restart the "
+        "generation workers, and keep vLLM's custom all-reduce off"
+    )
+
+
+def _digest(generated: Generated) -> str:
+    counts = (len(generated), generated.engine_steps, *generated.tokens.shape)
+    digest = hashlib.blake2b(repr((counts, generated.finish_reasons)).encode(), digest_size=16)
+    for part in (generated.request_ids, generated.lengths, generated.tokens, generated.versions, generated.running):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.hexdigest()
+
+
+def _difference(first: Generated, second: Generated) -> str:
+    ours = {int(request): row for row, request in enumerate(first.request_ids)}
+    theirs = {int(request): row for row, request in enumerate(second.request_ids)}
+    for request in sorted(ours.keys() ^ theirs.keys()):
+        return f"request {request} finished on one rank only"
+    for request, row in sorted(ours.items()):
+        one, other = first.request(row), second.request(theirs[request])
+        if (one.tokens, one.versions, one.finish_reason) != (other.tokens, other.versions, other.finish_reason):
+            return f"request {request} {_first_difference(one, other)}"
+    return _running_difference(first, second)
+
+
+def _first_difference(one: FinishedRequest, other: FinishedRequest) -> str:
+    """Describes the first token at which two ranks differ. Whole sequences are too long to show."""
+    place = next((at for at, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]), None)
+    if place is not None:
+        return f"has at new token {place} the tokens {one.tokens[place]} and {other.tokens[place]}"
+    ends = [f"{len(rank.tokens)} new tokens ({rank.finish_reason})" for rank in (one, other)]
+    return f"has a common prefix, but {' and '.join(ends)}, or different policy versions"
+
+
+def _running_difference(first: Generated, second: Generated) -> str:
+    ours, theirs = ({int(row[0]): row[1:].tolist() for row in part.running} for part in (first, second))
+    for request in sorted(ours.keys() ^ theirs.keys()):
+        return f"request {request} is running on one rank only"
+    for request in sorted(ours):
+        if ours[request] != theirs[request]:
+            (count, crc), (other_count, other_crc) = ours[request], theirs[request]
+            return (
+                f"running request {request} has {count} new tokens with checksum {crc:08x} on one rank, and {other_count} "
+                f"with {other_crc:08x} on another"
+            )
+    return f"all requests are equal, but the engine steps are {first.engine_steps} and {second.engine_steps}"

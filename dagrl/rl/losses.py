@@ -1,0 +1,260 @@
+"""Losses: negative log-likelihood for SFT, the clipped policy-gradient loss for GRPO.
+
+A loss is computed for one microbatch, or one worker's slice of its tokens, and divides by the counts of the *whole* global
+batch (`Denominators`). Its `sums` and gradients add up over microbatches, context-parallel slices and shards; of `maxima`
+the largest counts. The result does not depend on how the batch is split.
+
+All tensors are token aligned (see `dagrl.runtime.shapes`): entry `t` of `logprobs` is the log-probability of token `t` given
+the tokens before it. The module needs only torch. Workers use it like this:
+
+    output = LOSSES["grpo"](logprobs, data, config.loss_fn, Denominators(tokens, sequences))
+    output.loss.backward()                      # gradients are summed over microbatches, cp and dp, never averaged
+    StepMetrics(sums={name: float(value) for name, value in output.sums.items()}, maxima=...)
+
+Sources of the formulas, cited below by their short names:
+  PPO          Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7
+  DeepSeekMath Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 3 and 4 (GRPO, and its KL term in the loss)
+  DAPO         Yu et al. 2025, "DAPO", arXiv:2503.14476, equations 8 to 12 (clip-higher, token-level loss)
+  KL           Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html (k1, k2, k3)
+  TIS          Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+               https://fengyao.notion.site/off-policy-rl; truncation itself: Ionides 2008, "Truncated Importance Sampling"
+  IcePop       Ling Team 2025, "Every Step Evolves: Scaling Reinforcement Learning ..." (Ring-1T), arXiv:2510.18855
+  MIS          Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+               Mismatch" (masking whole sequences); by the geometric mean of their ratios as NeMo-RL's `seq-mask-tis`
+  metrics      NeMo-RL, docs/guides/grpo.md#metrics (`token_mult_prob_error`, `probs_ratio`, `sampling_importance_ratio`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dagrl.config import LossConfig
+from dagrl.errors import DataError
+from dagrl.telemetry.metrics import CLIP_RATIO, COUNTS, KL, StepMetrics
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the global batch, all shards together.
+
+    `tokens` is the sum of `loss_mask`, `sequences` the number of rows with at least one token in it. Raises DataError if
+    either is 0: division by 0 would turn every weight into NaN.
+    """
+
+    tokens: float
+    sequences: float
+
+    def __post_init__(self) -> None:
+        if not (self.tokens > 0 and self.sequences > 0):
+            raise DataError(
+                f"the global batch has {self.tokens:g} tokens in the loss, in {self.sequences:g} sequences; expected: at "
+                "least one. Check how loss_mask is made, and whether policy.max_total_sequence_length cuts off responses"
+            )
+
+
+LOSS_TERMS = frozenset({"loss", "policy_loss", KL})
+"""Sums that are divided like the loss. The others are means over tokens, or counts."""
+
+UNDIVIDED = Denominators(1.0, 1.0)
+"""For a part of a batch that is not complete yet; `divided` and `loss_denominator` apply the denominators later."""
+
+
+def loss_denominator(loss: str, config: LossConfig, denominators: Denominators) -> float:
+    """Returns the divisor of the loss, and so of every gradient."""
+    return denominators.tokens if loss == "sft" or config.token_level_loss else denominators.sequences
+
+
+def divided(metrics: StepMetrics, loss: str, config: LossConfig, denominators: Denominators) -> StepMetrics:
+    """Divides the metrics of a loss computed with `UNDIVIDED` by the `denominators` of the whole batch."""
+    whole = loss_denominator(loss, config, denominators)
+    sums = {
+        name: value if name in COUNTS else value / (whole if name in LOSS_TERMS else denominators.tokens)
+        for name, value in metrics.sums.items()
+    }
+    return StepMetrics(sums, metrics.maxima, metrics.shared)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The loss of one microbatch: `loss` with its autograd graph, and detached 0-d tensors.
+
+    `sums` add up over microbatches, context-parallel slices and shards; of `maxima` the largest counts.
+    """
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[Tensor, Mapping[str, Tensor], LossConfig, Denominators], LossOutput]
+
+
+def sft_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> LossOutput:
+    """Returns the mean negative log-likelihood of the tokens in `loss_mask`.
+
+    `logprobs` [b, t]; `data`: `loss_mask` [b, t]. Sums: `loss`, `valid_tokens`.
+    """
+    mask = data["loss_mask"].to(logprobs.dtype)
+    loss = _masked_sum(-logprobs, mask) / denominators.tokens
+    return LossOutput(loss, {"loss": loss.detach(), "valid_tokens": mask.sum()})
+
+
+def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> LossOutput:
+    """Returns the clipped policy-gradient loss plus `reference_policy_kl_penalty` times the KL to the reference policy.
+
+    With ratio r = exp(logprob - prev_logprob) and advantage A, a token costs
+    `max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))` (PPO; the two bounds as in DAPO), weighted by
+    exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on (see `importance_weights`).
+    Tokens are averaged over the global batch (DAPO), or first within each sequence and then over sequences (DeepSeekMath)
+    when `token_level_loss` is off. With `force_on_policy_ratio`, prev_logprob is logprob itself, and r = 1.
+
+    `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs` (unless forced), `generation_logprobs` [b, t];
+    `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b, 1] of each whole row (or for each token,
+    [b, t]), unless the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty),
+    `policy/clip_ratio`, `probs_ratio`, `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose
+    importance weight was bounded or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima:
+    `max_logprob_difference`, `max_probs_ratio`.
+    """
+    if config.force_on_policy_ratio:
+        data = {**data, "prev_logprobs": logprobs.detach()}
+    mask = data["loss_mask"].to(logprobs.dtype)
+    inside = mask > 0
+    ratio = torch.exp(_inside(logprobs - data["prev_logprobs"], inside))
+    clamped = ratio.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
+    unclipped_loss, clipped_loss = -data["advantages"] * ratio, -data["advantages"] * clamped
+    token_loss = torch.maximum(unclipped_loss, clipped_loss)
+    importance = torch.exp(_inside(data["prev_logprobs"] - data["generation_logprobs"], inside))
+    corrected = importance_weights(importance, data, config)
+    if config.use_importance_sampling_correction:
+        token_loss = token_loss * corrected
+    weights = _token_weights(mask, data, config, denominators)
+    policy_loss = _masked_sum(token_loss, weights)
+    loss, kl = _add_kl(policy_loss, logprobs, data, config, weights)
+    means = {
+        CLIP_RATIO: (clipped_loss > unclipped_loss).to(mask.dtype),
+        "probs_ratio": ratio,
+        "probs_ratio_clamped": clamped,
+        "sampling_importance_ratio": importance,
+        "is_oob_ratio": (corrected != importance).to(mask.dtype),
+    }
+    sums = {name: _masked_sum(value.detach(), mask) / denominators.tokens for name, value in means.items()}
+    sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), **kl}
+    difference = logprob_difference(data, mask, denominators)
+    maxima = {**difference.maxima, "max_probs_ratio": (ratio.detach() * inside).amax()}
+    return LossOutput(loss, {**sums, **difference.sums, "valid_tokens": mask.sum()}, maxima)
+
+
+def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: LossConfig) -> Tensor:
+    """Bounds the importance ratio w = exp(prev - generation log-probability) of each token [b, t].
+
+    With the bounds C = `truncated_importance_sampling_ratio` and c = `truncated_importance_sampling_ratio_min`:
+    `tis` min(w, C) (TIS); `icepop` w where c <= w <= C, else 0 (IcePop); `seq-mask-tis` w in sequences whose geometric mean
+    of w is in [c, C], else 0 for all their tokens (MIS). Without C, w itself. The denominators always count all tokens.
+    `data` has the row sums `sequence_tokens` and `sequence_log_ratio` for `seq-mask-tis` (see `row_sums`).
+    """
+    high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min
+    if high is None:
+        return importance
+    if config.truncated_importance_sampling_type == "tis":
+        return importance.clamp(max=high)
+    judged = importance
+    if config.truncated_importance_sampling_type == "seq-mask-tis":
+        tokens = data["sequence_tokens"].to(importance.dtype).clamp(min=1)
+        judged = torch.exp(data["sequence_log_ratio"].to(importance.dtype) / tokens)
+    kept = (judged <= high) & (judged >= (low or 0.0))
+    return torch.where(kept, importance, torch.zeros_like(importance))
+
+
+def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns sums over whole rows [b, 1], from unsplit fields [b, T], for losses that see only a slice of a row.
+
+    Packed microbatches have several sequences per row. For them workers repeat the sums for each token, [b, t].
+
+    `sequence_tokens`: the tokens in the loss; `sequence_log_ratio`: the sum over them of prev - generation log-probability.
+    """
+    mask = data["loss_mask"]
+    sums = {"sequence_tokens": mask.sum(dim=-1, keepdim=True)}
+    if "prev_logprobs" in data and "generation_logprobs" in data:
+        gap = _inside(data["prev_logprobs"] - data["generation_logprobs"], mask > 0)
+        sums["sequence_log_ratio"] = (gap * mask).sum(dim=-1, keepdim=True)
+    return sums
+
+
+LOSSES: Mapping[str, LossFunction] = MappingProxyType({"sft": sft_loss, "grpo": grpo_loss})
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """Differences of two policies' log-probabilities of the same tokens. Adds up like `LossOutput`."""
+
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor]
+
+
+def logprob_difference(data: Mapping[str, Tensor], mask: Tensor, denominators: Denominators) -> LogprobDifference:
+    """Compares generation's log-probabilities with the train workers': `generation_logprobs` and `prev_logprobs` [b, t].
+
+    `token_mult_prob_error` is NeMo-RL's: the mean over tokens of exp(|generation - prev|); 1 if both agree. After a
+    correct refit it differs from 1 only by rounding. `gen_kl_error` (NeMo-RL's too) is KL(generation || train), estimated
+    by k3 on generation's own samples. `max_logprob_difference` is the largest |generation - prev|.
+    """
+    difference = _inside(data["generation_logprobs"] - data["prev_logprobs"], mask > 0)
+    gap = difference.abs()
+    divergence = kl_estimate(difference, torch.zeros_like(difference), "k3")
+    sums = {"token_mult_prob_error": torch.exp(gap), "gen_kl_error": divergence}
+    return LogprobDifference(
+        sums={name: _masked_sum(value, mask) / denominators.tokens for name, value in sums.items()},
+        maxima={"max_logprob_difference": gap.amax()},
+    )
+
+
+def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimates KL(policy || reference) per token from samples of the policy; any shape (KL).
+
+    With d = logprob - reference: k1 = d (unbiased, either sign), k2 = d^2 / 2 (biased, never negative), k3 = exp(-d) - 1 + d
+    (unbiased, never negative; DeepSeekMath's equation 4). On samples of the policy itself, the
+    gradient of k1 has mean zero: use it as a metric rather than as a penalty.
+    """
+    difference = logprobs - reference_logprobs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference
+
+
+def _add_kl(
+    policy_loss: Tensor, logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, weights: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss with its KL penalty, and the KL as a metric. Without a penalty, the reference is not read."""
+    penalty = config.reference_policy_kl_penalty
+    if penalty == 0:
+        return policy_loss, {}
+    inside = weights > 0
+    estimate = kl_estimate(
+        _inside(logprobs, inside), _inside(data["reference_logprobs"], inside), config.reference_policy_kl_type
+    )
+    kl = _masked_sum(estimate, weights)
+    return policy_loss + penalty * kl, {KL: kl.detach()}
+
+
+def _token_weights(mask: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> Tensor:
+    """Returns the weight of each token in the loss [b, t]. Over the global batch the weights add up to 1."""
+    if config.token_level_loss:
+        return mask / denominators.tokens
+    return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1) / denominators.sequences
+
+
+def _inside(values: Tensor, inside: Tensor) -> Tensor:
+    """Returns `values` inside the mask, else 0, so that padding can neither overflow nor poison a gradient."""
+    return torch.where(inside, values, torch.zeros_like(values))
+
+
+def _masked_sum(values: Tensor, weights: Tensor) -> Tensor:
+    return (_inside(values, weights > 0) * weights).sum()

@@ -1,0 +1,74 @@
+"""Training batches of scored groups: one row per sample, with its advantage on every token that the policy made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.config import Config
+from dagrl.rl.advantages import group_advantages
+from dagrl.rl.rewards import shuffled
+from dagrl.rl.rollout.episodes import Sample, token_rows
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.runtime.shapes import Batch
+
+Key = tuple[int, int]
+"""A sample: the number of its group, and its place in the group."""
+
+
+def scored_batch(config: Config, groups: Sequence[ScoredGroup], step: int) -> Batch:
+    """Returns all samples of `groups`, in the order of `sample_keys`, for optimizer step `step`."""
+    samples = [sample for group in groups for sample in group.samples]
+    valid = np.concatenate([group.valid for group in groups])
+    if config.grpo.overlong_filtering:
+        valid &= [sample.completion.finish_reason != "length" for sample in samples]
+    batch = train_batch(samples, advantages(config, groups, step), valid)
+    return batch.with_fields(row_ids=row_ids(config, sample_keys(groups)))
+
+
+def sample_keys(groups: Sequence[ScoredGroup]) -> list[Key]:
+    """Returns the key of every sample, group by group."""
+    return [(group.group.number, place) for group in groups for place in range(len(group.samples))]
+
+
+def row_ids(config: Config, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
+    """Returns an id for each sample by which train workers find its log-probabilities. It is unique in a run."""
+    return np.array([group * config.grpo.num_generations_per_prompt + place for group, place in keys], np.int64)
+
+
+def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
+    """Returns the advantage of each sample, [samples] float32. Groups are independent unless `reward.shuffle` is on."""
+    values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
+    if config.reward.shuffle:
+        values[valid] = shuffled(values[valid], config.seed, step)
+    table = group_advantages(
+        values.reshape(len(groups), -1),
+        leave_one_out=config.grpo.use_leave_one_out_baseline,
+        normalize=config.grpo.normalize_rewards,
+        valid=valid.reshape(len(groups), -1),
+    )
+    return table.reshape(-1).astype(np.float32)
+
+
+def train_batch(
+    samples: Sequence[Sample], advantage: npt.NDArray[np.float32], valid: npt.NDArray[np.bool_] | None = None
+) -> Batch:
+    """Returns samples as token-aligned rows. Only tokens that the policy made have a loss mask and an advantage.
+
+    Samples that are not `valid` [samples] have no token in the loss.
+    """
+    rows = token_rows([sample.completion for sample in samples])
+    shape = rows["tokens"].shape
+    mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    for row, sample in enumerate(samples):
+        start, end = len(sample.prompt), len(sample)
+        generation_logprobs[row, start:end] = sample.completion.logprobs
+        if valid is None or valid[row]:
+            mask[row, start:end] = sample.completion.sampled
+    return rows.with_fields(
+        loss_mask=mask,
+        advantages=mask * advantage[:, None],
+        generation_logprobs=mask * generation_logprobs,
+    )

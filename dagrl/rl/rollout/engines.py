@@ -1,0 +1,69 @@
+"""What rollouts need from a run: generation engines (`dagrl.run.engines` has them), prompts, and a stop signal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.data.tokenization import Prompt
+from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.runtime.shapes import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class QuantumResult:
+    """A finished quantum: for each shard its requests and how long its engine computed, and the replay's overhead."""
+
+    generated: Sequence[Generated]  # [shards]
+    busy_s: Sequence[float]  # [shards]
+    overhead_s: float
+
+
+class Quantum(Protocol):
+    """A quantum in flight."""
+
+    def result(self) -> QuantumResult:
+        """Waits for the quantum."""
+
+
+class GenerationEngines(Protocol):
+    """The engines of all generation shards. Quanta run in the order in which they are submitted."""
+
+    def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Quantum:
+        """Starts a quantum. `rows[shard]` are the rows of `requests` that the shard adds to its engine."""
+
+    def abort(self, requests: Sequence[int]) -> None:
+        """Removes unfinished requests, by id. No quantum may be in flight."""
+
+    def unfinished(self) -> Mapping[int, FinishedRequest]:
+        """Returns the tokens made so far by each unfinished request, by id. No quantum may be in flight."""
+
+    def exclude_wait(self) -> None:
+        """Keeps the engines' wait for the driver up to now out of the overhead of the next quantum."""
+
+
+class Stop(Protocol):
+    """Whether the user requested a stop."""
+
+    @property
+    def requested(self) -> bool:
+        """True from the request on."""
+
+    def check(self) -> None:
+        """Raises StopRequestedError if a stop was requested."""
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """The prompts of a run, and the tokenizer that encoded them."""
+
+    train: Sequence[Prompt]
+    validation: Sequence[Prompt]
+    tokenizer: PreTrainedTokenizerFast

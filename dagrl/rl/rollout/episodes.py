@@ -1,0 +1,155 @@
+"""Episodes: the sequences that generation makes, in groups of one prompt, with their seeds and token rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.config import Config, ForcedLengths
+from dagrl.config.settings import generation_config
+from dagrl.data.tokenization import Prompt
+from dagrl.rl.generation import FinishedRequest
+from dagrl.runtime.shapes import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass
+class Episode:
+    """A sequence in the making: the tokens that follow its prompt.
+
+    `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `awaiting` is
+    True from the end of a turn until the environment answers it. `failure` is the environment's error if the finish reason
+    is `environment_failed`.
+    """
+
+    prompt: Prompt
+    seed: int
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    finish_reason: str = ""
+    turns: int = 0
+    turn_start: int = 0
+    awaiting: bool = False
+    failure: str = ""
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def turn_left(self) -> int:
+        """New tokens that this turn may still make."""
+        return self.max_new_tokens - (len(self.tokens) - self.turn_start)
+
+    def append(self, made: FinishedRequest) -> None:
+        """Appends the tokens of a finished request."""
+        self.tokens += made.tokens
+        self.logprobs += made.logprobs
+        self.versions += made.versions
+        self.sampled += [True] * len(made.tokens)
+
+    def take_back(self, count: int) -> None:
+        """Removes the last `count` tokens, which will be generated again."""
+        for column in (self.tokens, self.logprobs, self.versions, self.sampled):
+            del column[len(column) - count :]
+
+    def answer(self, tokens: Sequence[int]) -> None:
+        """Appends the tokens of the environment and begins a new turn."""
+        version = self.versions[-1] if self.versions else 0
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [version] * len(tokens)
+        self.sampled += [False] * len(tokens)
+        self.turn_start = len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A finished sequence: its prompt, its completion, and the completion's text."""
+
+    prompt: Prompt
+    completion: Episode
+    text: str
+
+    def __len__(self) -> int:
+        return len(self.completion)
+
+
+@dataclass
+class RolloutGroup:
+    """The sequences of one prompt. `number` identifies the group; `key` identifies the prompt in the length history."""
+
+    number: int
+    key: int
+    episodes: list[Episode]
+    cohort: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return all(episode.finish_reason for episode in self.episodes)
+
+
+def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequence[int], cohort: int = 0) -> RolloutGroup:
+    """Returns a group with one sequence per seed."""
+    generation = generation_config(config)
+    limits = [generation.max_new_tokens] * len(seeds)
+    if generation.forced_lengths is not None:
+        limits = forced_lengths(generation.forced_lengths, config.seed, key, seeds, generation.max_new_tokens)
+    episodes = [Episode(prompt, seed, limit) for seed, limit in zip(seeds, limits, strict=True)]
+    return RolloutGroup(number, key, episodes, cohort)
+
+
+def samples_of(tokenizer: PreTrainedTokenizerFast, group: RolloutGroup) -> list[Sample]:
+    """Returns the sequences of a complete group with their texts."""
+    texts = tokenizer.batch_decode([episode.tokens for episode in group.episodes], skip_special_tokens=True)
+    return [Sample(episode.prompt, episode, text) for episode, text in zip(group.episodes, texts, strict=True)]
+
+
+def half_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
+    """Returns how many of the last tokens may begin one of the strings `stops`: their text ends with a prefix of one."""
+    text = decode(tokens)
+    beginnings = (stop[:length] for stop in stops for length in range(1, len(stop)))
+    begun = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
+    count = 0
+    while begun and count < len(tokens) and len(decode(tokens[: len(tokens) - count])) > len(text) - begun:
+        count += 1
+    return count
+
+
+def request_seeds(seed: int, stream: int, count: int) -> list[int]:
+    """Returns `count` seeds for the requests of a group. They depend only on the run's seed and the group's number."""
+    drawn: npt.NDArray[np.int64] = np.random.default_rng((seed, stream)).integers(0, 2**31 - 1, count, dtype=np.int64)
+    return cast("list[int]", drawn.tolist())
+
+
+def turn_seed(episode: Episode) -> int:
+    """Returns the seed of the request that continues the episode. Each request restarts the random stream of its seed."""
+    return request_seeds(episode.seed, len(episode.tokens), 1)[0] if episode.tokens else episode.seed
+
+
+def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[int], longest: int) -> list[int]:
+    """Returns forced lengths [seeds] for the requests of prompt `key`: log-normal, clipped to 1 to `longest`."""
+    shared = np.random.default_rng((seed, abs(key), 2)).normal()
+    own = np.array([np.random.default_rng((request, 1)).normal() for request in seeds])
+    spread = math.sqrt(config.between_prompts) * shared + math.sqrt(1 - config.between_prompts) * own
+    lengths: list[int] = np.clip(np.rint(config.median * np.exp(config.sigma * spread)), 1, longest).astype(int).tolist()
+    return lengths
+
+
+def token_rows(episodes: Sequence[Episode]) -> Batch:
+    """Returns sequences as rows: `tokens` [sequences, longest], prompt and completion so far, and `lengths`."""
+    tokens = np.zeros((len(episodes), max(map(len, episodes), default=1)), np.int64)
+    for row, episode in enumerate(episodes):
+        start, end = len(episode.prompt), len(episode)
+        tokens[row, :start] = episode.prompt.tokens
+        tokens[row, start:end] = episode.tokens
+    return Batch({"tokens": tokens, "lengths": np.array([len(episode) for episode in episodes], np.int64)})

@@ -1,0 +1,358 @@
+"""Produces training batches: draws prompts, completes and scores them, and keeps them in the trajectory buffer.
+
+    experience = Experience(config, prompts, engines, reward, environment, stop, version=0, max_age_steps=0)
+    experience.fill()                 # starts as many groups as their ages allow
+    experience.work()                 # runs one quantum of generation, and takes finished scores
+    groups = experience.take()        # a batch for a training step, or None
+    experience.advance(version)       # after the step, when generation has its weights
+
+The synchronous and the asynchronous loop differ only in when they call these methods.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import numpy as np
+
+from dagrl.config import Config, Json
+from dagrl.data import Sampler
+from dagrl.data.tokenization import Prompt, digest_of
+from dagrl.errors import RunError, StopRequestedError
+from dagrl.rl.environments import EnvironmentRunner
+from dagrl.rl.functions.answers import Answers, split_done
+from dagrl.rl.rewards import RewardRunner, check_failures, join_rewards, rewards_of
+from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
+from dagrl.rl.rollout.rollouts import Rollouts
+from dagrl.rl.rollout.scoring import FAILED, ZERO_VARIANCE, ScoredGroup, answered, drop_reason, mean_reward, scored_group
+from dagrl.rl.rollout.trajectories import TrajectoryBuffer
+from dagrl.rl.rollout.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
+from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_STREAM = 1 << 32
+"""The first number of a validation group. Training groups count from 0."""
+
+WAIT_S = 1.0  # between two checks of the stop signal while there is nothing to generate
+
+
+@dataclass(frozen=True)
+class NextBatch:
+    """Groups of the next training batch. `others` are being generated or scored, and may still be dropped."""
+
+    scored: Sequence[ScoredGroup]
+    others: Sequence[RolloutGroup] = ()
+
+    def episodes(self) -> dict[tuple[int, int], Episode]:
+        """Returns all sequences, finished or not, by group number and place in the group."""
+        groups = [*(group.group for group in self.scored), *self.others]
+        return {(group.number, place): episode for group in groups for place, episode in enumerate(group.episodes)}
+
+
+@dataclass
+class _Scoring:
+    group: RolloutGroup
+    samples: list[Sample]
+    answers: Future[Answers]
+
+
+class Experience:
+    """See the module's docstring. Not thread-safe. Use it as a context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptData,
+        engines: GenerationEngines,
+        reward: RewardRunner,
+        environment: EnvironmentRunner | None,
+        stop: Stop,
+        *,
+        version: int,
+        max_age_steps: int,
+    ) -> None:
+        self._config, self._prompts, self._engines = config, prompts, engines
+        self._reward, self._stop = reward, stop
+        self._last = config.sft.max_num_steps + config.grpo.max_num_steps
+        train = prompts.train
+        self.sampler = Sampler(len(train), config.data.seed, config.data.shuffle, digest_of(train))
+        self.buffer: TrajectoryBuffer[ScoredGroup] = TrajectoryBuffer(
+            config.grpo.num_prompts_per_step, max_age_steps, version=version
+        )
+        self.rollouts = Rollouts(config, engines, prompts.tokenizer, environment)
+        self._scoring: list[_Scoring] = []
+        self._validated: list[_Scoring] = []
+        self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
+        self._dropped_before: Counter[str] = Counter()  # by earlier processes of the run, by reason
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # a checkpoint will be saved: collect rewards and answers while their processes still run
+        if error is None or isinstance(error, StopRequestedError):
+            self.rest()
+            wait(self.rollouts.pending, self._config.environment.timeout_s)
+            self.rest()
+            self.rollouts.leave_questions()
+
+    def fill(self) -> None:
+        """Starts the groups that may start now and that the remaining steps need."""
+        left = self._last - self.buffer.version
+        counts = self.buffer.counts()
+        needed = self.buffer.groups_per_step * left - counts.generating - counts.finished - counts.taken
+        for _ in range(min(self.buffer.room(), needed)):
+            number = self.buffer.start()
+            (key,) = self.sampler.take(1)
+            self._start(number, key)
+
+    def work(self, other: Future[Any] | None = None) -> None:
+        """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`."""
+        if self.rollouts.generating:
+            self._sort(self.rollouts.advance())
+        else:
+            awaited: list[Future[Any]] = [*self.rollouts.pending, *([] if other is None else [other])]
+            awaited += [item.answers for item in self._scoring]
+            awaited += [item.answers for item in self._validated if not item.answers.done()]
+            if not awaited and not self._validated:
+                raise RunError(
+                    f"no batch can become complete: nothing is being generated, scored or answered; groups: "
+                    f"{self.buffer.counts()}"
+                )
+            wait(awaited, WAIT_S, FIRST_COMPLETED)
+            self._sort(self.rollouts.advance())
+        self._take_scores()
+
+    def take(self) -> list[ScoredGroup] | None:
+        """Returns a batch for the next training step, or None if no batch is complete.
+
+        Raises RunError if the reward function or the environment failed for too many samples of the batch and of the groups
+        dropped since the last one, or if dynamic sampling drops too many groups.
+        """
+        taken = self.buffer.take()
+        if taken is None:
+            self._check_yield()
+            return None
+        groups = [group.payload for group in taken]
+        self._check_failures([*self._dropped_groups, *groups])
+        self._dropped_groups = []
+        return groups
+
+    def next_batch(self) -> NextBatch:
+        """Returns the groups that are certain to be in the next batch unless they are dropped."""
+        wanted = self.buffer.next_batch()
+        scored = [group.payload for group in self.buffer.finished() if group.number in wanted]
+        others = [*(item.group for item in self._scoring), *self.rollouts.groups]
+        return NextBatch(scored, [group for group in others if group.number in wanted])
+
+    def advance(self, version: int) -> None:
+        """Marks the last taken batch as trained; generation has `version`."""
+        too_old = self.buffer.advance(version)
+        if too_old:
+            self.rest()
+            self.rollouts.abort(set(too_old) & self.rollouts.numbers)
+            self._scoring = [item for item in self._scoring if item.group.number not in too_old]
+
+    def rest(self) -> None:
+        """Reads the quanta in flight and starts none."""
+        self._sort(self.rollouts.settle())
+
+    def withdraw(self) -> None:
+        """`rest`, and takes all requests out of the engines, which are about to sleep."""
+        self._sort(self.rollouts.withdraw())
+
+    def finish_running(self) -> None:
+        """Generates until nothing runs, without starting new groups. A stop request ends it early.
+
+        It does not raise on a stop: the train workers hold the weights of a step that is not recorded yet, and the end of
+        that step checks the signal. The resumed run generates unfinished groups again, because their sequences must not have
+        tokens of two versions.
+        """
+        while self.rollouts.busy and not self._stop.requested:
+            self.work()
+
+    def validate(self, *, may_stop: bool = False) -> dict[str, float]:
+        """Returns the mean reward on held-out prompts, one completion each, sampled as in training.
+
+        With `may_stop` a stop request ends it. Pass it only where every step taken is recorded. Raises RunError if the
+        reward function or the environment failed for too large a share.
+        """
+        prompts = self._prompts.validation
+        if not prompts:
+            return {}
+        seeds = request_seeds(self._config.seed, VALIDATION_STREAM + self.buffer.version, len(prompts))
+        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            number = VALIDATION_STREAM + index
+            self.rollouts.start(new_group(self._config, number, -1 - index, prompt, [seed], cohort=-1))
+        while len(self._validated) < len(prompts) or not all(item.answers.done() for item in self._validated):
+            if may_stop and self._stop.requested:
+                self._give_up_validation()
+                self._stop.check()
+            self.work()
+        scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
+        samples = [sample for item in scored for sample in item.samples]
+        rewards = join_rewards([rewards_of(item.answers.result()) for item in scored])
+        self._reward.check(rewards, may_all_fail=True)
+        self._check_environment(samples, may_all_fail=True)
+        return {
+            VALIDATION + "reward": mean_reward(rewards, samples),
+            VALIDATION + "reward_failures": float(rewards.failed),
+            **self._environment_failures(samples, VALIDATION + ENVIRONMENT_FAILURES.replace("/", "_")),
+        }
+
+    def _give_up_validation(self) -> None:
+        """Drops the validation groups, which checkpoints do not hold."""
+        self.rest()
+        self.rollouts.abort({number for number in self.rollouts.numbers if number >= VALIDATION_STREAM})
+        self._validated = []
+
+    def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""
+        samples = [sample for group in groups for sample in group.samples]
+        made = [np.array(sample.completion.versions)[np.array(sample.completion.sampled)] for sample in samples]
+        ages = self.buffer.version - np.concatenate(made)
+        lengths = [len(sample.completion.tokens) for sample in samples]
+        rewards = join_rewards([group.rewards for group in groups])
+        return {
+            REWARD_MEAN: mean_reward(rewards, samples),
+            "reward/failures": float(rewards.failed),
+            **self._environment_failures(samples, ENVIRONMENT_FAILURES),
+            "completion_tokens": float(np.mean(lengths)),
+            "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
+            "turns": float(np.mean([sample.completion.turns for sample in samples])),
+            STALENESS + "policy_age_mean": float(ages.mean()),
+            STALENESS + "policy_age_max": float(ages.max()),
+            **{DROPPED + reason: float(count) for reason, count in self._dropped().items()},
+        }
+
+    def state(self) -> dict[str, Json]:
+        """Returns the data position, for the driver's state in a checkpoint."""
+        return {
+            "grpo_sampler": self.sampler.state(),
+            "grpo_next_group": self.buffer.next_number,
+            "grpo_dropped": dict(self._dropped()),
+        }
+
+    def restore(self, counters: Mapping[str, Json], directory: Path) -> None:
+        """Restores the data position and the untrained groups from a checkpoint."""
+        saved = read_trajectories(directory)
+        position = saved.state if saved is not None else counters
+        self.sampler.restore(cast("Mapping[str, Json]", position["grpo_sampler"]))
+        self.buffer.next_number = cast(int, position["grpo_next_group"])
+        self._dropped_before = Counter(cast("Mapping[str, int]", position["grpo_dropped"]))
+        for group in () if saved is None else saved.groups:
+            self._restart(group)
+        self.rest()  # groups that ended when they were started, because this run has no environment
+        self.advance(self.buffer.version)
+
+    def save(self, directory: Path) -> None:
+        """Writes the untrained groups, or only their prompts (`grpo.async_grpo.on_checkpoint`)."""
+        self._engines.exclude_wait()
+        self.rest()
+        whole = self._config.grpo.async_grpo.on_checkpoint == "save"
+        groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]
+        groups += self.rollouts.snapshot()
+        started = self.buffer.generating() | {group.number: group.version for group in self.buffer.untrained()}
+        write_trajectories(
+            directory,
+            [SavedGroup(group, started[group.number], whole) for group in sorted(groups, key=lambda group: group.number)],
+            self.state(),
+        )
+
+    def _start(self, number: int, key: int) -> None:
+        config = self._config
+        seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
+        prompt = self._prompts.train[key]
+        self.rollouts.start(new_group(self._config, number, key, prompt, seeds, cohort=self.buffer.version))
+
+    def _restart(self, saved: SavedGroup) -> None:
+        """Restarts a saved group: from its tokens, or from its prompt with the current policy."""
+        number, key = saved.group.number, saved.group.key
+        prompt: Prompt = self._prompts.train[key]
+        config, version = self._config, self.buffer.version
+        seeds = [episode.seed for episode in saved.group.episodes]
+        limits = [one.max_new_tokens for one in new_group(self._config, number, key, prompt, seeds).episodes]
+        whole = saved.whole and can_go_on(config, version, prompt, saved.group, limits)
+        self.buffer.restart(number, saved.version if whole else version)
+        if not whole:
+            self._start(number, key)
+            return
+        for episode, limit in zip(saved.group.episodes, limits, strict=True):
+            episode.prompt, episode.max_new_tokens = prompt, limit
+        if saved.group.complete:
+            self._score(saved.group)
+        else:
+            self.rollouts.start(saved.group)
+
+    def _sort(self, complete: Sequence[RolloutGroup]) -> None:
+        for group in complete:
+            self._score(group)
+
+    def _score(self, group: RolloutGroup) -> None:
+        samples = samples_of(self._prompts.tokenizer, group)
+        scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
+        scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples))))
+
+    def _take_scores(self) -> None:
+        done, self._scoring = split_done(self._scoring, lambda item: item.answers)
+        config = self._config
+        for item in done:
+            group = scored_group(config, item.group, item.samples, rewards_of(item.answers.result()))
+            if config.grpo.use_dynamic_sampling and (reason := drop_reason(group)):
+                self._dropped_groups.append(group)
+                self.buffer.drop(item.group.number, reason)
+            else:
+                self.buffer.finish(item.group.number, group)
+
+    def _dropped(self) -> Counter[str]:
+        """Groups dropped since the run began, by reason."""
+        return self._dropped_before + Counter(self.buffer.counts().dropped)
+
+    def _check_failures(self, groups: Sequence[ScoredGroup]) -> None:
+        self._reward.check(join_rewards([group.rewards for group in groups]))
+        self._check_environment([sample for group in groups for sample in group.samples])
+
+    def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:
+        failures = [sample.completion.failure for sample in samples if not answered(sample)]
+        limit, message = self._config.environment.max_failed_share, next(iter(failures), "")
+        check_failures("environment", len(failures), len(samples), message, limit, may_all_fail=may_all_fail)
+
+    def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
+        """The number of samples that the environment failed for, as a metric; empty without an environment."""
+        if self._config.environment.function is None:
+            return {}
+        return {name: float(sum(not answered(sample) for sample in samples))}
+
+    def _check_yield(self) -> None:
+        """Raises RunError if dynamic sampling drops too many groups, which would make the step endless."""
+        config = self._config.grpo
+        if len(self._dropped_groups) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
+            scored = [*self._dropped_groups, *(group.payload for group in self.buffer.finished())]
+            self._check_failures(scored)
+            reasons = Counter(drop_reason(group) for group in self._dropped_groups)
+            raise RunError(
+                f"{len(self._dropped_groups)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step "
+                f"= {config.num_prompts_per_step}, were dropped: {reasons[ZERO_VARIANCE]} because their rewards are equal "
+                "(the task is too hard or too easy, or its reward is wrong), "
+                f"{reasons[FAILED]} because reward.function or environment.function failed for all of their samples but one "
+                "at most. Fix the cause, raise grpo.dynamic_sampling_max_gen_batches, or set "
+                "grpo.use_dynamic_sampling=false"
+            )
+
+
+def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
+    """The arguments of the reward function: prompts, completions and references."""
+    return (
+        [sample.prompt.text for sample in samples],
+        [sample.text for sample in samples],
+        [sample.prompt.reference for sample in samples],
+    )

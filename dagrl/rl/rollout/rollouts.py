@@ -1,0 +1,315 @@
+"""Rollouts: takes groups of sequences through generation, quantum by quantum and turn by turn.
+
+    rollouts = Rollouts(config, engines, tokenizer, environment)
+    rollouts.start(RolloutGroup(...))           # at any time
+    while rollouts.busy:
+        for group in rollouts.advance():        # one quantum of generation; the groups that it completed
+            ...
+
+Two quanta are in flight, so engines do not wait for the driver. Requests wait here, not in the engines, until a shard has a
+free slot (`dagrl.rl.rollout.dispatch`). When an environment answers a completion, its text is appended and the sequence
+continues as a new request. A refit submitted between two calls of `advance` runs between two quanta.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.config import Config
+from dagrl.config.settings import bucket_widths, generation_config
+from dagrl.rl.environments import ENDED, EnvironmentRunner, Reply
+from dagrl.rl.functions.answers import split_done
+from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
+from dagrl.rl.rollout.engines import GenerationEngines, Quantum
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, half_stop, token_rows, turn_seed
+from dagrl.runtime.shapes import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+IN_FLIGHT = 2
+"""Quanta in flight: engines run the second while the driver reads the first."""
+
+LOOKAHEAD = 1.25
+"""Requests sent to a shard, as a multiple of those it runs at once, so that a slot freed in a quantum is refilled in it."""
+
+ABORTED = "aborted"
+
+
+Turn = tuple[RolloutGroup, Episode]
+"""A sequence whose turn has ended."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The sequences of one call of the environment."""
+
+    turns: Sequence[Turn]
+    replies: Future[list[Reply]]
+
+
+class Rollouts:
+    """See the module's docstring. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: Config,
+        engines: GenerationEngines,
+        tokenizer: PreTrainedTokenizerFast,
+        environment: EnvironmentRunner | None = None,
+    ) -> None:
+        generation = generation_config(config)
+        layout = generation.vllm_cfg.layout
+        self._engines, self._tokenizer = engines, tokenizer
+        self._stops = generation.stop_strings
+        self._environment = environment
+        self._room = bucket_widths(config.policy)[-1]
+        self._longest_first = generation.request_order == "longest_first"
+        slots = request_slots(generation.vllm_cfg.max_num_seqs)
+        self._shards = [ShardLoad(slots) for _ in range(layout.dp)]
+        self.quantum_size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT, layout.dp)
+        self.history = LengthHistory(float(generation.max_new_tokens))
+        self._groups: dict[int, RolloutGroup] = {}
+        self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting or in an engine
+        self._waiting: dict[int, PendingRequest] = {}
+        self._asked: list[_Asked] = []
+        self._quanta: deque[tuple[tuple[int, ...], Quantum]] = deque()  # with the engine steps requested from each shard
+        self._next_request = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any group is unfinished."""
+        return bool(self._groups)
+
+    @property
+    def groups(self) -> list[RolloutGroup]:
+        """The unfinished groups."""
+        return list(self._groups.values())
+
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of the unfinished groups."""
+        return set(self._groups)
+
+    @property
+    def generating(self) -> bool:
+        """Whether a quantum would have work: requests wait or run. Sequences that await the environment do not count."""
+        return bool(self._requests)
+
+    @property
+    def pending(self) -> list[Future[list[Reply]]]:
+        """Unanswered calls of the environment."""
+        return [asked.replies for asked in self._asked]
+
+    def start(self, group: RolloutGroup) -> None:
+        """Starts the sequences of a group, or continues those that have tokens already."""
+        assert group.number not in self._groups
+        self._groups[group.number] = group
+        self._ask([(group, episode) for episode in group.episodes if episode.awaiting])
+        for episode in group.episodes:
+            if not (episode.finish_reason or episode.awaiting):
+                self._request(group, episode)
+
+    def advance(self) -> list[RolloutGroup]:
+        """Waits for one quantum, with another in flight; returns the groups that are complete."""
+        self._take_answers()
+        self.look_ahead()
+        if self._quanta:
+            self._read()
+        return self._take_complete()
+
+    def look_ahead(self) -> None:
+        """Submits quanta behind those in flight, or behind a refit, so that engines do not wait for the driver."""
+        while self._requests and len(self._quanta) < IN_FLIGHT:
+            self._submit()
+
+    def settle(self) -> list[RolloutGroup]:
+        """Reads the quanta in flight and brings the engines to rest; returns the groups that are complete."""
+        while self._quanta:
+            self._read()
+        if any(shard.requests for shard in self._shards):
+            self._start([], [np.arange(0, dtype=np.intp)] * len(self._shards), (0,) * len(self._shards))
+            self._read()
+        self._take_answers()
+        return self._take_complete()
+
+    def withdraw(self) -> list[RolloutGroup]:
+        """`settle`, and takes unfinished requests out of the engines. They wait here and continue from their tokens."""
+        complete = self.settle()
+        running = [request for shard in self._shards for request in shard.requests]
+        if running:
+            made = self._made_so_far()
+            self._engines.abort(running)
+            for request in running:
+                group, episode = self._requests[request]
+                self._forget(request)
+                if request in made:
+                    episode.append(made[request])
+                self._request(group, episode)
+        return complete
+
+    def leave_questions(self) -> None:
+        """Forgets unanswered calls of the environment before it closes. Their episodes stay `awaiting` in a checkpoint."""
+        self._asked.clear()
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """Drops groups with the tokens made so far. Call `settle` first, so that the engines are at rest."""
+        for number in numbers:
+            group = self._groups.pop(number)
+            for episode in group.episodes:
+                episode.finish_reason = episode.finish_reason or ABORTED
+        gone = [request for request, (group, _) in self._requests.items() if group.number not in self._groups]
+        if gone:
+            assert not self._quanta
+            self._engines.abort(gone)
+        for request in gone:
+            self._forget(request)
+
+    def snapshot(self) -> list[RolloutGroup]:
+        """Returns copies of the unfinished groups with all tokens made so far. Call `settle` first."""
+        partial = self._made_so_far()
+        return [self._copy(group, partial) for group in self._groups.values()]
+
+    def _made_so_far(self) -> Mapping[int, FinishedRequest]:
+        """The tokens made by each request in the engines."""
+        assert not self._quanta
+        return self._engines.unfinished()
+
+    def _copy(self, group: RolloutGroup, partial: Mapping[int, FinishedRequest]) -> RolloutGroup:
+        requests = {id(episode): request for request, (_, episode) in self._requests.items()}
+        episodes = []
+        for episode in group.episodes:
+            copy = replace(
+                episode,
+                tokens=list(episode.tokens),
+                logprobs=list(episode.logprobs),
+                versions=list(episode.versions),
+                sampled=list(episode.sampled),
+            )
+            if (made := partial.get(requests.get(id(episode), -1))) is not None:
+                copy.append(made)
+            episodes.append(copy)
+        return RolloutGroup(group.number, group.key, episodes, group.cohort)
+
+    def _request(self, group: RolloutGroup, episode: Episode) -> None:
+        if self._stops:
+            # Engines search the tokens of one request only: a prefix of a stop string is generated again.
+            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+            episode.take_back(half_stop(episode.tokens[episode.turn_start :], self._stops, decode))
+        request, self._next_request = self._next_request, self._next_request + 1
+        self._requests[request] = (group, episode)
+        expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
+        self._waiting[request] = PendingRequest(request, group.cohort, expected)
+
+    def _submit(self) -> None:
+        """Submits a quantum with the requests that fit."""
+        sent = dispatch(list(self._waiting.values()), self._shards, longest_first=self._longest_first)
+        chosen = [item.request_id for shard in sent for item in shard]
+        for request in chosen:
+            del self._waiting[request]
+        ends = np.cumsum([len(shard) for shard in sent])
+        self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), self.quantum_size.next())
+
+    def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
+        """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""
+        limit = {} if self.quantum_size.most_s is None else {"seconds": self.quantum_size.most_s}
+        batch = self._batch(requests).with_scalars(engine_steps=engine_steps, **limit)
+        self._quanta.append((engine_steps, self._engines.submit(batch, rows)))
+
+    def _read(self) -> None:
+        asked, quantum = self._quanta.popleft()
+        result = quantum.result()
+        learned = [_steps_to_learn_from(part, steps) for part, steps in zip(result.generated, asked, strict=True)]
+        self.quantum_size.record(learned, result.busy_s, result.overhead_s)
+        made = [part.request(row) for part in result.generated for row in range(len(part))]
+        self._ask([turn for request in made if (turn := self._finish(request)) is not None])
+
+    def _finish(self, made: FinishedRequest) -> Turn | None:
+        """Appends a finished request to its episode. Returns its turn if the environment must answer it."""
+        group, episode = self._requests[made.request_id]
+        self._forget(made.request_id)
+        episode.append(made)
+        episode.turns += 1
+        self.history.record(group.key, len(episode.tokens) - episode.turn_start)
+        if self._environment is None or made.finish_reason != "stop" or episode.turns >= self._environment.max_turns:
+            episode.finish_reason = made.finish_reason
+            return None
+        return group, episode
+
+    def _ask(self, turns: Sequence[Turn]) -> None:
+        """Asks the environment about these sequences, in one call per environment process."""
+        for _, episode in turns:
+            episode.awaiting = self._environment is not None
+            episode.finish_reason = "" if episode.awaiting else ENDED  # a resumed run may have no environment
+        if self._environment is None:
+            return
+        for first in range(min(self._environment.workers, len(turns))):
+            part = turns[first :: self._environment.workers]
+            replies = self._environment.submit([episode.prompt for _, episode in part], self._texts(part))
+            self._asked.append(_Asked(part, replies))
+
+    def _take_answers(self) -> None:
+        answered, self._asked = split_done(self._asked, lambda asked: asked.replies)
+        for asked in answered:
+            for (group, episode), reply in zip(asked.turns, asked.replies.result(), strict=True):
+                if not episode.finish_reason:  # not aborted since
+                    self._go_on(group, episode, reply)
+
+    def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
+        assert self._environment is not None
+        episode.awaiting, episode.failure = False, reply.failure
+        room = self._room - len(episode)
+        tokens = [] if reply.text is None else self._environment.encode(reply.text, room)
+        if not tokens:
+            episode.finish_reason = reply.reason
+        elif len(tokens) >= room:
+            episode.finish_reason = "length"
+        else:
+            episode.answer(tokens)
+            self._request(group, episode)
+
+    def _forget(self, request: int) -> None:
+        del self._requests[request]
+        self._waiting.pop(request, None)
+        for shard in self._shards:
+            shard.requests.pop(request, None)
+
+    def _take_complete(self) -> list[RolloutGroup]:
+        complete = [group for group in self._groups.values() if group.complete]
+        for group in complete:
+            del self._groups[group.number]
+        return complete
+
+    def _batch(self, requests: Sequence[int]) -> Batch:
+        """One row per request: the prompt and the completion so far."""
+        episodes = [self._requests[request][1] for request in requests]
+        limits = [min(episode.turn_left, self._room - len(episode)) for episode in episodes]
+        return token_rows(episodes).with_fields(
+            request_ids=np.array(requests, np.int64),
+            seeds=np.array([turn_seed(episode) for episode in episodes], np.int64),
+            max_new_tokens=np.array(limits, np.int64),
+            greedy=np.zeros(len(episodes), np.int64),
+        )
+
+    def _texts(self, turns: Sequence[Turn]) -> list[str]:
+        tokens = [episode.tokens for _, episode in turns]
+        return cast("list[str]", self._tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+
+def _steps_to_learn_from(part: Generated, asked: int) -> int:
+    """The engine steps of a quantum that ran to its end or to the clock; 0 if its requests ended early."""
+    return part.engine_steps if part.engine_steps == asked or part.unfinished else 0
+
+
+def request_slots(max_num_seqs: int) -> int:
+    """The most requests that a shard holds."""
+    return max(max_num_seqs + 1, int(max_num_seqs * LOOKAHEAD))

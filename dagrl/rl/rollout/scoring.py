@@ -1,0 +1,64 @@
+"""Scored groups: samples with their rewards, which of them are valid, and why dynamic sampling drops a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dagrl.config import Config
+from dagrl.config.settings import generation_config
+from dagrl.rl.advantages import zero_variance_groups
+from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
+from dagrl.rl.rewards import BoolArray, FloatArray, Rewards, overlong_penalty
+from dagrl.rl.rollout.episodes import RolloutGroup, Sample
+
+ZERO_VARIANCE, FAILED = "zero_variance", "failed"
+"""Why dynamic sampling drops a group: all rewards are equal, or fewer than two samples are valid."""
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A group's samples with their rewards. `values` [n] are the rewards after shaping.
+
+    `valid` [n] is False for samples that the reward function or the environment failed for; they are not trained on.
+    """
+
+    group: RolloutGroup
+    samples: list[Sample]
+    rewards: Rewards
+    values: FloatArray
+    valid: BoolArray
+
+
+def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rewards: Rewards) -> ScoredGroup:
+    """Returns the group with its rewards, shaped as `grpo.reward_shaping` says."""
+    values, shaping = rewards.values, config.grpo.reward_shaping
+    if shaping.enabled:
+        lengths = [sum(sample.completion.sampled) for sample in samples]  # tokens of the environment do not count
+        values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
+    return ScoredGroup(group, samples, rewards, values, valid_samples(rewards, samples))
+
+
+def drop_reason(group: ScoredGroup) -> str:
+    """Returns why dynamic sampling drops the group; "" if it keeps it."""
+    if np.count_nonzero(group.valid) < 2:
+        return FAILED
+    return ZERO_VARIANCE if zero_variance_groups([group.rewards.values], [group.valid])[0] else ""
+
+
+def answered(sample: Sample) -> bool:
+    """Whether the environment answered the sample, or was not asked."""
+    return sample.completion.finish_reason != ENVIRONMENT_FAILED
+
+
+def valid_samples(rewards: Rewards, samples: Sequence[Sample]) -> BoolArray:
+    """Returns the mask [n] of the samples that neither the reward function nor the environment failed for."""
+    return rewards.answered & np.array([answered(sample) for sample in samples], np.bool_)
+
+
+def mean_reward(rewards: Rewards, samples: Sequence[Sample]) -> float:
+    """Returns the mean reward of the valid samples; 0 if there are none."""
+    values = rewards.values[valid_samples(rewards, samples)]
+    return float(values.mean()) if len(values) else 0.0

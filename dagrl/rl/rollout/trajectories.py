@@ -1,0 +1,180 @@
+"""The buffer between generation and training. It bounds how many policy versions old a group of trajectories becomes.
+
+A group is one prompt with all its generations. It is started, generated, finished and trained on as a unit. Its age in a
+training step is the version of the trained policy minus the version the group was started with, so no token in it is older.
+
+    buffer = TrajectoryBuffer(groups_per_step=16, max_age_steps=1)
+    number = buffer.start()                      # while buffer.room(): starts a group
+    buffer.finish(number, payload)               # or buffer.drop(number, "zero_variance")
+    groups = buffer.take()                       # a whole batch, or None if too few groups are finished
+    buffer.advance(version)                      # after the step on it, when generation has the new weights
+
+The buffer bounds ages by limiting what starts; it does not discard work. A step trains on `groups_per_step` groups. A group
+that starts at version v, with a maximum age of A, must be among the next `groups_per_step * (A + 1)` groups trained, and
+`room` admits no more. `take` returns the oldest finished groups, but only if every other group can still be trained in time.
+It waits for a slow group whose last step has come. At A = 0 this is the synchronous order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Payload = TypeVar("Payload")
+
+TOO_OLD = "too_old"
+
+
+@dataclass(frozen=True)
+class Taken(Generic[Payload]):
+    """A finished group in a training batch. `version` is the version it was started with."""
+
+    number: int
+    version: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Started groups by state. `started` is the sum of all others; `dropped` is by reason."""
+
+    started: int
+    generating: int
+    finished: int
+    taken: int
+    trained: int
+    dropped: Mapping[str, int]
+
+
+class TrajectoryBuffer(Generic[Payload]):
+    """See the module's docstring. Independent of tokens, rewards and Ray. Not thread-safe."""
+
+    def __init__(self, groups_per_step: int, max_age_steps: int, *, version: int = 0) -> None:
+        assert groups_per_step > 0 and max_age_steps >= 0
+        self.groups_per_step = groups_per_step
+        self.max_age_steps = max_age_steps
+        self.version = version
+        self.next_number = 0
+        self._generating: dict[int, int] = {}  # number -> version it was started with
+        self._finished: dict[int, Taken[Payload]] = {}
+        self._taken: tuple[Taken[Payload], ...] = ()
+        self._started = self._trained = 0
+        self._dropped: Counter[str] = Counter()
+
+    def room(self) -> int:
+        """Returns how many groups may start now."""
+        outstanding = len(self._generating) + len(self._finished) + len(self._taken)
+        return max(0, self.groups_per_step * (self.max_age_steps + 1) - outstanding)
+
+    def start(self) -> int:
+        """Starts a group with the current version and returns its number, `next_number`. A resumed run sets that first."""
+        assert self.room() > 0, "start() without room(): the group could become too old"
+        number, self.next_number = self.next_number, self.next_number + 1
+        self._begin(number, self.version)
+        return number
+
+    def restart(self, number: int, version: int) -> None:
+        """Starts a group of an earlier process under its number. `version` is the oldest version of its tokens."""
+        assert number < self.next_number and number not in self._generating and number not in self._finished
+        self._begin(number, version)
+
+    def finish(self, number: int, payload: Payload) -> None:
+        """Marks a group as generated and scored."""
+        self._finished[number] = Taken(number, self._generating.pop(number), payload)
+
+    def drop(self, number: int, reason: str) -> None:
+        """Drops a group that is not taken yet, counts it under `reason`, and frees its room."""
+        if number in self._generating:
+            del self._generating[number]
+        else:
+            del self._finished[number]
+        self._dropped[reason] += 1
+
+    def take(self) -> list[Taken[Payload]] | None:
+        """Returns the next batch by number; None if too few groups are finished, or if taking it would make others late."""
+        assert not self._taken, "take() before advance(): the batch taken last is still being trained on"
+        oldest = sorted(self._finished.values(), key=lambda group: (group.version, group.number))[: self.groups_per_step]
+        if len(oldest) < self.groups_per_step or self._makes_others_late(oldest):
+            return None
+        for group in oldest:
+            del self._finished[group.number]
+        self._taken = tuple(sorted(oldest, key=lambda group: group.number))
+        return list(self._taken)
+
+    def advance(self, version: int) -> list[int]:
+        """Marks the last taken batch as trained. Groups that start from now on have `version`.
+
+        Drops the groups that training cannot reach before they are too old, and returns those of them that are generating.
+        That happens only after a skipped version, or if a resumed run has a smaller `max_age_steps`.
+        """
+        assert version >= self.version
+        self._trained += len(self._taken)
+        self._taken = ()
+        self.version = version
+        too_old = self._beyond_reach()
+        generating = [number for number in too_old if number in self._generating]
+        for number in too_old:
+            self.drop(number, TOO_OLD)
+        return generating
+
+    def counts(self) -> Counts:
+        """Counts the groups started in this process."""
+        return Counts(
+            started=self._started,
+            generating=len(self._generating),
+            finished=len(self._finished),
+            taken=len(self._taken),
+            trained=self._trained,
+            dropped=dict(self._dropped),
+        )
+
+    def generating(self) -> dict[int, int]:
+        """Returns the generating groups: number -> version it was started with."""
+        return dict(self._generating)
+
+    def next_batch(self) -> set[int]:
+        """Returns the groups certain to be in the next batch unless dropped: of the oldest, those finished or due."""
+        started = self._started_at()
+        oldest = sorted(started, key=lambda number: (started[number], number))[: self.groups_per_step]
+        due = self.version - self.max_age_steps
+        return {number for number in oldest if number in self._finished or started[number] <= due}
+
+    def finished(self) -> list[Taken[Payload]]:
+        """Returns the finished groups that are not taken, by number."""
+        return sorted(self._finished.values(), key=lambda group: group.number)
+
+    def untrained(self) -> list[Taken[Payload]]:
+        """Returns the finished groups that are not trained on, by number, including those taken for an unfinished step."""
+        return sorted((*self._finished.values(), *self._taken), key=lambda group: group.number)
+
+    def _begin(self, number: int, version: int) -> None:
+        self._generating[number] = version
+        self._started += 1
+
+    def _started_at(self) -> dict[int, int]:
+        return self._generating | {number: group.version for number, group in self._finished.items()}
+
+    def _beyond_reach(self) -> list[int]:
+        """The groups that exceed what training takes until they are due. Keeps the earliest due, finished ones first."""
+        started = self._started_at()
+        kept, beyond = 0, []
+        for number in sorted(started, key=lambda number: (started[number], number in self._generating, number)):
+            steps = started[number] + self.max_age_steps - self.version + 1  # until it is due, including the next one
+            if kept < self.groups_per_step * steps:
+                kept += 1
+            else:
+                beyond.append(number)
+        return beyond
+
+    def _makes_others_late(self, batch: Sequence[Taken[Payload]]) -> bool:
+        """Whether, after `batch`, more groups are due by some later step than training takes until then."""
+        taken = {group.number for group in batch}
+        due = Counter(version + self.max_age_steps for number, version in self._started_at().items() if number not in taken)
+        waiting = 0
+        for step in sorted(due):
+            waiting += due[step]
+            if waiting > self.groups_per_step * (step - self.version):
+                return True
+        return False

@@ -1,0 +1,138 @@
+"""Untrained groups in a checkpoint: `trajectories.json` describes them, `trajectories.npz` holds their tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dagrl.config import Config, Json
+from dagrl.config.settings import bucket_widths
+from dagrl.data.tokenization import Prompt
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
+NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")  # prompts are not saved: the group's key finds them in the data
+TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A group and the version it was started with. With `whole` its tokens are saved, else only its prompt."""
+
+    group: RolloutGroup
+    version: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class SavedTrajectories:
+    """The groups of a checkpoint. `state` is the data position when it was saved."""
+
+    groups: list[SavedGroup]
+    state: Mapping[str, Json]
+
+
+def write_trajectories(directory: Path, groups: Sequence[SavedGroup], state: Mapping[str, Json]) -> None:
+    """Writes both files into the directory of a checkpoint."""
+    episodes = [episode for saved in groups if saved.whole for episode in saved.group.episodes]
+    arrays = {
+        name: np.concatenate([np.array(getattr(episode, name), dtype) for episode in episodes] or [np.zeros(0, dtype)])
+        for name, dtype in TOKEN_FIELDS.items()
+    }
+    np.savez(directory / ARRAYS, allow_pickle=False, **arrays)
+    index = {"state": dict(state), "groups": [_describe(saved) for saved in groups]}
+    (directory / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def read_trajectories(directory: Path) -> SavedTrajectories | None:
+    """Reads what `write_trajectories` wrote, without prompts; None if the checkpoint has no such files."""
+    if not (directory / INDEX).is_file():
+        return None
+    index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+    with np.load(directory / ARRAYS, allow_pickle=False) as arrays:
+        columns = {name: arrays[name] for name in TOKEN_FIELDS}
+    groups, start = [], 0
+    for item in index["groups"]:
+        episodes = []
+        for described in item["episodes"]:
+            end = start + described.pop("length")
+            made = {name: column[start:end].tolist() for name, column in columns.items()}
+            episodes.append(Episode(NO_PROMPT, **described, **made))
+            start = end
+        group = RolloutGroup(item["number"], item["key"], episodes, item["cohort"])
+        groups.append(SavedGroup(group, item["version"], item["whole"]))
+    return SavedTrajectories(groups, index["state"])
+
+
+def can_go_on(config: Config, version: int, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
+    """Whether this run can continue a group of an earlier process, whose configuration may differ.
+
+    `version` is the current policy version. `limits` are the new tokens that a turn of each sequence may have in this run.
+    """
+    return _fits(config, prompt, group, limits) and not _runs_across(config, version, group)
+
+
+def _describe(saved: SavedGroup) -> dict[str, Json]:
+    group = saved.group
+    episodes: list[Json] = [
+        {
+            "length": len(episode.tokens),
+            "seed": episode.seed,
+            "max_new_tokens": episode.max_new_tokens,
+            "finish_reason": episode.finish_reason,
+            "turns": episode.turns,
+            "turn_start": episode.turn_start,
+            "awaiting": episode.awaiting,
+            "failure": episode.failure,
+        }
+        for episode in (group.episodes if saved.whole else ())
+    ]
+    return {
+        "number": group.number,
+        "key": group.key,
+        "cohort": group.cohort,
+        "version": saved.version,
+        "whole": saved.whole,
+        "episodes": episodes,
+    }
+
+
+def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
+    """Whether the group has as many sequences as in this run, none of them too long. Warns if not."""
+    room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
+    lengths = [len(prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes]
+    turns = [
+        0 if episode.finish_reason or episode.awaiting else len(episode.tokens) - episode.turn_start
+        for episode in group.episodes
+    ]
+    if len(lengths) == wanted and max(lengths) <= room and all(map(operator.lt, turns, limits)):
+        return True
+    logger.warning(
+        "group %d of the checkpoint has %d sequences of up to %d tokens, %d of them in an unfinished turn; this run makes "
+        "%d of up to %d, %d (grpo.num_generations_per_prompt, the largest bucket, policy.generation.max_new_tokens). The "
+        "group is generated again",
+        group.number,
+        len(lengths),
+        max(lengths),
+        max(turns),
+        wanted,
+        room,
+        max(limits),
+    )
+    return False
+
+
+def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
+    """Whether a sequence of the group has tokens of two versions, or would if continued, although this run allows none."""
+    if config.grpo.async_grpo.in_flight_weight_updates:
+        return False
+    made = [set(episode.versions) | (set() if episode.finish_reason else {version}) for episode in group.episodes]
+    return any(len(versions) > 1 for versions in made)

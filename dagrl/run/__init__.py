@@ -1,0 +1,1 @@
+"""A run from start to end: preflight, cluster, workers, session, checkpoints, restarts."""

@@ -1,0 +1,143 @@
+"""Saves the checkpoints of a run: what the train workers write, and what the driver writes.
+
+With `checkpointing.async_save` the workers copy their state and write it during training. The checkpoint is published
+at the end of the first step by which every worker has written its part. The next save and the end of the run wait for it, at
+most `timeouts.checkpoint_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dagrl.config import Config
+from dagrl.errors import CheckpointError, ConfigError
+from dagrl.run.checkpoints import Checkpoint, CheckpointStore, TrainState
+from dagrl.run.replays import Replays
+from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.metrics import VALIDATION
+
+DriverPart = Callable[[Path], None]
+"""Writes driver state into the directory of a checkpoint."""
+
+
+@dataclass
+class CheckpointSaver:
+    """Saves one checkpoint at a time into `store`."""
+
+    config: Config
+    store: CheckpointStore
+    train: WorkerGroup
+    _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
+
+    def save(self, state: TrainState, parts: Sequence[DriverPart]) -> None:
+        """Saves `state`, `parts` and the train workers' state. With `async_save` the workers still write on return."""
+        self.finish()
+        background = self.config.checkpointing.async_save
+        with self.store.writing(state) as directory:
+            arguments = (str(directory / "train"), {}, *([True] if background else []))
+            self.train.call("save_checkpoint", *arguments, deadline=self.config.timeouts.checkpoint)
+            for write in parts:
+                write(directory)
+        if background:
+            self._pending = (state, directory)
+        else:
+            self._publish(state, directory)
+
+    def poll(self) -> None:
+        """Publishes the pending checkpoint if all workers have written it."""
+        deadline = self.config.timeouts.checkpoint
+        if self._pending is not None and all(self.train.call("checkpoint_written", deadline=deadline)):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the pending checkpoint and publishes it."""
+        if self._pending is None:
+            return
+        (state, directory), self._pending = self._pending, None
+        with self.store.discarding(directory):
+            self.train.call("finish_checkpoint", deadline=self.config.timeouts.checkpoint)
+        self._publish(state, directory)
+
+    def _publish(self, state: TrainState, directory: Path) -> None:
+        with self.store.discarding(directory):
+            require_shared(directory / "train")
+        self.store.publish(state, directory)
+
+
+@dataclass
+class Checkpoints:
+    """The state after the last finished step, and when it is saved. `show` displays what the driver is doing.
+
+    A loop appends to `parts` what it saves in addition to `state`.
+    """
+
+    saver: CheckpointSaver
+    replays: Replays
+    show: Callable[[str], None]
+    resumed: Checkpoint | None = None
+    state: TrainState = field(default_factory=lambda: TrainState(step=0))
+    parts: list[DriverPart] = field(default_factory=list)
+    saved_step: int = 0
+
+    def restore(self) -> None:
+        """Loads the checkpoint that the run resumes from, if any, into the train workers."""
+        if self.resumed is None:
+            return
+        self.replays.hold("train", keep_generation_weights=True)
+        directory, deadline = self.resumed.directory / "train", self.saver.config.timeouts.checkpoint
+        self.saver.train.call("load_checkpoint", str(directory), deadline=deadline)
+        self.state = self.resumed.state
+        self.saved_step = self.state.step
+
+    def finish_step(self, state: TrainState) -> None:
+        """Takes the state after a finished step, and saves it every `checkpointing.save_period` steps."""
+        self.state = state
+        self.saver.poll()
+        config = self.saver.config.checkpointing
+        if config.enabled and state.step % config.save_period == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Saves the last finished step, unless it is saved already."""
+        if self.state.step in (0, self.saved_step):
+            return
+        self.show("saving a checkpoint")
+        self.replays.hold("train", keep_generation_weights=True)
+        with self.replays.clock.measure("checkpoint"):
+            self.saver.save(self.state, self.parts)
+        self.saved_step = self.state.step
+
+    def save_last(self) -> None:
+        """Saves the last finished step, unless it is saved already, and waits until the checkpoint is complete."""
+        self.save()
+        with self.replays.clock.measure("checkpoint"):
+            self.saver.finish()
+
+
+def ranking_metric(config: Config, stage: str, metrics: Mapping[str, float]) -> float | None:
+    """Returns `checkpointing.metric_name`, which ranks checkpoints; None if this step did not measure it.
+
+    Raises ConfigError if a validation, or a step that trained, lacks a metric that it should have measured.
+    """
+    name = config.checkpointing.metric_name
+    if name is None:
+        return None
+    validated = any(key.startswith(VALIDATION) for key in metrics)
+    due = validated if name.startswith(VALIDATION) else "loss" in metrics
+    if due and name not in metrics and stage == config.algorithm:
+        raise ConfigError(
+            f"checkpointing.metric_name is {name!r}, but a step of {stage} has no such metric; it has: "
+            f"{', '.join(sorted(metrics))}"
+        )
+    return metrics.get(name)
+
+
+def require_shared(path: Path) -> None:
+    """Raises CheckpointError unless the driver sees the `path` that the workers wrote."""
+    if not path.exists():
+        raise CheckpointError(
+            f"train workers wrote {path}, but the driver does not find it: their hosts do not share this directory. "
+            "Put output_dir, and checkpointing.checkpoint_dir if set, on a file system that all hosts share"
+        )

@@ -1,0 +1,304 @@
+"""Checkpoints of a run on disk: complete directories, which of them to keep, and which to resume from.
+
+    checkpoints/
+      step_00000010/
+        manifest.json      every file with its size, and the CRC-32 of small ones; written last
+        state.json         step, data position, policy version, counters, metric
+        train/ ...         the train workers' part
+      step_00000020.tmp/   a save that is running, or was interrupted
+      step_00000005.old/   a checkpoint being removed
+
+    store = CheckpointStore(directory, keep_top_k=2, keep_last_k=3)
+    store.recover(resume=True)                        # once, at the start
+    latest = store.latest()                           # the verified newest checkpoint, or None
+    with store.saving(TrainState(step=10, ...)) as directory:
+        train.call("save_checkpoint", str(directory / "train"))
+
+This module handles files only. Workers read and write their own parts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from dagrl.config import Json
+from dagrl.errors import CheckpointError
+from dagrl.files import naming, sync_directory, sync_tree, write_whole
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+SMALL_FILE_BYTES = 1 << 20  # larger files have no checksum, which would take long; their size still shows truncation
+_NAME = re.compile(r"step_(\d{8,})(\.tmp|\.old)?")
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The driver's state after `step`, which is also the policy version.
+
+    `counters` hold the state of the loop, such as data positions. `metric` ranks the checkpoint for `keep_top_k` and `best`;
+    it is None if this step did not measure it.
+    """
+
+    step: int
+    counters: Mapping[str, Json] = field(default_factory=dict)
+    metric: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finished checkpoint on disk."""
+
+    directory: Path
+    state: TrainState
+
+
+class CheckpointStore:
+    """The checkpoints of one run, below `root`.
+
+    It keeps the `keep_top_k` best by `metric` and the `keep_last_k` newest, at least one. Among equal metrics the newest is
+    better; checkpoints without a metric rank last. If both are None, all are kept. A directory whose state cannot be read is
+    never removed: another version of dagrl may have written it, or it may be repaired.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_top_k: int | None = None,
+        keep_last_k: int | None = None,
+        higher_is_better: bool = True,
+    ) -> None:
+        self.root = root
+        self._keep_best, self._keep_last = keep_top_k, keep_last_k
+        self._sign = 1.0 if higher_is_better else -1.0
+        self._unreadable: set[Path] = set()  # already warned about
+
+    def recover(self, *, resume: bool) -> None:
+        """Cleans up after a crash. Call it once, before anything is saved or loaded.
+
+        Removes interrupted saves, and completes a save that lacked only its final rename. Raises CheckpointError if the run
+        does not resume but there are checkpoints: old and new ones would be mixed.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        for path, _, suffix in self._entries():
+            if suffix == ".tmp" and _is_whole(path) and not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
+            elif suffix:
+                logger.info("removing %s, left over from a save that did not finish", path)
+                shutil.rmtree(path)
+        if not resume and (found := self._directories()):
+            raise CheckpointError(
+                f"{self.root} already holds {len(found)} checkpoints of an earlier run, up to {found[-1].name}; a new run "
+                "expects none. Set checkpointing.resume=true, or set checkpointing.checkpoint_dir to another directory"
+            )
+
+    @contextmanager
+    def saving(self, state: TrainState) -> Iterator[Path]:
+        """Yields a directory for a checkpoint. Publishes it when the block ends; removes it if the block raises."""
+        with self.writing(state) as directory:
+            yield directory
+        self.publish(state, directory)
+
+    @contextmanager
+    def writing(self, state: TrainState) -> Iterator[Path]:
+        """Yields an empty directory for a checkpoint that `publish` completes. Removes it if the block raises."""
+        directory = self._final(state).with_suffix(".tmp")
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+        with self.discarding(directory):
+            yield directory
+
+    def publish(self, state: TrainState, directory: Path) -> None:
+        """Completes a checkpoint whose parts are all written, and removes checkpoints that need not be kept."""
+        with self.discarding(directory):
+            write_whole(directory / STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
+            _write_manifest(directory)
+            sync_tree(directory)
+        final = self._final(state)
+        self._remove(final)
+        directory.rename(final)
+        sync_directory(self.root)
+        self._prune()
+
+    @contextmanager
+    def discarding(self, directory: Path) -> Iterator[None]:
+        """Removes `directory` if the block raises."""
+        try:
+            with naming(directory):
+                yield
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def _final(self, state: TrainState) -> Path:
+        return self.root / f"step_{state.step:08d}"
+
+    def all(self) -> list[Checkpoint]:
+        """Returns every finished checkpoint by step. Skips those whose state cannot be read, with one warning each.
+
+        Reads `state.json` only; see `verify`.
+        """
+        read = [(path, self._read_or_warn(path)) for path in self._directories()]
+        return [Checkpoint(path, state) for path, state in read if state is not None]
+
+    def _read_or_warn(self, directory: Path) -> TrainState | None:
+        try:
+            return read_state(directory)
+        except CheckpointError as error:
+            if directory not in self._unreadable:
+                logger.warning("%s is neither ranked nor removed: %s", directory, error)
+            self._unreadable.add(directory)
+            return None
+
+    def latest(self) -> Checkpoint | None:
+        """Returns the newest checkpoint, verified, or None. Raises CheckpointError if it is damaged."""
+        found = self._directories()
+        return load_checkpoint_directory(found[-1]) if found else None
+
+    def best(self) -> Checkpoint | None:
+        """Returns the checkpoint with the best metric (among equals the newest), verified; None if none has a metric."""
+        ranked = [checkpoint for checkpoint in self._ranked(self.all()) if _has_metric(checkpoint)]
+        return load_checkpoint_directory(ranked[0].directory) if ranked else None
+
+    def _ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """Best first, checkpoints without a metric last, among equals the newest first."""
+
+        def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
+            measured = _has_metric(checkpoint)
+            return (measured, self._sign * (checkpoint.state.metric or 0.0) if measured else 0.0, checkpoint.state.step)
+
+        return sorted(checkpoints, key=rank, reverse=True)
+
+    def _prune(self) -> None:
+        if self._keep_best is None and self._keep_last is None:
+            return
+        checkpoints = self.all()
+        best = self._ranked(checkpoints)[: self._keep_best or 0]
+        for checkpoint in checkpoints[: -(self._keep_last or 1)]:
+            if checkpoint not in best:
+                self._remove(checkpoint.directory)
+
+    def _remove(self, directory: Path) -> None:
+        """Renames a checkpoint before removing it, so that a crash cannot leave half of it under its name."""
+        if directory.exists():
+            doomed = directory.rename(directory.with_suffix(".old"))
+            shutil.rmtree(doomed)
+
+    def _directories(self) -> list[Path]:
+        return [path for path, _, suffix in self._entries() if not suffix]
+
+    def _entries(self) -> list[tuple[Path, int, str]]:
+        """Path, step and suffix of every checkpoint directory, finished or not, by step."""
+        if not self.root.is_dir():
+            return []
+        found = [(path, _NAME.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
+        named = [(path, int(match[1]), match[2] or "") for path, match in found if match]
+        return sorted(named, key=lambda entry: entry[1:])
+
+
+def load_checkpoint_directory(directory: Path) -> Checkpoint:
+    """Verifies a checkpoint directory and reads its state. Raises CheckpointError."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} does not exist; expected the directory of a checkpoint, such as step_00000010")
+    verify(directory)
+    return Checkpoint(directory, read_state(directory))
+
+
+def verify(directory: Path) -> None:
+    """Compares a checkpoint with its manifest. Raises CheckpointError for the first file that differs."""
+    for name, entry in _read_manifest(directory).items():
+        path = directory / name
+        if not path.is_file():
+            raise _damaged(directory, f"the file {name} is missing")
+        if (size := path.stat().st_size) != entry["size"]:
+            raise _damaged(directory, f"{name} has {size} bytes; its manifest says {entry['size']}")
+        if entry["crc32"] is not None and _crc32(path) != entry["crc32"]:
+            raise _damaged(directory, f"{name} has other content than when it was saved (its CRC-32 differs)")
+
+
+def read_state(directory: Path) -> TrainState:
+    """Reads `state.json` of a checkpoint."""
+    content = _read_json(directory, STATE)
+    try:
+        state = TypeAdapter(TrainState).validate_python({name: value for name, value in content.items() if name != "format"})
+    except ValidationError as error:
+        raise CheckpointError(f"{directory / STATE} is not a state that this version of dagrl wrote: {error}") from error
+    if directory.name.split(".")[0] != f"step_{state.step:08d}":
+        raise CheckpointError(
+            f"{directory} holds the state of step {state.step}; it was renamed or copied. Rename it to its step"
+        )
+    return state
+
+
+def _has_metric(checkpoint: Checkpoint) -> bool:
+    return checkpoint.state.metric is not None and math.isfinite(checkpoint.state.metric)
+
+
+def _write_manifest(directory: Path) -> None:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    entries = {
+        path.relative_to(directory).as_posix(): {
+            "size": path.stat().st_size,
+            "crc32": _crc32(path) if path.stat().st_size <= SMALL_FILE_BYTES else None,
+        }
+        for path in files
+    }
+    write_whole(directory / MANIFEST, json.dumps({"format": FORMAT, "files": entries}, indent=1))
+
+
+def _read_manifest(directory: Path) -> dict[str, dict[str, int | None]]:
+    files = _read_json(directory, MANIFEST).get("files")
+    if not isinstance(files, dict) or STATE not in files:
+        raise _damaged(directory, f"{MANIFEST} does not list {STATE}")
+    return files
+
+
+def _read_json(directory: Path, name: str) -> dict[str, object]:
+    path = directory / name
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} has no {name}: it is not a complete checkpoint of dagrl. "
+            "Name a directory step_<number> that a run wrote"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise _damaged(directory, f"{name} is not JSON ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path} has format {found!r}; this version of dagrl reads format {FORMAT}")
+    return content
+
+
+def _is_whole(directory: Path) -> bool:
+    try:
+        load_checkpoint_directory(directory)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _damaged(directory: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {directory} is damaged: {what}. Remove the directory to resume from the checkpoint before it"
+    )
+
+
+def _crc32(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())

@@ -1,0 +1,148 @@
+"""Starts or joins a Ray cluster with our settings, and cleans up after it.
+
+Token authentication is Ray's default for local clusters and stays on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from dagrl.config import ClusterConfig
+from dagrl.errors import RunError
+from dagrl.machine import DEV_SHM, gpu_count
+from dagrl.run.local_cluster import cluster_processes, kill_with_children
+from dagrl.runtime.garbage import gc_paused
+
+logger = logging.getLogger(__name__)
+
+_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-")
+"""The semaphores in `/dev/shm` that compiled graphs create for each channel buffer, with the process id of their creator. A
+killed process leaves them."""
+
+CHATTY = "ray.dag"
+"""Ray's logger that prints the traceback of a graph whose worker died. Our own error reports the failure."""
+
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+
+LEAN = {"RAY_prestart_worker_first_driver": "0"}
+"""Do not prestart workers: ours have their own environments, for which Ray starts other processes."""
+
+PRIORITY = {"RAY_worker_niceness": "0"}
+"""Ray runs workers at niceness 15. With GPUs they launch kernels, which other processes of the host would delay."""
+
+AUTH_MODE = "RAY_AUTH_MODE"
+"""Whether Ray sends `~/.ray/auth_token`. If unset, Ray sends it only to clusters that it starts or discovers."""
+
+
+def gpus_per_worker(config: ClusterConfig) -> float:
+    """The number of GPUs that each worker requests from Ray."""
+    if config.gpus_per_worker is not None:
+        return config.gpus_per_worker
+    return 1.0 if (gpu_count() if config.num_gpus is None else config.num_gpus) else 0.0
+
+
+@contextmanager
+def ray_cluster(
+    config: ClusterConfig, environment: Mapping[str, str] | None = None, *, teardown_s: float = 8.0
+) -> Iterator[None]:
+    """Joins the cluster at `config.address`, or starts one on this machine that ends with the block.
+
+    `environment` is set in every worker process. At the end, semaphores that killed workers left behind are removed, and a
+    local cluster that has not ended within `teardown_s` is killed.
+    """
+    os.environ.update(QUIET | LEAN | (PRIORITY if gpus_per_worker(config) else {}))
+    import ray
+
+    before = semaphores()
+    if not logger.isEnabledFor(logging.DEBUG):
+        logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
+    try:
+        ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **(environment or {})}})
+    except SystemExit as ended:  # Ray's own handler turns SIGTERM into this during start
+        if ended.code == signal.SIGTERM:
+            raise KeyboardInterrupt from ended
+        raise
+    except Exception as error:  # Ray raises plain exceptions here
+        what = f"{_could_not(config)}: {error}. Its logs are in session_latest/logs of /tmp/ray (or cluster.temp_dir)"
+        raise RunError(what) from error
+    processes = cluster_processes()
+    try:
+        yield
+    finally:
+        with gc_paused():  # freeing an `ObjectRef` during shutdown ends the process
+            _shutdown(processes, teardown_s)
+        if not config.address:
+            remove_orphaned_semaphores(semaphores() - before)
+
+
+def _arguments(config: ClusterConfig) -> dict[str, Any]:
+    """Arguments of `ray.init`. A running cluster has its own sizes."""
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if config.address:
+        return {"address": config.address, **quiet}
+    return {
+        "address": "local",
+        "num_cpus": config.num_cpus,
+        "num_gpus": config.num_gpus,
+        "object_store_memory": config.object_store_memory,
+        "include_dashboard": False,
+        "_temp_dir": config.temp_dir,
+        **quiet,
+    }
+
+
+def _could_not(config: ClusterConfig) -> str:
+    """What failed. A cluster may ask for a token, which Ray does not say."""
+    if not config.address:
+        return "Ray could not start on this machine"
+    where = f"Ray could not join the cluster at {config.address}"
+    return where if AUTH_MODE in os.environ else f"{where} (if it asks for a token, set {AUTH_MODE}=token and try again)"
+
+
+def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
+    """Runs `ray.shutdown` in a thread with a deadline, because it waits for the raylet without one."""
+    import ray
+
+    ending = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    ending.start()
+    ending.join(teardown_s)
+    if not ending.is_alive():
+        return
+    killed = kill_with_children(processes)
+    what = f"its processes {killed} were killed" if killed else "it was left running"
+    logger.warning("Ray did not end within timeouts.teardown_s = %g s: %s", teardown_s, what)
+    ending.join(teardown_s)  # returns once the raylet has ended
+    if ending.is_alive():
+        atexit.unregister(ray.shutdown)  # Ray's exit handler would wait for the thread
+
+
+def remove_orphaned_semaphores(names: set[str]) -> None:
+    """Removes those of the semaphores `names` whose creator, identified by its process id, has ended."""
+    orphans = {name for name in names if not _is_alive(name)}
+    for name in orphans:
+        (DEV_SHM / name).unlink(missing_ok=True)
+    if orphans:
+        logger.debug("removed %d semaphores that killed workers left behind", len(orphans))
+
+
+def semaphores() -> set[str]:
+    """Returns the names of the semaphores of compiled graphs on this machine."""
+    if not DEV_SHM.is_dir():
+        return set()
+    return {entry.name for entry in DEV_SHM.iterdir() if _SEMAPHORE.match(entry.name)}
+
+
+def _is_alive(name: str) -> bool:
+    found = _SEMAPHORE.match(name)
+    assert found, name
+    return Path("/proc", found[1]).exists()

@@ -1,0 +1,56 @@
+"""The generation engines of a run: quanta are replays of `phases.generate`, the rest are calls of the worker group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.rollout.engines import QuantumResult
+from dagrl.run.replays import Replays
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.replay import Replay
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker_group import WorkerGroup
+
+PHASE = "generate"
+
+
+@dataclass(frozen=True)
+class ReplayedQuantum:
+    """A replay of `phases.generate` in flight."""
+
+    replays: Replays
+    replay: Replay
+
+    def result(self) -> QuantumResult:
+        """Waits for the replay and counts it in the step."""
+        generated, counted = self.replays.collect(PHASE, self.replay)
+        return QuantumResult(generated, counted.timing.shards_busy_s, counted.overhead_s)
+
+
+class WorkerEngines:
+    """Implements `GenerationEngines` with a generation group. `deadline` limits each plain call of its workers."""
+
+    def __init__(self, group: WorkerGroup, replays: Replays, deadline: Deadline) -> None:
+        self._group, self._replays, self._deadline = group, replays, deadline
+
+    def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
+        """See `GenerationEngines`."""
+        return ReplayedQuantum(self._replays, self._replays.submit(PHASE, requests, rows=rows))
+
+    def abort(self, requests: Sequence[int]) -> None:
+        """See `GenerationEngines`."""
+        self._group.call("abort_requests", requests, deadline=self._deadline)
+
+    def unfinished(self) -> Mapping[int, FinishedRequest]:
+        """See `GenerationEngines`. The first rank of each shard reports; its other ranks run the same requests."""
+        layout, ranks = self._group.layout, self._group.call("unfinished_requests", deadline=self._deadline)
+        return {made.request_id: made for dp in range(layout.dp) for made in ranks[layout.shard(dp)[0]]}
+
+    def exclude_wait(self) -> None:
+        """See `GenerationEngines`."""
+        self._replays.exclude_wait(self._group.role.name)

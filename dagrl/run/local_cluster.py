@@ -1,0 +1,30 @@
+"""The processes of a Ray cluster that `ray.init` started on this machine. Only private parts of Ray name them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from subprocess import Popen
+from typing import Any
+
+from dagrl.machine import descendants_of
+
+
+def cluster_processes() -> list[Popen[Any]]:
+    """Returns Ray's own processes, without workers, that `ray.init` started; none if it joined a running cluster."""
+    import ray._private.worker
+
+    node = ray._private.worker._global_node
+    return [] if node is None else [process for _, process in node.live_processes()]
+
+
+def kill_with_children(processes: Iterable[Popen[Any]]) -> list[int]:
+    """Kills live processes and all their descendants (agents, workers and their children); returns the pids."""
+    alive = [process for process in processes if process.poll() is None]
+    pids = [pid for process in alive for pid in (*descendants_of(process.pid), process.pid)]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return pids

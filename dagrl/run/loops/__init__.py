@@ -1,0 +1,1 @@
+"""The training loops: SFT, GRPO and asynchronous GRPO. Each reads from top to bottom."""

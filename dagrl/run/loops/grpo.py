@@ -1,0 +1,59 @@
+"""The synchronous GRPO loop: generate, reward, log-probabilities, train, refit. Read it from top to bottom.
+
+Algorithm: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, algorithm 1, with one policy update per batch of samples. The
+asynchronous loop, `dagrl.run.loops.async_grpo`, overlaps the same steps.
+"""
+
+from __future__ import annotations
+
+import time
+
+from dagrl.config import Config
+from dagrl.rl.rewards import RewardRunner
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.loops.async_grpo import train_async
+from dagrl.run.loops.early_work import EarlyWork
+from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, learn, open_experience, start_policy, update
+from dagrl.run.loops.sft import train_sft
+from dagrl.run.plans import grpo_plans
+from dagrl.run.session import Session
+from dagrl.run.start import run_session
+
+
+def run_grpo(config: Config) -> None:
+    """Runs the SFT stage, if any, and GRPO, from the start or the newest checkpoint to the final policy."""
+    with run_session(config, grpo_plans(config)) as session:
+        if config.sft.max_num_steps:
+            train_sft(session)
+        train = train_async if config.grpo.async_grpo.enabled else train_grpo
+        with RewardRunner(config.reward) as reward:
+            train(session, reward)
+
+
+def train_grpo(session: Session, reward: RewardRunner) -> None:
+    """Runs the GRPO steps that are left. Step numbers continue from the SFT steps."""
+    last = session.config.sft.max_num_steps + session.config.grpo.max_num_steps
+    with (
+        open_experience(session, reward, max_age_steps=0) as experience,
+        EarlyWork(session.config, session.replays) as early,
+    ):
+        start_policy(session, experience)
+        while session.step < last:
+            step, metrics = session.step + 1, begin_step()
+            with exposed(metrics):
+                groups = generate_batch(session, experience, early)
+            metrics |= experience.metrics(groups)
+            metrics |= learn(session, groups, step, early.take())
+            metrics |= update(session, experience, time.perf_counter())
+            finish_step(session, experience, metrics)
+
+
+def generate_batch(session: Session, experience: Experience, early: EarlyWork) -> list[ScoredGroup]:
+    """Draws, completes and scores prompts until a batch is complete. Early work on it may be done by then."""
+    while (groups := experience.take()) is None:
+        experience.fill()
+        experience.work()
+        early.advance(experience.next_batch(), session.step + 1)
+        session.stop.check()
+    return groups

@@ -1,0 +1,196 @@
+"""What a GRPO step consists of, for both loops: log-probabilities, optimizer steps, the refit, records."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+from dagrl.config import Config, Json
+from dagrl.refit import RefitReport
+from dagrl.rl.environments import EnvironmentRunner
+from dagrl.rl.rewards import RewardRunner
+from dagrl.rl.rollout.batches import sample_keys, scored_batch
+from dagrl.rl.rollout.engines import PromptData
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.checkpoint_saver import ranking_metric
+from dagrl.run.checkpoints import TrainState
+from dagrl.run.engines import WorkerEngines
+from dagrl.run.loops.calibration import calibrate, calibrate_on_prompts
+from dagrl.run.loops.early_work import Early
+from dagrl.run.loops.logprobs import ShardRows, compute_logprobs, split_minibatches
+from dagrl.run.loops.optimizer_step import Rest, replay_batch
+from dagrl.run.replays import Replays
+from dagrl.run.session import Session
+from dagrl.run.start import REFERENCE
+from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.metrics import EXPOSED, MASKED_MINIBATCHES, UPDATE, UPDATE_PAUSE, join_optimizer_steps
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_experience(session: Session, reward: RewardRunner, *, max_age_steps: int) -> Iterator[Experience]:
+    """Opens the source of training batches. Checkpoints save its unfinished groups, and colocated engines give them back
+    before they sleep."""
+    config, inputs, replays = session.config, session.inputs, session.replays
+    assert session.generation is not None
+    has_environment = config.environment.function is not None
+    with (
+        EnvironmentRunner(config.environment, inputs.tokenizer) if has_environment else nullcontext() as environment,
+        Experience(
+            config,
+            PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer),
+            WorkerEngines(session.generation, replays, config.timeouts.replay),
+            reward,
+            environment,
+            session.stop,
+            version=session.step,
+            max_age_steps=max_age_steps,
+        ) as experience,
+    ):
+        session.checkpoints.parts.append(experience.save)
+        if replays.shared is not None:
+            replays.shared.before_sleep.append(experience.withdraw)
+        yield experience
+
+
+def begin_step() -> dict[str, float]:
+    """Returns the metrics of a step that has just begun."""
+    return {EXPOSED: 0.0}
+
+
+def start_policy(session: Session, experience: Experience) -> None:
+    """Makes the current weights the reference policy and sends them to generation; a resumed run restores its state."""
+    config, replays, checkpoints = session.config, session.replays, session.checkpoints
+    first, total, progress = config.sft.max_num_steps, config.grpo.max_num_steps, session.recorder.progress
+    resumed = checkpoints.resumed if "grpo_sampler" in checkpoints.state.counters else None
+    if resumed is None:
+        replays.hold("train", keep_generation_weights=True)
+        if config.loss_fn.reference_policy_kl_penalty:
+            session.train.call("snapshot_reference", deadline=config.timeouts.replay)
+        session.train.call("reset_optimizer", deadline=config.timeouts.replay)
+        counters = {**checkpoints.state.counters, **_counters(config, experience)}
+        checkpoints.state = replace(checkpoints.state, counters=counters)
+    calibrate_on_prompts(config, replays, session.inputs.prompts)
+    refit(replays, experience, session.step)
+    progress.step(session.step - first, total, {}, stage="grpo")
+    if session.step == first and config.grpo.val_at_start:
+        progress.status("validating")
+        session.record_initial_validation("grpo", experience.validate(may_stop=resumed is None))
+    if resumed is not None:
+        experience.restore(checkpoints.state.counters, resumed.directory)
+    replays.close_step(tokens=0)  # none of this is part of the first step
+
+
+def _counters(config: Config, experience: Experience) -> dict[str, Json]:
+    """The GRPO part of the driver's state in a checkpoint."""
+    return {**experience.state(), REFERENCE: config.loss_fn.reference_policy_kl_penalty > 0}
+
+
+def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> dict[str, float]:
+    """Trains the train workers on one batch of groups. `early` is work on it that was done with the current weights."""
+    config, replays = session.config, session.replays
+    keys, batch = sample_keys(groups), scored_batch(config, groups, step)
+    splits = split_minibatches(config, batch)
+    compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
+    session.stop.check()  # the last point at which the weights are those of the last finished step
+    assert early.accumulated <= {group for group, _ in keys}, "gradients of a group that is not in the batch"
+    left = [row for row, (group, _) in enumerate(keys) if group not in early.accumulated]
+    rest = Rest(left, early.parts) if early.parts else None
+    metrics = optimize(config, replays, batch, step, splits, rest)
+    return metrics | calibrate(config, replays, batch) | {"trained_tokens": float(batch["lengths"].sum())}
+
+
+def update(session: Session, experience: Experience, ended: float) -> dict[str, float]:
+    """Sends generation the new weights between two quanta. Returns the time since training `ended`, and the pause."""
+    version = session.step + 1
+    metrics = refit(session.replays, experience, version)
+    metrics[UPDATE] = time.perf_counter() - ended
+    experience.advance(version)
+    return metrics
+
+
+def refit(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
+    """Sends generation the train workers' weights as `version`. Returns how long generation workers stood still.
+
+    Submits the next quanta before it waits, so that engines continue at once. Colocated engines have no memory for a quantum
+    until the refit has ended.
+    """
+    replay = replays.submit("refit", version)
+    if replays.shared is None:
+        experience.rollouts.look_ahead()
+    pauses = _pauses(replays.collect("refit", replay, busy_s=mean_pause)[0])
+    return {UPDATE_PAUSE: max(pauses)} if pauses else {}
+
+
+def mean_pause(result: object) -> float | None:
+    """How long a refit took of each generation worker; its senders first wait for the quanta before it."""
+    pauses = _pauses(result)
+    return sum(pauses) / len(pauses) if pauses else None
+
+
+def _pauses(result: object) -> list[float]:
+    """Seconds that each generation worker stood still; the seconds of its receive if it does not report a pause."""
+    return [report.pause_s or report.seconds for report in _reports(result) if report.bytes_received]
+
+
+def _reports(result: object) -> Iterator[RefitReport]:
+    """The reports in the result of a refit phase, in whatever nesting."""
+    if isinstance(result, RefitReport):
+        yield result
+    elif isinstance(result, Iterable):
+        for part in result:
+            yield from _reports(part)
+
+
+def finish_step(session: Session, experience: Experience, metrics: dict[str, float]) -> None:
+    """Validates if it is due, and records the step."""
+    config, step = session.config, session.step + 1
+    position, total = step - config.sft.max_num_steps, config.grpo.max_num_steps
+    if position == total or (config.grpo.val_period and position % config.grpo.val_period == 0):
+        session.recorder.progress.status("validating")
+        metrics |= experience.validate()
+    metrics |= session.replays.close_step(tokens=int(metrics["trained_tokens"]))
+    state = TrainState(step, _counters(config, experience), ranking_metric(config, "grpo", metrics))
+    session.finish_step("grpo", position, total, metrics, state)
+
+
+@contextmanager
+def exposed(metrics: dict[str, float]) -> Iterator[None]:
+    """Counts the time of the block as generation that training waits for."""
+    start = time.perf_counter()
+    yield
+    metrics[EXPOSED] += time.perf_counter() - start
+
+
+def optimize(
+    config: Config,
+    replays: Replays,
+    batch: Batch,
+    step: int,
+    splits: Sequence[ShardRows] | None = None,
+    rest: Rest | None = None,
+) -> dict[str, float]:
+    """Takes one optimizer step for each `policy.train_global_batch_size` rows; returns the metrics of all of them.
+
+    A minibatch without a token in the loss is skipped and counted; `grpo.overlong_filtering` can leave one. `splits` are the
+    rows of each shard, by minibatch. With a `rest`, the batch is one minibatch.
+    """
+    size = config.policy.train_global_batch_size
+    batch = batch.with_scalars(step=step)
+    minibatches = [batch.select(range(start, start + size)) for start in range(0, batch.rows, size)]
+    assert rest is None or len(minibatches) == 1
+    unplaced: list[ShardRows | None] = [None] * len(minibatches)
+    steps = [
+        replay_batch(replays, "train_step", minibatch, step=step, shard_rows=shard_rows, rest=rest)
+        for minibatch, shard_rows in zip(minibatches, splits or unplaced, strict=True)
+        if minibatch["loss_mask"].any()
+    ]
+    masked = len(minibatches) - len(steps)
+    if masked:
+        logger.warning("%d of %d minibatches have no token in the loss: skipped", masked, len(minibatches))
+    return {**(join_optimizer_steps(steps).flat() if steps else {}), MASKED_MINIBATCHES: float(masked)}

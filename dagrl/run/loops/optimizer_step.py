@@ -1,0 +1,50 @@
+"""Replays a training or evaluation phase on a global batch, and joins the metrics of its shards."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dagrl.run.loops.logprobs import ShardRows
+from dagrl.run.replays import Replays
+from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS, StepMetrics, merge_step_metrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The rows of a batch that are left when the gradients of the others are accumulated, in `parts` replays."""
+
+    rows: Sequence[int]
+    parts: int
+
+
+def replay_batch(
+    replays: Replays, phase: str, batch: Batch, *, step: int, shard_rows: ShardRows | None = None, rest: Rest | None = None
+) -> StepMetrics:
+    """Replays `phases.<phase>` on `batch` in step `step` and returns the metrics over all shards.
+
+    `shard_rows` are the rows of each shard, if the caller decides. With `rest`, only its rows are replayed, but losses are
+    normalized over the whole batch.
+    """
+    mask = batch["loss_mask"].astype("float64")
+    batch = batch.with_scalars(
+        global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
+    )
+    if rest is not None:
+        batch = batch.select(rest.rows).with_scalars(parts=float(rest.parts))
+    metrics = merge_step_metrics(replays.replay(phase, batch, shard_rows))
+    _warn_if_skipped(step, metrics.shared)
+    return metrics
+
+
+def _warn_if_skipped(step: int, shared: Mapping[str, float]) -> None:
+    """Warns on the driver; the workers' own warnings stay in Ray's logs. Workers count skipped steps over the run."""
+    norm, skipped = shared.get(GRAD_NORM), int(shared.get(SKIPPED_STEPS, 0))
+    if norm is not None and not (math.isfinite(norm) and norm > 0):
+        what = "optimizer step skipped, weights unchanged"
+        logger.warning("step %d: gradient norm is %s: %s (%d so far)", step, norm, what, skipped)

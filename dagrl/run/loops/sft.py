@@ -1,0 +1,74 @@
+"""The SFT loop: draw demonstrations, replay one optimizer step, validate from time to time. Read it from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from dagrl.config import Config, Json
+from dagrl.data import Sampler
+from dagrl.data.tokenization import Demonstration, collate, digest_of
+from dagrl.run.checkpoint_saver import ranking_metric
+from dagrl.run.checkpoints import TrainState
+from dagrl.run.loops.optimizer_step import replay_batch
+from dagrl.run.plans import sft_plans
+from dagrl.run.session import Session
+from dagrl.run.start import run_session
+from dagrl.telemetry.metrics import VALIDATION
+
+
+def run_sft(config: Config) -> None:
+    """Runs supervised fine-tuning, from the start or the newest checkpoint to the final policy."""
+    with run_session(config, sft_plans(config)) as session:
+        train_sft(session)
+
+
+def train_sft(session: Session) -> None:
+    """Runs the SFT steps that are left. They are steps 1 to `sft.max_num_steps` of the run."""
+    config, state = session.config, session.checkpoints.state
+    train, validation = session.inputs.demonstrations, session.inputs.validation_demonstrations
+    sampler = Sampler(len(train), config.data.seed, config.data.shuffle, digest_of(train))
+    if "sft_sampler" in state.counters:
+        sampler.restore(cast("Mapping[str, Json]", state.counters["sft_sampler"]))
+    total = config.sft.max_num_steps
+    session.recorder.progress.step(min(session.step, total), total, {}, stage="sft")
+    if session.step == 0 and config.sft.val_at_start and validation:
+        session.record_initial_validation("sft", evaluate(session, validation, may_stop=True))
+        session.replays.close_step(tokens=0)  # not part of the first step
+    while session.step < total:
+        step = session.step + 1
+        batch = collate([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
+        metrics = replay_batch(session.replays, "sft_step", batch.with_scalars(**learning_rate(config)), step=step).flat()
+        if validation and (step == total or (config.sft.val_period and step % config.sft.val_period == 0)):
+            metrics |= evaluate(session, validation)
+        metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
+        state = TrainState(step, {"sft_sampler": sampler.state()}, ranking_metric(config, "sft", metrics))
+        session.finish_step("sft", step, total, metrics, state)
+
+
+def evaluate(session: Session, validation: list[Demonstration], *, may_stop: bool = False) -> dict[str, float]:
+    """Returns the mean negative log-likelihood of the response tokens of held-out demonstrations.
+
+    With `may_stop` a stop request ends it. Pass it only where every step taken is recorded.
+    """
+    session.recorder.progress.status("validating")
+    size = session.config.policy.train_global_batch_size
+    loss = tokens = 0.0
+    for start in range(0, len(validation), size):
+        if may_stop:
+            session.stop.check()
+        batch = collate(validation[start : start + size])
+        part = replay_batch(session.replays, "evaluate", batch, step=session.step).flat()
+        loss += part["loss"] * part["valid_tokens"]
+        tokens += part["valid_tokens"]
+    return {VALIDATION + "loss": loss / tokens}
+
+
+def learning_rate(config: Config) -> dict[str, float]:
+    """Returns the fixed SFT learning rate as a scalar of the batch; empty if the schedule sets the rate.
+
+    The schedule of a GRPO run spans the GRPO steps, so an SFT stage before it has a fixed rate.
+    """
+    if config.sft.lr is not None:
+        return {"lr": config.sft.lr}
+    return {} if config.algorithm == "sft" else {"lr": config.policy.megatron_cfg.optimizer.lr}

@@ -1,0 +1,205 @@
+"""Makes what a run without a checkpoint starts from: a character tokenizer, and a Hugging Face model from a seed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dagrl.config import Json, PolicyConfig, RandomInit
+from dagrl.errors import ConfigError
+from dagrl.files import replace_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+"""Tokens 0 to 3 of a character tokenizer; the characters follow in the order given."""
+
+
+def character_tokenizer(characters: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with one token per character, which adds no special tokens. Raises ConfigError for repeats."""
+    repeated = sorted({character for character in characters if characters.count(character) > 1})
+    if not characters or repeated:
+        found = f"{', '.join(map(repr, repeated))} more than once" if repeated else "none"
+        raise ConfigError(f"policy.random_init.tokenizer_characters: found {found}; expected: different characters")
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # noqa: S106  # a token of text
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    names = {f"{token.strip('<>')}_token": token for token in SPECIAL_TOKENS}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **names)
+    fast.chat_template = chat_template
+    return fast
+
+
+def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
+    """Returns the configured tokenizer: from a directory, or made of `tokenizer_characters`.
+
+    Raises ConfigError if there is none, or if it has no end-of-sequence token.
+    """
+    init, given = policy.random_init, policy.tokenizer.chat_template
+    if policy.tokenizer.name is None and init is not None:
+        if init.tokenizer_characters is None:
+            raise ConfigError(
+                "a model from policy.random_init needs random_init.tokenizer_characters or policy.tokenizer.name"
+            )
+        return character_tokenizer(init.tokenizer_characters, given)
+    own = policy.tokenizer.name is not None
+    key, name = ("policy.tokenizer.name", policy.tokenizer.name) if own else ("policy.model_name", policy.model_name)
+    directory = _existing_directory(name, key)
+    tokenizer = _read_tokenizer(directory, key)
+    if given is None:
+        return tokenizer
+    if tokenizer.chat_template not in (None, given):
+        logger.warning(
+            "policy.tokenizer.chat_template replaces the chat template of the tokenizer in %s; set it to null to keep that "
+            "template",
+            directory,
+        )
+    tokenizer.chat_template = given
+    return tokenizer
+
+
+def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
+    if (directory / CONFIG).exists():
+        _read_description(directory, key)  # transformers reads it too
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises anything for malformed files
+        for file in (CONFIG, "tokenizer_config.json", "tokenizer.json"):
+            if (directory / file).exists():
+                _read_object(directory / file, key)
+        reason = _reason(error)
+        raise ConfigError(f"{key}: transformers cannot load a tokenizer from {directory}: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def token_count(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Returns the rows that an embedding needs for the tokenizer: its largest token plus one."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
+    """Returns the model's `config.json`. A model from a seed gets a `vocab_size` that covers the tokenizer.
+
+    `tokens` is the tokenizer's `token_count`. Raises ConfigError if the embedding of a checkpoint has fewer rows.
+    """
+    if policy.random_init is not None:
+        return {**policy.random_init.hf_config, "vocab_size": _vocabulary(policy.random_init, tokens)}
+    description = _read_description(_existing_directory(policy.model_name, "policy.model_name"), "policy.model_name")
+    rows = description.get("vocab_size")
+    if isinstance(rows, int) and rows < tokens:
+        raise ConfigError(
+            f"the tokenizer in {policy.tokenizer.name or policy.model_name} has tokens up to {tokens - 1}, but the model in "
+            f"{policy.model_name} has rows for 0 to {rows - 1} (vocab_size {rows}); use that model's tokenizer"
+        )
+    return description
+
+
+def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
+    """Returns the directory to load the model from: `policy.model_name`, or `directory` after `write_random_model`."""
+    if policy.random_init is None:
+        return _existing_directory(policy.model_name, "policy.model_name")
+    write_random_model(policy.random_init, tokenizer, directory)
+    return directory
+
+
+def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> PreTrainedModel:
+    """Returns the model in float32 with seeded weights. On device `meta` it has none, which checks the keys quickly.
+
+    Raises ConfigError if transformers rejects them.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    description = dict(init.hf_config)
+    kind = description.pop("model_type", None)
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    tokens |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": _vocabulary(init, token_count(tokenizer))}
+    try:
+        hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(init.seed)
+            return cast("PreTrainedModel", AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32))
+    except Exception as error:  # architectures raise anything for bad keys
+        raise ConfigError(
+            f"policy.random_init.hf_config: transformers cannot make a model of type {kind!r}: {_reason(error)}"
+        ) from error
+
+
+def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Writes a float32 checkpoint with seeded weights, its configuration and the tokenizer. The bytes are reproducible.
+
+    The directory appears complete or not at all. Raises ConfigError if transformers does not know the architecture.
+    """
+    model = make_random_model(init, tokenizer)
+    part = directory.with_name(directory.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    replace_directory(part, directory)
+    logger.info("wrote a model of %d parameters from seed %d to %s", model.num_parameters(), init.seed, directory)
+
+
+def _read_object(path: Path, key: str) -> dict[str, Json]:
+    """Reads the JSON object in a file of a Hugging Face directory."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read as a Hugging Face {path.name}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{key}: {path} holds a JSON {type(content).__name__}; expected an object")
+    return content
+
+
+def _vocabulary(init: RandomInit, tokens: int) -> int:
+    """The rows of the embedding: `hf_config.vocab_size`, and at least one per token of the tokenizer."""
+    wanted = init.hf_config.get("vocab_size")
+    return max(tokens, wanted if isinstance(wanted, int) else 0)
+
+
+def _read_description(directory: Path, key: str) -> dict[str, Json]:
+    """Reads a checkpoint's `config.json`. Raises ConfigError if it is missing or if transformers rejects it.
+
+    The worker classes check a `model_type` that transformers does not know.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = directory / CONFIG
+    description = _read_object(path, key)
+    if description.get("model_type") in list(CONFIG_MAPPING):
+        try:
+            AutoConfig.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # transformers raises a different class for each check
+            raise ConfigError(f"{key}: transformers rejects {path}: {_reason(error)}; correct that file") from error
+    return description
+
+
+def _reason(error: Exception) -> str:
+    """The error on one line; those of transformers have several."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _existing_directory(name: str | None, key: str) -> Path:
+    path = Path(name or "")
+    if name is None or not path.is_dir():
+        raise ConfigError(
+            f"{key}: directory {name!r} does not exist (relative to {Path.cwd()}); name a Hugging Face checkpoint"
+        )
+    return path

@@ -1,0 +1,116 @@
+"""The phases each loop replays, and the shapes they are warmed up at.
+
+plans = grpo_plans(config)
+with open_session(config, plans) as session:
+    ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dagrl.config import Config
+from dagrl.config.settings import bucket_widths, generation_config, has_fp8_kv_cache, samples_per_step
+from dagrl.rl.generation import FIRST_QUANTUM
+from dagrl.rl.rollout.rollouts import request_slots
+from dagrl.runtime.shapes import Bucket, Scalar
+
+CHUNKS = 8
+"""Early work on a batch is done in chunks of at least 1/CHUNKS of it. Each chunk has a fixed cost, such as a weight swap."""
+
+STEP: Mapping[str, Scalar] = {"step": 0}
+"""Scalars of the phases that compute or use log-probabilities."""
+
+OVERHEAD_BYTES = 1 << 16
+"""Added to the room for results, for what is not an array."""
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """A phase by its key in `phases`, and the buckets (sequences and tokens of one shard) it is warmed up at.
+
+    Warm-up batches carry `scalars`. A phase that takes no batch is warmed up with `value`.
+    """
+
+    name: str
+    buckets: tuple[Bucket, ...] = ()
+    result_bytes: int | None = None
+    value: int | None = None
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+def sft_plans(config: Config) -> list[PhasePlan]:
+    """The phases of SFT."""
+    buckets = train_buckets(config, config.policy.train_global_batch_size)
+    return [PhasePlan("sft_step", buckets), PhasePlan("evaluate", buckets)]
+
+
+def grpo_plans(config: Config) -> list[PhasePlan]:
+    """The phases of GRPO, and of the SFT stage before it if there is one."""
+    samples = samples_per_step(config)
+    chunks = chunk_buckets(config, early=config.grpo.overlap_training)
+    steps = chunks if config.grpo.overlap_training else train_buckets(config, config.policy.train_global_batch_size)
+    rows = chunk_buckets(config, early=config.grpo.overlap_logprobs)
+    plans = [
+        PhasePlan("train_step", steps, scalars=STEP),
+        *(PhasePlan(name, rows, scalars=STEP) for name in logprob_phases(config)),
+        _generate_plan(config),
+        PhasePlan("refit", value=0),
+    ]
+    if config.grpo.overlap_training:
+        plans.append(PhasePlan("accumulate_gradients", chunks, scalars=STEP))
+    if config.policy.offload_optimizer_for_logprob:
+        plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
+    if has_fp8_kv_cache(config):
+        plans.append(PhasePlan("calibrate_kv_scales", train_buckets(config, samples)))
+    return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
+
+
+def logprob_phases(config: Config) -> tuple[str, ...]:
+    """The log-probability phases whose results the loss uses."""
+    policy = () if config.loss_fn.force_on_policy_ratio else ("logprobs",)
+    return (*policy, "reference_logprobs") if config.loss_fn.reference_policy_kl_penalty else policy
+
+
+def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:
+    """Buckets of one train shard for `rows` rows over all shards, at every width of `policy.sequence_buckets`."""
+    per_shard = math.ceil(rows / config.policy.megatron_cfg.layout.dp)
+    return tuple(Bucket(per_shard, width) for width in bucket_widths(config.policy))
+
+
+def chunk_buckets(config: Config, early: bool) -> tuple[Bucket, ...]:
+    """Buckets for a whole batch of samples; with `early` also for the least chunk, twice that, and so on."""
+    samples = samples_per_step(config)
+    rows = least_chunk(config) if early else samples
+    buckets: tuple[Bucket, ...] = ()
+    while rows < samples:
+        buckets += train_buckets(config, rows)
+        rows *= 2
+    return tuple(dict.fromkeys((*buckets, *train_buckets(config, samples))))
+
+
+def least_chunk(config: Config) -> int:
+    """The least rows of a chunk while more of the batch is to come."""
+    return max(1, samples_per_step(config) // CHUNKS)
+
+
+def _generate_plan(config: Config) -> PhasePlan:
+    generation = generation_config(config)
+    requests = request_slots(generation.vllm_cfg.max_num_seqs)
+    steps = (FIRST_QUANTUM,) * generation.vllm_cfg.layout.dp
+    token_bytes = 3 * 8  # id, log-probability, version
+    result_bytes = requests * (generation.max_new_tokens * token_bytes + 256) + OVERHEAD_BYTES
+    return PhasePlan(
+        "generate",
+        _request_buckets(requests, bucket_widths(config.policy)[-1]),
+        result_bytes,
+        scalars={"engine_steps": steps, "seconds": generation.quantum_seconds},
+    )
+
+
+def _request_buckets(requests: int, widest: int) -> tuple[Bucket, ...]:
+    """None, a few or many new requests. Quanta differ in how many they add, and padding is copied."""
+    sizes = sorted({min(4, requests), min(32, requests), requests})
+    return (Bucket(1, 1), *(Bucket(size, widest) for size in sizes))

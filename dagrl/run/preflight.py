@@ -1,0 +1,284 @@
+"""Checks everything about a run that can be checked before any actor starts, and reads its data.
+
+`preflight` is the first call of every run, and the only one of `dagrl train --dry-run`. Cheap checks come first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from dagrl.config import ClusterConfig, Config, Json, PhasesConfig
+from dagrl.config.settings import (
+    bucket_widths,
+    check_settings,
+    generation_config,
+    has_fp8_kv_cache,
+    is_colocated,
+    layouts,
+    width_key,
+)
+from dagrl.data import Example, load_splits
+from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
+from dagrl.errors import ConfigError, LayoutError, UserError
+from dagrl.files import require_writable
+from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
+from dagrl.machine import cpu_count, gpu_count
+from dagrl.run.cluster import gpus_per_worker
+from dagrl.run.model import load_tokenizer, make_random_model, model_description, token_count
+from dagrl.run.worker_protocols import ModelHooks, required_protocols
+from dagrl.runtime.contract import check_worker_class
+from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
+from dagrl.telemetry.metrics import VALIDATION
+from dagrl.telemetry.record import RunPaths, check_run_directory, require_extras
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+WORKERS_PER_CORE = 8
+"""Workers allowed per CPU core on a machine without GPUs, unless `cluster.max_workers` is set."""
+
+SFT_PHASES = ("sft_step", "evaluate")
+GRPO_PHASES = ("train_step", "logprobs", "reference_logprobs", "generate", "refit")
+KV_PHASES = ("calibrate_kv_scales",)
+OFFLOAD_PHASES = ("logprob_inference_prep", "training_prep")
+OVERLAP_PHASES = ("accumulate_gradients",)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads from disk: the tokenizer, the model's `config.json`, and tokenized examples.
+
+    Prompts are empty for algorithm `sft`; demonstrations are empty for `grpo` without an SFT stage.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    hf_config: Mapping[str, Json]
+    demonstrations: list[Demonstration]
+    validation_demonstrations: list[Demonstration]
+    prompts: list[Prompt]
+    validation_prompts: list[Prompt]
+
+
+def preflight(config: Config) -> Inputs:
+    """Checks the configuration against the machine, the model, the workers, the phases and the data. Returns the data.
+
+    Raises a UserError that says what to change.
+    """
+    check_settings(config)
+    require_extras(config.logger)
+    workers = worker_classes(config)
+    _check_machine(config)
+    _check_outputs(config)
+    trace_phases(config, workers)
+    if config.algorithm == "grpo":
+        _check_function(config.reward.function, "reward.function")
+        if config.environment.function is not None:
+            _check_function(config.environment.function, "environment.function")
+    tokenizer = load_tokenizer(config.policy)
+    hf_config = model_description(config.policy, token_count(tokenizer))
+    check_model(config, hf_config, workers)
+    if config.policy.random_init is not None:
+        make_random_model(config.policy.random_init, tokenizer, "meta")
+    inputs = _read_data(config, tokenizer, hf_config)
+    _check_metric(config, inputs)
+    _warn_of_longer_epochs(config, inputs)
+    return inputs
+
+
+def limit_steps(config: Config, inputs: Inputs) -> Config:
+    """Limits `max_num_steps` of SFT and GRPO to the steps that their `max_num_epochs` take."""
+    sft, grpo = config.sft, config.grpo
+    if sft.max_num_epochs is not None and inputs.demonstrations:
+        steps = math.ceil(sft.max_num_epochs * len(inputs.demonstrations) / config.policy.train_global_batch_size)
+        sft = sft.model_copy(update={"max_num_steps": min(sft.max_num_steps, steps)})
+    if grpo.max_num_epochs is not None and inputs.prompts:
+        steps = math.ceil(grpo.max_num_epochs * len(inputs.prompts) / grpo.num_prompts_per_step)
+        grpo = grpo.model_copy(update={"max_num_steps": min(grpo.max_num_steps, steps)})
+    return config.model_copy(update={"sft": sft, "grpo": grpo})
+
+
+def _warn_of_longer_epochs(config: Config, inputs: Inputs) -> None:
+    """Warns that epochs count trained prompts, while dynamic sampling also draws prompts that it drops."""
+    grpo, steps = config.grpo, limit_steps(config, inputs).grpo.max_num_steps
+    if grpo.use_dynamic_sampling and steps < grpo.max_num_steps:
+        logger.warning(
+            "grpo.max_num_epochs=%d ends the run after %d steps, which train on each of %d prompts that often. "
+            "grpo.use_dynamic_sampling draws another prompt for each dropped group: twice as many if it drops half of them. "
+            "Set grpo.max_num_steps instead to choose the number of steps",
+            grpo.max_num_epochs,
+            steps,
+            len(inputs.prompts),
+        )
+
+
+def worker_classes(config: Config) -> dict[str, type]:
+    """Returns the worker class of each group. Raises ConfigError for one that does not fit the protocols of its role.
+
+    A class may name the top-level packages it imports later in `requires`.
+    """
+    keys = _worker_keys(config)
+    classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
+    required = required_protocols(config)
+    for role, worker in classes.items():
+        check_worker_class(worker, required[role], (ModelHooks,), keys[role][0])
+        for package in getattr(worker, "requires", ()):
+            require_package(package, keys[role][0])
+    return classes
+
+
+def _worker_keys(config: Config) -> dict[str, tuple[str, str]]:
+    """The key and the import path of each group's worker class."""
+    keys = {"train": ("policy.worker", config.policy.worker)}
+    if config.algorithm == "grpo":
+        keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
+    return keys
+
+
+def _check_function(path: str, key: str) -> None:
+    """Checks a function. Like a worker class, it may name the top-level packages it imports later in `requires`."""
+    for package in getattr(load_callable(path, key), "requires", ()):
+        require_package(package, key)
+
+
+def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, PhaseGraph]:
+    """Returns the graph of every phase that the algorithm replays, by its key in `phases`.
+
+    Raises GraphError for a phase that its workers cannot run, and ConfigError for an import path that is not a phase.
+    """
+    transports = group_transports(gpus_per_worker(config.cluster))
+    roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in layouts(config).items()}
+    return {key: _trace_phase(config, key, roles) for key in _phase_keys(config)}
+
+
+def _trace_phase(config: Config, key: str, roles: Mapping[str, Role]) -> PhaseGraph:
+    found = load_phase(config.phases, key)
+    with running(getattr(config.phases, key), f"phases.{key}"):
+        return found.trace(roles, config.executor_cfg.arity)
+
+
+def load_phase(phases: PhasesConfig, key: str) -> Phase:
+    """Returns the phase at the import path `phases.<key>`."""
+    path = cast(str, getattr(phases, key))
+    found = load_attribute(path, f"phases.{key}")
+    if not isinstance(found, Phase):
+        raise ConfigError(f"phases.{key}: {path!r} is a {type(found).__name__}; expected: a function decorated with @phase")
+    return found
+
+
+def _phase_keys(config: Config) -> Iterable[str]:
+    if config.algorithm == "sft":
+        return SFT_PHASES
+    more: tuple[str, ...] = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
+    more += OVERLAP_PHASES if config.grpo.overlap_training else ()
+    more += KV_PHASES if has_fp8_kv_cache(config) else ()
+    return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *more)
+
+
+def _check_metric(config: Config, inputs: Inputs) -> None:
+    """Checks a validation metric in `checkpointing.metric_name`. Others are checked by the first step (`ranking_metric`)."""
+    name = config.checkpointing.metric_name or ""
+    held_out = inputs.validation_prompts if config.algorithm == "grpo" else inputs.validation_demonstrations
+    if name.startswith(VALIDATION) and not held_out:
+        raise ConfigError(
+            f"checkpointing.metric_name is {name!r}, but nothing is held out for validation; set data.val_fraction, "
+            "data.val_path or data.val_split, or rank by a metric of training"
+        )
+
+
+def _check_outputs(config: Config) -> None:
+    paths = RunPaths.of(config)
+    check_run_directory(paths)
+    require_writable(paths.directory, f"output_dir {config.output_dir}")
+    if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
+        require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {config.checkpointing.checkpoint_dir}")
+
+
+def _check_machine(config: Config) -> None:
+    """Checks the number of workers against this machine. A running cluster is checked when it is joined."""
+    groups = layouts(config)
+    together = max if is_colocated(config) and gpus_per_worker(config.cluster) else sum
+    workers = together(layout.world_size for layout in groups.values())
+    sizes = " + ".join(f"{layout.world_size} {role} ({layout.describe()})" for role, layout in groups.items())
+    most, reason = _most_workers(config)
+    if most is not None and workers > most:
+        raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; choose smaller layouts")
+    if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not _gpus_here(config.cluster):
+        raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
+
+
+def _most_workers(config: Config) -> tuple[int | None, str]:
+    cluster = config.cluster
+    if cluster.max_workers is not None:
+        return cluster.max_workers, f"cluster.max_workers is {cluster.max_workers}"
+    if cluster.address is not None:
+        return None, ""
+    gpus = _gpus_here(cluster)
+    share = 1.0 if cluster.gpus_per_worker is None else cluster.gpus_per_worker
+    if gpus and share:
+        return int(gpus / share), f"this machine has {gpus} GPUs and a worker takes {share:g} (cluster.gpus_per_worker)"
+    cores = cluster.num_cpus or cpu_count()
+    most = cores * WORKERS_PER_CORE
+    return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core, or set cluster.max_workers)"
+
+
+def _gpus_here(cluster: ClusterConfig) -> int:
+    """The GPUs of a cluster started on this machine."""
+    return gpu_count() if cluster.num_gpus is None else cluster.num_gpus
+
+
+def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
+    """Raises a UserError for what the model, or the static `check(config, hf_config)` of a worker class, rejects."""
+    positions, widest = hf_config.get("max_position_embeddings"), bucket_widths(config.policy)[-1]
+    if isinstance(positions, int) and positions < widest:
+        raise ConfigError(
+            f"the model has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
+        )
+    keys = _worker_keys(config)
+    for role, worker in workers.items():
+        key, path = keys[role]
+        with running(f"{path}.check", key):
+            try:
+                getattr(worker, "check", _accept)(config, hf_config)
+            except UserError as error:
+                raise type(error)(f"{role} workers: {error}") from error
+
+
+def _accept(config: Config, hf_config: Mapping[str, Json]) -> None:
+    """The check of a worker class without one."""
+
+
+def _read_data(config: Config, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+    splits = load_splits(config.data)
+    generates, learns = config.algorithm == "grpo", config.algorithm == "sft" or config.sft.max_num_steps > 0
+    validation_prompts = splits.validation[: config.grpo.max_val_samples] if generates else ()
+    validation = splits.validation[: config.sft.max_val_samples] if learns else ()
+    return Inputs(
+        tokenizer,
+        hf_config,
+        _demonstrations(config, tokenizer, splits.demonstrations if learns else ()),
+        _demonstrations(config, tokenizer, validation),
+        _prompts(config, tokenizer, splits.train if generates else ()),
+        _prompts(config, tokenizer, validation_prompts),
+    )
+
+
+def _demonstrations(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Demonstration]:
+    room = bucket_widths(config.policy)[-1]
+    rows = encode_demonstrations(examples, tokenizer, config.data.assistant_turns)
+    return keep_fitting(rows, room, config.data.too_long, "the largest bucket", width_key(config.policy))
+
+
+def _prompts(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Prompt]:
+    if not examples:
+        return []
+    new = generation_config(config).max_new_tokens
+    room = bucket_widths(config.policy)[-1] - new
+    limit = f"the largest bucket less policy.generation.max_new_tokens {new}"
+    return keep_fitting(encode_prompts(examples, tokenizer), room, config.data.too_long, limit, width_key(config.policy))

@@ -1,0 +1,86 @@
+"""Records a run: metrics of each step, progress on the terminal, the workers' trace, and the final plot and summary."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from dagrl.config import Config
+from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.plot import plot_run
+from dagrl.telemetry.progress import Progress
+from dagrl.telemetry.record import RunPaths, RunRecord
+from dagrl.telemetry.timing import PhaseClock
+from dagrl.telemetry.trace import TraceEvent, TraceWriter
+
+logger = logging.getLogger(__name__)
+
+TRACE_PERIOD = 20
+"""Steps between two collections of the workers' trace events."""
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Writes to `paths`. `at_end` runs its callbacks after the workers have ended."""
+
+    paths: RunPaths
+    record: RunRecord
+    progress: Progress
+    trace: TraceWriter | None
+    clock: PhaseClock
+    groups: Sequence[WorkerGroup]
+    at_end: ExitStack
+
+    def step(self, stage: str, step: int, position: int, total: int, metrics: dict[str, float]) -> None:
+        """Records finished step `step` of the run, which is step `position` of `total` in its stage."""
+        self.record.log(step, stage, metrics)
+        self.progress.step(position, total, metrics, stage=stage)
+        if step % TRACE_PERIOD == 0:
+            self.write_trace()
+
+    def write_trace(self) -> None:
+        """Moves the workers' trace events into the trace file."""
+        if self.trace is None:
+            return
+        for group in self.groups:
+            for rank, runs in enumerate(group.drain_runs()):
+                process = process_label(group, rank)
+                self.trace.write(
+                    TraceEvent(
+                        run.label.partition(".")[2],
+                        "warm-up" if run.warmup else "replay",
+                        run.start_ns,
+                        run.end_ns - run.start_ns,
+                        process,
+                        "replays",
+                        {"phase": run.phase, "replay": run.replay},
+                    )
+                    for run in runs
+                )
+
+    def summarize(self, config: Config, steps: int) -> None:
+        """Plots the metrics of `steps` steps while the workers end; then shows where the time went and the files written.
+
+        A failed run is summarized too.
+        """
+        self.at_end.callback(lambda: self.progress.summary(self.clock.totals, self.paths.written()))
+        if config.logger.plot_enabled and steps:
+            thread = self.at_end.enter_context(ThreadPoolExecutor(1, thread_name_prefix="plot"))
+            title = f"{config.name} ({config.algorithm})"
+            self.at_end.callback(_await_plot, thread.submit(plot_run, self.paths.metrics, self.paths.plot, title))
+
+
+def _await_plot(plotted: Future[None]) -> None:
+    """Waits for the plot. A plot that fails does not change how the run ends."""
+    try:
+        plotted.result()
+    except Exception as error:
+        logger.warning("the run is not plotted: %s: %s", type(error).__name__, error)
+
+
+def process_label(group: WorkerGroup, rank: int) -> str:
+    """The name of a worker's row in the trace."""
+    return f"{group.role.name} {rank} ({group.layout.coordinates(rank)})"

@@ -1,0 +1,59 @@
+"""A run that is ready for its first step: workers are up and phases are compiled. `start.py` opens it.
+
+The loops (`dagrl.run.loops`) take a session and pass its pieces on: replays, the recorder, the checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dagrl.config import Config
+from dagrl.run.checkpoint_saver import Checkpoints, ranking_metric, require_shared
+from dagrl.run.checkpoints import TrainState
+from dagrl.run.preflight import Inputs
+from dagrl.run.recorder import Recorder
+from dagrl.run.replays import Replays
+from dagrl.run.stop import StopSignal
+from dagrl.runtime.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class Session:
+    """The pieces of a run."""
+
+    config: Config
+    inputs: Inputs
+    train: WorkerGroup
+    generation: WorkerGroup | None
+    replays: Replays
+    recorder: Recorder
+    checkpoints: Checkpoints
+    stop: StopSignal
+
+    @property
+    def step(self) -> int:
+        """The last finished step, counted over all stages."""
+        return self.checkpoints.state.step
+
+    def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
+        """Records a finished step, saves it if it is due, and leaves the loop if a stop was requested."""
+        self.recorder.step(stage, state.step, position, total, metrics)
+        self.checkpoints.finish_step(state)
+        self.stop.check()
+
+    def record_initial_validation(self, stage: str, metrics: dict[str, float]) -> None:
+        """Records a validation that precedes the first step of a stage."""
+        self.recorder.record.log(self.step, stage, metrics)
+        ranking_metric(self.config, stage, metrics)
+
+    def finish(self) -> None:
+        """Saves the last checkpoint, and exports the policy for Hugging Face (`checkpointing.export_hf`)."""
+        config, directory = self.config, self.recorder.paths.final_model
+        if config.checkpointing.enabled:
+            self.checkpoints.save_last()
+        if config.checkpointing.export_hf:
+            self.recorder.progress.stage("Writing the final policy")
+            self.replays.hold("train", keep_generation_weights=True)
+            self.train.call("export_hf", str(directory), deadline=config.timeouts.checkpoint)
+            require_shared(directory / "config.json")
+            self.inputs.tokenizer.save_pretrained(directory)

@@ -1,0 +1,296 @@
+"""Starts and ends a run: its directory and records, Ray, the worker groups, and the compiled phases.
+
+`open_session` does everything between `preflight` and the first step, and undoes it at the end, also after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dagrl.config import Config
+from dagrl.config.settings import device_count, generation_config, generation_dtype, is_colocated, layouts
+from dagrl.errors import ConfigError, StopRequestedError
+from dagrl.refit import LinkSpeeds, Refit
+from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
+from dagrl.run.checkpoints import Checkpoint, CheckpointStore
+from dagrl.run.cluster import gpus_per_worker, ray_cluster
+from dagrl.run.colocated import TRAIN_PARTS, SharedDevices
+from dagrl.run.model import prepare_model
+from dagrl.run.plans import PhasePlan
+from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight, worker_classes
+from dagrl.run.recorder import Recorder, process_label
+from dagrl.run.replays import Replays
+from dagrl.run.session import Session
+from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
+from dagrl.run.worker_protocols import required_protocols
+from dagrl.runtime.annotate import enable_ranges
+from dagrl.runtime.phase import Phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
+from dagrl.telemetry.progress import Progress
+from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory
+from dagrl.telemetry.timing import PhaseClock
+from dagrl.telemetry.trace import DRIVER, TraceWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+REFERENCE = "reference_policy"  # counter of a checkpoint: whether the train workers saved a reference policy
+
+
+@contextmanager
+def run_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+    """Runs the block, which takes the steps, in an open session.
+
+    A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped writes a checkpoint
+    if checkpoints are enabled. Every run, a failed one too, writes the plot and the summary.
+    """
+    with open_session(config, plans) as session:
+        try:
+            yield session
+            session.finish()
+        except StopRequestedError:
+            if session.config.checkpointing.enabled:
+                session.checkpoints.save_last()
+            raise
+        finally:
+            session.recorder.summarize(session.config, session.step)
+
+
+@contextmanager
+def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+    """Does everything before the first step, and undoes it after the block, also if the block raises.
+
+    Raises a UserError before any actor starts for everything that can be checked by then.
+    """
+    inputs = preflight(config)
+    with ExitStack() as stack:
+        stack.enter_context(lock_run(RunPaths.of(config)))
+        stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
+        stack.enter_context(no_restart_after_stop(stop))
+        progress = stack.enter_context(Progress(config.logger))
+        at_end = stack.enter_context(ExitStack())
+        progress.stage("Preparing the run")
+        paths = prepare_run_directory(config)
+        config = _resolved(config, inputs, paths)
+        store, resumed = _open_checkpoints(config, paths)
+        record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
+        trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
+        progress.stage("Starting Ray")
+        with stop.at_once():
+            stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
+            stop.listen()
+        progress.stage(f"Starting {_workers_text(config)}")
+        groups = _start_groups(config, stack, stop)
+        scheduler = stack.enter_context(Scheduler(groups, _options(config)))
+        train, generation = groups[0], groups[1] if len(groups) > 1 else None
+        clock = PhaseClock(trace)
+        shared = _shared_devices(config, groups, clock)
+        replays = Replays(load_phases(config, plans), scheduler, clock, device_count(config), shared)
+        saver = CheckpointSaver(config, store, train)
+        session = Session(
+            config=config,
+            inputs=inputs,
+            train=train,
+            generation=generation,
+            replays=replays,
+            recorder=Recorder(paths, record, progress, trace, clock, groups, at_end),
+            checkpoints=Checkpoints(saver, replays, progress.status, resumed),
+            stop=stop,
+        )
+        if trace is not None:
+            trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
+        with stop.at_once():
+            _compile(session, plans)
+            if resumed is not None:
+                progress.stage(f"Resuming from step {resumed.state.step}")
+                session.checkpoints.restore()
+        clock.restart()
+        stack.callback(session.recorder.write_trace)
+        yield session
+
+
+def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:
+    """Resolves the import paths of the planned phases, by their key in `phases`."""
+    return {plan.name: load_phase(config.phases, plan.name) for plan in plans}
+
+
+def _resolved(config: Config, inputs: Inputs, paths: RunPaths) -> Config:
+    """The configuration that workers get: step limits, absolute paths and stop tokens are filled in."""
+    config = limit_steps(config, inputs)
+    model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
+    return with_end_of_sequence(with_absolute_paths(config, model), inputs.tokenizer)
+
+
+def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore, Checkpoint | None]:
+    """The checkpoints of the run, cleaned up after a crash, and the one to resume from, if any."""
+    section = config.checkpointing
+    store = CheckpointStore(
+        paths.checkpoints,
+        keep_top_k=section.keep_top_k,
+        keep_last_k=section.keep_last_k,
+        higher_is_better=section.higher_is_better,
+    )
+    store.recover(resume=section.resume)
+    resumed = store.latest() if section.resume else None
+    if resumed is not None:
+        check_reference(config, resumed)
+    return store, resumed
+
+
+def with_absolute_paths(config: Config, model: Path) -> Config:
+    """Makes the paths of `model` and its tokenizer absolute: workers run in other directories."""
+    tokenizer = config.policy.tokenizer
+    if tokenizer.name is not None:
+        tokenizer = tokenizer.model_copy(update={"name": str(Path(tokenizer.name).resolve())})
+    policy = config.policy.model_copy(update={"model_name": str(model.resolve()), "tokenizer": tokenizer})
+    return config.model_copy(update={"policy": policy})
+
+
+def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
+    """Adds the tokenizer's end-of-sequence token, which ends demonstrations, to `policy.generation.stop_token_ids`.
+
+    Generation workers read end tokens only from the model's `config.json` and `generation_config.json`. These can differ, as
+    for a base model with the tokenizer of a chat model.
+    """
+    generation, end = config.policy.generation, int(cast(int, tokenizer.eos_token_id))
+    if generation is None or end in generation.stop_token_ids:
+        return config
+    generation = generation.model_copy(update={"stop_token_ids": (*generation.stop_token_ids, end)})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+
+
+def check_reference(config: Config, resumed: Checkpoint) -> None:
+    """Raises ConfigError if the run needs a reference policy and the GRPO checkpoint has none."""
+    penalty = config.loss_fn.reference_policy_kl_penalty
+    if penalty and resumed.state.counters.get(REFERENCE) is False:
+        raise ConfigError(
+            f"loss_fn.reference_policy_kl_penalty is {penalty:g}, but {resumed.directory} has no reference policy, because "
+            "the penalty was 0 when it was saved; resume with 0, or start a new run, whose first policy is the reference"
+        )
+
+
+def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
+    """Starts the train group and, in GRPO, the generation group.
+
+    Both spend long on imports, so they start in parallel. On shared GPUs the train state is offloaded before generation
+    starts.
+    """
+    resources = shared_resources(config, stack) if is_colocated(config) else {}
+    groups: list[WorkerGroup] = []
+    stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
+
+    def start(role: str) -> WorkerGroup:
+        return WorkerGroup.create(
+            role,
+            worker_classes(config)[role],
+            layouts(config)[role],
+            config,
+            protocols=required_protocols(config)[role],
+            resources=resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))),
+            seed=config.seed,
+            start_timeout_s=config.timeouts.start_s,
+            collective_timeout_s=config.timeouts.collective_s,
+            while_waiting=stop.check,
+        )
+
+    if is_colocated(config):
+        groups.append(start("train"))
+        groups[0].call("offload", TRAIN_PARTS)
+        groups.append(start("generation"))
+    else:
+        with ThreadPoolExecutor() as pool:
+            starting = [pool.submit(start, role) for role in layouts(config)]
+        groups += [future.result() for future in starting if future.exception() is None]
+        for future in starting:
+            future.result()  # raises the error of a group that did not start
+    if config.logger.nvtx_enabled:
+        for group in groups:
+            group.call_function(enable_ranges)
+    return groups
+
+
+def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
+    """Returns the Ray resources of each role that place equal ranks on the same GPU; empty without GPUs."""
+    if not gpus_per_worker(config.cluster):
+        return {}
+    sizes = {role: layout.world_size for role, layout in layouts(config).items()}
+    bundles = GpuBundles(max(sizes.values()), config.timeouts.start_s)
+    stack.callback(bundles.release)
+    share = generation_config(config).colocated.train_share
+    return {role: Resources(num_gpus=share if role == "train" else 1 - share, bundles=bundles) for role in sizes}
+
+
+def _shared_devices(config: Config, groups: Sequence[WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
+    """The memory exchange between train and generation workers, if they share GPUs."""
+    if not is_colocated(config):
+        return None
+    train, generation = groups
+    level = generation_config(config).colocated.sleep_level
+    return SharedDevices(train, generation, level, clock.measure, config.timeouts.replay)
+
+
+def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
+    config, replays, scheduler = session.config, session.replays, session.replays.scheduler
+    progress = session.recorder.progress
+    progress.stage("Compiling phases")
+    scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
+    for plan in plans:
+        scheduler.add(
+            replays.phases[plan.name],
+            buckets=plan.buckets,
+            scalars={**scalars, **plan.scalars},
+            token_ids=len(session.inputs.tokenizer),
+            warmup_value=plan.value,
+            result_bytes=plan.result_bytes,
+        )
+    scheduler.compile()
+    if session.generation is not None:
+        progress.stage("Planning the refit")
+        replays.hold("train", "generation")
+        Refit.connect(
+            session.train,
+            session.generation,
+            dtype=config.policy.precision,
+            target_dtype=generation_dtype(config),
+            tied_embeddings=bool(session.inputs.hf_config.get("tie_word_embeddings")),
+            kind="ipc" if is_colocated(config) else None,
+            verify=config.refit.verify,
+            record=config.refit.cuda_graph,
+            timeout_s=config.timeouts.collective_s,
+            connect_timeout_s=config.timeouts.start_s,
+            bucket_bytes=config.refit.bucket_bytes,
+            replicate_in_host=config.refit.replicate_in_host,
+            speeds=LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s),
+        )
+    progress.stage("Warming up")
+    if any(plan.name == "reference_logprobs" for plan in plans):
+        session.train.call("snapshot_reference")  # for the warm-up only
+    scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
+
+
+def _options(config: Config) -> SchedulerOptions:
+    return SchedulerOptions(
+        executor=config.executor,
+        fallback=config.fallback,
+        engine=config.executor_cfg.engine,
+        fuse_shards=config.executor_cfg.fuse_shards,
+        max_in_flight=config.executor_cfg.max_in_flight,
+        overlap_communication=config.executor_cfg.overlap_communication,
+        arity=config.executor_cfg.arity,
+        result_bytes=config.executor_cfg.result_bytes,
+        compile_s=config.timeouts.compile_s,
+        warmup_s=config.timeouts.warmup_s,
+        replay_s=config.timeouts.replay_s,
+        grace_s=config.timeouts.grace_s,
+        teardown_s=config.timeouts.teardown_s / 2,
+    )
+
+
+def _workers_text(config: Config) -> str:
+    groups = layouts(config)
+    return " and ".join(f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in groups.items())

@@ -1,0 +1,99 @@
+"""Stops a run on request: after Ctrl-C or SIGTERM the running replay ends, a checkpoint is saved, and the run exits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from dagrl.errors import DeadlineError, RunError, StopRequestedError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_FORK_HANDLERS = ("_acquireLock", "_releaseLock")
+_RETRY_S = 0.05
+
+
+class StopSignal:
+    """Whether a stop was requested. `check` raises where a loop may be left. `saves`: a checkpoint is saved then."""
+
+    def __init__(self, saves: bool = True) -> None:
+        self.requested = False
+        self._saves = saves
+        self._at_once = False
+        self._process = os.getpid()
+
+    def check(self) -> None:
+        """Raises StopRequestedError if a stop was requested."""
+        if self.requested:
+            resume = "; to resume, run the same command with checkpointing.resume=true" if self._saves else ""
+            raise StopRequestedError("stopped on request" + resume)
+
+    def listen(self) -> None:
+        """Installs the signal handlers; call it again after `ray.init`, which replaces SIGTERM's. Main thread only."""
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._request)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, the first signal interrupts at once: for long parts with nothing to save yet."""
+        self.check()
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # in a forked child before exec; this process stops it
+            return
+        interrupts = self.requested or self._at_once
+        if interrupts and _cannot_raise(frame):
+            threading.Timer(_RETRY_S, signal.raise_signal, [number]).start()
+            return
+        if interrupts:
+            self.requested = True
+            raise KeyboardInterrupt
+        self.requested = True
+        saved = "the last finished step is saved" if self._saves else "nothing is saved (checkpointing.enabled is false)"
+        logger.warning("stopping after this replay; %s (signal again to stop at once)", saved)
+
+
+def _cannot_raise(frame: FrameType | None) -> bool:
+    """Whether Python would ignore an exception raised here: around a fork it calls the functions that acquire and release
+    the lock of `logging` and ignores their errors. The lock would stay acquired, and the next log call would block."""
+    return frame is not None and frame.f_globals.get("__name__") == "logging" and frame.f_code.co_name in _FORK_HANDLERS
+
+
+@contextmanager
+def no_restart_after_stop(stop: StopSignal) -> Iterator[None]:
+    """Turns a failure during a requested stop into RunError, after which nothing restarts."""
+    try:
+        yield
+    except (WorkerError, DeadlineError) as error:
+        if not stop.requested:
+            raise
+        raise RunError(f"while it was stopping on request: {error}") from error
+
+
+@contextmanager
+def stop_on_signals(*, saves: bool = True) -> Iterator[StopSignal]:
+    """Sets `StopSignal.requested` on the first SIGINT or SIGTERM; a second one interrupts at once."""
+    stop = StopSignal(saves)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    stop.listen()
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,136 @@
+"""What the training loops call on worker classes outside of phases. Which protocols apply depends on the configuration.
+
+Every call goes to all workers of a group at once. The methods that phases name are checked when the phases are traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from dagrl.config import Config, Json
+from dagrl.config.settings import is_colocated
+from dagrl.refit.slices import WeightSlice
+from dagrl.refit.worker import RefitWorker
+from dagrl.rl.generation import FinishedRequest
+from dagrl.runtime.layout import ParallelLayout
+
+
+class TrainWorker(Protocol):
+    """Every train worker."""
+
+    def save_checkpoint(self, directory: str, state: dict[str, Json], /) -> None:
+        """Writes everything that the next step depends on, and the driver's `state`, to `directory`."""
+        ...
+
+    def load_checkpoint(self, directory: str, /) -> dict[str, Json]:
+        """Restores a checkpoint and returns the driver's state. Changes nothing if it raises CheckpointError."""
+        ...
+
+
+class GrpoTrainWorker(TrainWorker, RefitWorker, Protocol):
+    """A train worker of GRPO, whose weights go to generation."""
+
+    def reset_optimizer(self) -> None:
+        """Forgets moments and schedule, as if training began with the current weights."""
+        ...
+
+
+class BackgroundSaver(Protocol):
+    """A train worker that writes checkpoints during training (`checkpointing.async_save`)."""
+
+    def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False, /) -> None:
+        """With `background`, copies the state and returns; the copy is written while training continues."""
+        ...
+
+    def checkpoint_written(self) -> bool:
+        """Whether this worker has written its part."""
+        ...
+
+    def finish_checkpoint(self) -> None:
+        """Waits for the checkpoint and completes it."""
+        ...
+
+
+class HuggingFaceExporter(Protocol):
+    """A train worker that exports the policy (`checkpointing.export_hf`)."""
+
+    def export_hf(self, directory: str, /) -> None:
+        """Writes the policy as a Hugging Face directory. All workers write it together."""
+        ...
+
+
+class ReferenceHolder(Protocol):
+    """A train worker that holds a reference policy (`loss_fn.reference_policy_kl_penalty`)."""
+
+    def snapshot_reference(self) -> None:
+        """Makes the current weights the reference policy."""
+        ...
+
+
+class StateOffloader(Protocol):
+    """A train worker that shares its GPU with generation (`policy.generation.colocated`)."""
+
+    def offload(self, parts: tuple[str, ...], /) -> None:
+        """Moves `weights`, `gradients` or `optimizer` to host memory."""
+        ...
+
+    def reload(self, parts: tuple[str, ...], /) -> None:
+        """Moves them back."""
+        ...
+
+
+class GenerationWorker(RefitWorker, Protocol):
+    """Every generation worker."""
+
+    def abort_requests(self, request_ids: Sequence[int], /) -> int:
+        """Drops these requests and returns how many were running."""
+        ...
+
+    def unfinished_requests(self) -> list[FinishedRequest]:
+        """Returns the requests that have tokens and are still running, without ending them."""
+        ...
+
+
+class SleepingEngine(Protocol):
+    """A generation worker that shares its GPU with training (`policy.generation.colocated`)."""
+
+    def sleep(self, level: int, /) -> int:
+        """Frees the KV cache. Level 1 moves the weights to host memory, level 2 drops them. Returns the freed bytes."""
+        ...
+
+    def wake_up(self, tags: tuple[str, ...], /) -> None:
+        """Allocates `weights` or `kv_cache` again."""
+        ...
+
+
+class ModelHooks(Protocol):
+    """Optional methods of both roles: what a worker knows of its model without being started."""
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json], /) -> None:
+        """Raises a UserError for a model that the class cannot hold in this layout. Called before any actor starts."""
+        ...
+
+    @staticmethod
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int, /) -> list[WeightSlice]:
+        """Returns what `rank` will hold, for a refit plan without a run."""
+        ...
+
+    def weight_config(self) -> Mapping[str, Json]:
+        """Returns the keys of the model's configuration that decide what the worker computes."""
+        ...
+
+
+def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:
+    """The protocols that the worker class of each role must fit in a run of `config`."""
+    saving = config.checkpointing
+    chosen: dict[type, bool] = {
+        GrpoTrainWorker if config.algorithm == "grpo" else TrainWorker: True,
+        BackgroundSaver: saving.enabled and saving.async_save,
+        HuggingFaceExporter: saving.export_hf,
+        ReferenceHolder: config.algorithm == "grpo" and config.loss_fn.reference_policy_kl_penalty > 0,
+        StateOffloader: is_colocated(config),
+    }
+    generation = (GenerationWorker, *((SleepingEngine,) if is_colocated(config) else ()))
+    return {"train": tuple(protocol for protocol, needed in chosen.items() if needed), "generation": generation}

@@ -1,0 +1,1 @@
+"""Phases, graphs and layouts, and what compiles, schedules and replays them over groups of Ray actors."""

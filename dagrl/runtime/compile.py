@@ -1,0 +1,217 @@
+"""Compiles a traced phase into graphs: decides which shards share a graph and which workers each graph runs on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from dagrl.errors import LayoutError, WorkerFailure
+from dagrl.runtime.edges.packet import Packet
+from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.executors.base import Executable, Executor, GraphLimits, accelerated
+from dagrl.runtime.graph import PhaseGraph, WorkerRef
+from dagrl.runtime.passes.shards import fuse
+from dagrl.runtime.phase import Phase, replicas_per_graph
+from dagrl.runtime.worker_group import Groups, WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+Ranks = Mapping[str, Sequence[int]]
+"""The ranks of each role, in a graph's order."""
+
+
+@dataclass(frozen=True)
+class GraphWorkers:
+    """The workers of one role in one graph: their ranks in the graph's order, and those that the phase has nodes on."""
+
+    role: str
+    ranks: tuple[int, ...]
+    used: tuple[int, ...]
+
+
+Engine = Literal["dagrl", "ray"]
+"""What runs compiled graphs: dagrl's loop and channels, or Ray's own."""
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A live graph of a phase: its executable, the shards in it, its workers, and how many replays it has not ended."""
+
+    executable: Executable
+    shards: tuple[int, ...]
+    workers: tuple[GraphWorkers, ...]
+    actors: tuple[ActorHandle, ...]
+    under_way: int = field(default=0, init=False)
+
+    def submit(self, packet: Packet) -> Any:
+        """Starts a replay. Returns what `fetch` takes, or Ray's error if a worker died since the last replay."""
+        self.under_way += 1
+        try:
+            return self.executable.submit(packet)
+        except RayError as error:
+            return error
+
+    def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
+        """`Executable.fetch`."""
+        try:
+            packets = self.executable.fetch(submitted, timeout_s)
+        except UnreadableError:  # the replay has ended
+            self.under_way -= 1
+            raise
+        self.under_way -= 1
+        return packets
+
+    def failures(self, submitted: Any) -> Sequence[WorkerFailure]:
+        """`Executable.failures`."""
+        return self.executable.failures(submitted)
+
+    def teardown(self, timeout_s: float) -> None:
+        """`Executable.teardown`."""
+        self.executable.teardown(timeout_s)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether it has ended all of its replays and can start another one."""
+        return self.under_way == 0 and self.executable.reusable
+
+    def runs_on(self, groups: Groups) -> bool:
+        """Whether its workers are still those of `groups`."""
+        actors = _actors_of({one.role: one.ranks for one in self.workers}, groups)
+        return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
+
+
+def check_groups_apart(groups: Sequence[WorkerGroup]) -> None:
+    """Raise LayoutError for two groups of one role, and for actors in two groups: a worker has one order of turns."""
+    roles = [group.role.name for group in groups]
+    for role in roles:
+        if roles.count(role) > 1:
+            raise LayoutError(
+                f"{roles.count(role)} groups have the role {role!r}, by which phases find theirs; give each a name of its "
+                "own: WorkerGroup.from_actors(..., role=...)"
+            )
+    seen: dict[object, str] = {}
+    for group in groups:
+        for actor in group.actors:
+            if (other := seen.setdefault(actor._actor_id, group.role.name)) != group.role.name:
+                raise LayoutError(
+                    f"an actor is in the groups {other!r} and {group.role.name!r}; make one group of such actors, and name "
+                    "its phases' parameter after it"
+                )
+
+
+def compile_phase(
+    executor: Executor,
+    phase: Phase,
+    graph: PhaseGraph,
+    groups: Groups,
+    limits: GraphLimits,
+    fuse_shards: bool,
+    without: Collection[int] = (),
+) -> list[Compiled]:
+    """Compiles the shards of a phase, except those in `without`: all of their graphs, or none and an error.
+
+    `graph` and `limits` are those of one shard. `fuse_shards`: shards on the same hosts share one graph.
+    """
+    ranks_of = _ranks_of_shards(phase, groups)
+    shards = [shard for shard in range(len(ranks_of)) if shard not in without]
+    fuse = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
+    made: list[Compiled] = []
+    with ExitStack() as undo:
+        for mine in _by_hosts(shards, ranks_of, groups) if fuse else [[shard] for shard in shards]:
+            made.append(_compile_shards(executor, phase, graph, groups, limits, mine, [ranks_of[shard] for shard in mine]))
+            undo.callback(made[-1].teardown, limits.teardown_s)
+        undo.pop_all()
+    return made
+
+
+def executor_of(name: str, engine: Engine = "dagrl") -> Executor:
+    """Returns the executor of that name. Engine `dagrl` becomes `ray`, with one warning, on a Ray that it does not know.
+
+    Imports Ray's graph modules only where they are used.
+    """
+    if name == "eager":
+        from dagrl.runtime.executors.eager import EagerExecutor
+
+        return EagerExecutor()
+    if engine == "dagrl" and not _warn_of_unknown_parts():
+        from dagrl.runtime.executors.compiled import CompiledExecutor
+
+        return CompiledExecutor()
+    from dagrl.runtime.executors.ray_engine import RayExecutor
+
+    return RayExecutor()
+
+
+@functools.cache
+def _warn_of_unknown_parts() -> bool:
+    """Whether this Ray lacks private parts that the engine `dagrl` replaces; warns once."""
+    import ray
+
+    from dagrl.runtime.executors.ray_dag import unknown_parts
+
+    if missing := unknown_parts():
+        logger.warning(
+            "executor_cfg.engine: dagrl does not know the internals of Ray %s (%s). Compiled graphs use Ray's own engine, "
+            "which takes more time per replay. Install a version listed in docs/runtime.md, or set engine: ray",
+            ray.__version__,
+            "; ".join(missing),
+        )
+    return bool(missing)
+
+
+def _compile_shards(
+    executor: Executor,
+    phase: Phase,
+    graph: PhaseGraph,
+    groups: Groups,
+    limits: GraphLimits,
+    shards: Sequence[int],
+    ranks_of: Sequence[Ranks],
+) -> Compiled:
+    """Compiles `shards`, whose workers are `ranks_of`, into one graph."""
+    splits = phase.inputs is not None
+    whole = fuse(graph, len(shards), splits)
+    limits = replace(limits, input_bytes=limits.input_bytes * (len(shards) if splits else 1))
+    ranks = {role: [rank for mine in ranks_of for rank in mine[role]] for role in phase.roles}
+    actors = {role: list(_actors_of({role: mine}, groups)) for role, mine in ranks.items()}
+    used = {node.worker for node in whole.nodes}
+    workers = tuple(
+        GraphWorkers(role, tuple(mine), tuple(rank for at, rank in enumerate(mine) if WorkerRef(role, at) in used))
+        for role, mine in ranks.items()
+    )
+    executable = executor.compile(whole, actors, limits)
+    return Compiled(executable, tuple(shards), workers, _actors_of(ranks, groups))
+
+
+def _actors_of(ranks: Ranks, groups: Groups) -> tuple[ActorHandle, ...]:
+    return tuple(groups[role].actors[rank] for role, mine in ranks.items() for rank in mine)
+
+
+def _by_hosts(shards: Sequence[int], ranks_of: Sequence[Ranks], groups: Groups) -> list[list[int]]:
+    """Groups shards by their hosts, so that no host gets rows of other hosts."""
+    together: dict[frozenset[str], list[int]] = {}
+    for shard in shards:
+        nodes = frozenset(groups[role].locations[rank].node for role, mine in ranks_of[shard].items() for rank in mine)
+        together.setdefault(nodes, []).append(shard)
+    return list(together.values())
+
+
+def _ranks_of_shards(phase: Phase, groups: Groups) -> list[Ranks]:
+    """Returns, for each shard of a phase (a graph as traced), the ranks of each role in the graph's order."""
+    layouts = {role: groups[role].layout for role in phase.roles}
+    replicas = replicas_per_graph({role: layout.dp for role, layout in layouts.items()})
+    role = phase.roles[0]
+    return [
+        {
+            role: [rank for dp in range(index * count, (index + 1) * count) for rank in layouts[role].shard(dp)]
+            for role, count in replicas.items()
+        }
+        for index in range(layouts[role].dp // replicas[role])
+    ]

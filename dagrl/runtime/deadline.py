@@ -1,0 +1,45 @@
+"""Deadlines that know the configuration key that sets them, so that errors can name it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Seconds that a call, or the start of a process, may take, and the configuration key that sets them."""
+
+    seconds: float
+    key: str
+
+    @property
+    def missed(self) -> str:
+        """The message for a missed deadline."""
+        return f"no answer within {self.key} = {self.seconds:g} s"
+
+    def times(self, factor: int) -> Deadline:
+        """Returns the deadline multiplied by `factor`."""
+        return Deadline(factor * self.seconds, f"{factor} * {self.key}")
+
+
+def within(seconds: float, call: Callable[[], T], name: str) -> T:
+    """Runs `call` on a thread called `name` and returns what it returns, or raises what it raises.
+
+    For calls that may block without end. Raises TimeoutError after `seconds`; the thread continues and its outcome is lost.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome.result(seconds)

@@ -1,0 +1,172 @@
+"""Draws phase graphs as Mermaid flowcharts.
+
+    drawing = Drawing(graph, layouts={"train": layout}, buffers={None: input_bytes, 0: result_bytes})
+    text = mermaid([drawing])
+
+All data-parallel shards have the same graph, so one drawing shows them all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dagrl.runtime.graph import SHARED_MEMORY, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.layout import ParallelLayout
+
+CONSTANT_CHARACTERS = 24
+
+
+@dataclass(frozen=True)
+class DrawnEdge:
+    """A value sent from node `source` (None: the driver's input) to node `target` (None: the driver).
+
+    `nbytes` is the size of a slot of its channel, if known.
+    """
+
+    source: int | None
+    target: int | None
+    transport: str
+    nbytes: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Transport and buffer size."""
+        return self.transport if self.nbytes is None else f"{self.transport}, {size_text(self.nbytes)}"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A graph to draw. `layouts` of its roles name its workers; `buffers` are bytes by writing node, None for the input."""
+
+    graph: PhaseGraph
+    layouts: Mapping[str, ParallelLayout] = field(default_factory=dict)
+    buffers: Mapping[int | None, int] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The phase, and how many equal graphs it has."""
+        counts = {layout.dp // self.replicas(role) for role, layout in self.layouts.items() if role in self.graph.widths}
+        graphs = max(counts, default=1)
+        return f"{self.graph.phase}: one of {graphs} equal graphs" if graphs > 1 else self.graph.phase
+
+    @property
+    def edges(self) -> tuple[DrawnEdge, ...]:
+        """Every edge once, in the order of the nodes that read; those to the driver last."""
+        found: list[tuple[int | None, int | None]] = [
+            (source, node.number) for node in self.graph.nodes for source in _sources(node)
+        ]
+        found += [(number, None) for number in self.graph.outputs]
+        return tuple(
+            DrawnEdge(source, target, self._transport(source), self.buffers.get(source))
+            for source, target in dict.fromkeys(found)
+        )
+
+    def workers(self, role: str) -> Iterator[WorkerRef]:
+        """The workers of a role, in the order of the graph."""
+        return (WorkerRef(role, position) for position in range(self.graph.widths[role]))
+
+    def replicas(self, role: str) -> int:
+        """Data-parallel replicas of a role in the graph; 1 if its layout is unknown."""
+        layout = self.layouts.get(role)
+        return self.graph.widths[role] // layout.shard_size if layout else 1
+
+    def role_label(self, role: str) -> str:
+        """The role and its layout."""
+        layout = self.layouts.get(role)
+        return f"{role} ({layout.describe()})" if layout and layout.world_size > 1 else role
+
+    def worker_label(self, worker: WorkerRef) -> str:
+        """E.g. `train[3] pp 1, tp 1`: its position in the graph, and its coordinates on axes larger than one."""
+        name = f"{worker.role}[{worker.position}]"
+        layout = self.layouts.get(worker.role)
+        if layout is None:
+            return name
+        at = layout.coordinates(layout.shard(0)[worker.position % layout.shard_size])
+        sizes = {"pp": (layout.pp, at.pp), "tp": (layout.tp, at.tp), "cp": (layout.cp, at.cp)}
+        return f"{name} {', '.join(f'{axis} {here}' for axis, (size, here) in sizes.items() if size > 1)}".rstrip()
+
+    def _transport(self, source: int | None) -> str:
+        return SHARED_MEMORY if source is None else self.graph.nodes[source].transport
+
+
+def node_text(node: Node) -> str:
+    """What a node does: its method, or `join`."""
+    return node.method or "join"
+
+
+def constants_text(node: Node) -> str:
+    """Its constants, e.g. `loss="grpo"`, cut if they are long."""
+    text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in node.constants)
+    return text if len(text) <= CONSTANT_CHARACTERS else f"{text[: CONSTANT_CHARACTERS - 1]}…"
+
+
+def size_text(nbytes: int) -> str:
+    """E.g. `512 B`, `64 KiB`, `1.5 MiB`."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
+
+
+def mermaid(drawings: Sequence[Drawing]) -> str:
+    """One Mermaid flowchart, a subgraph for each phase, role and worker. See https://mermaid.js.org/syntax/flowchart.html."""
+    lines = ["flowchart LR"]
+    for index, drawing in enumerate(drawings):
+        lines += [f"  {line}" for line in _phase_lines(f"p{index}", drawing)]
+    lines += [
+        "  classDef driver fill:#22262e,color:#ffffff,stroke:#22262e",
+        "  classDef run fill:#dbeafe,stroke:#2563eb,color:#22262e",
+        "  classDef reduce fill:#ffedd5,stroke:#ea580c,color:#22262e",
+        "  classDef collect fill:#f3f4f6,stroke:#6b7280,color:#22262e",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _phase_lines(prefix: str, drawing: Drawing) -> Iterator[str]:
+    yield f"subgraph {prefix}[{_quoted(drawing.title)}]"
+    yield f'  {prefix}_input(["input"]):::driver'
+    for role in drawing.graph.widths:
+        yield f"  subgraph {prefix}_{role}[{_quoted(drawing.role_label(role))}]"
+        for worker in drawing.workers(role):
+            yield from (f"    {line}" for line in _worker_lines(prefix, drawing, worker))
+        yield "  end"
+    yield f'  {prefix}_result(["result"]):::driver'
+    for edge in drawing.edges:
+        source = f"{prefix}_input" if edge.source is None else f"{prefix}_n{edge.source}"
+        target = f"{prefix}_result" if edge.target is None else f"{prefix}_n{edge.target}"
+        yield f"  {source} -->|{_quoted(edge.label)}| {target}"
+    yield "end"
+
+
+def _worker_lines(prefix: str, drawing: Drawing, worker: WorkerRef) -> Iterator[str]:
+    nodes = [node for node in drawing.graph.nodes if node.worker == worker]
+    if not nodes:
+        return
+    yield f"subgraph {prefix}_{worker.role}_{worker.position}[{_quoted(drawing.worker_label(worker))}]"
+    for node in nodes:
+        lines = [text for text in (node_text(node), constants_text(node)) if text]
+        style = "run" if node.kind == "call" else node.kind
+        yield f"  {prefix}_n{node.number}[{_quoted('<br/>'.join(map(_escaped, lines)), escape=False)}]:::{style}"
+    yield "end"
+
+
+def _quoted(text: str, *, escape: bool = True) -> str:
+    return f'"{_escaped(text) if escape else text}"'
+
+
+def _escaped(text: str) -> str:
+    """Escapes for Mermaid: `#` starts an entity, a double quote ends the text, angle brackets are tags."""
+    entities = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;"}
+    return "".join(entities.get(character, character) for character in text)
+
+
+def _sources(node: Node) -> Iterator[int | None]:
+    for arg in node.args:
+        if isinstance(arg, NodeRef):
+            yield arg.node
+        elif isinstance(arg, InputRef):
+            yield None

@@ -1,0 +1,1 @@
+"""The edges of compiled graphs: shared memory within a host, TCP between hosts."""

@@ -1,0 +1,92 @@
+"""Anonymous files that the processes of one host map, the errors of edges, and a count of copied bytes.
+
+An edge's memory, and that of an ipc channel on the host, is an anonymous file (memfd_create(2)). Other processes of the same
+user open it through `/proc/<pid>/fd` of its owner. It ends with the last process that maps it and leaves nothing in
+`/dev/shm`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dagrl.errors import RunError
+
+LINE = 64
+"""Bytes of a cache line. Words that different processes write are on different lines."""
+
+_copied = [0]
+
+
+class EdgeClosedError(RunError):
+    """The edge was closed, or the process at its other end is gone."""
+
+
+class EdgeLostError(EdgeClosedError):
+    """An edge to another host ended although this process did not close it."""
+
+
+class EdgeTimeoutError(RunError):
+    """No message, or no room for one, in time."""
+
+
+class MessageTooLargeError(RunError):
+    """A message does not fit a slot."""
+
+
+@dataclass(frozen=True)
+class MemoryAddress:
+    """Where another process finds the memory: the owner's descriptor, and the file that it must refer to."""
+
+    pid: int
+    descriptor: int
+    device: int
+    inode: int  # because the system reuses descriptors for other files
+
+
+def anonymous_memory() -> MemoryAddress:
+    """Creates an empty memory of this process; `os.ftruncate` sizes it. Pages exist once they are touched."""
+    descriptor = os.memfd_create("dagrl")
+    made = os.fstat(descriptor)
+    return MemoryAddress(os.getpid(), descriptor, made.st_dev, made.st_ino)
+
+
+def open_memory(address: MemoryAddress) -> mmap.mmap:
+    """Maps the memory of another process. Raises EdgeClosedError if that process is gone or has closed it."""
+    try:
+        opened = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR)
+    except OSError as error:
+        raise EdgeClosedError(f"the process {address.pid} that made this memory cannot be reached: {error}") from error
+    try:
+        found = os.fstat(opened)
+        if (found.st_dev, found.st_ino) != (address.device, address.inode):
+            raise EdgeClosedError(f"the process {address.pid} that made this memory is gone, or has closed it")
+        return mmap.mmap(opened, 0)
+    finally:
+        os.close(opened)
+
+
+def aligned(size: int) -> int:
+    """Rounds `size` up to whole cache lines."""
+    return -(-size // LINE) * LINE
+
+
+def cut(whole: memoryview, offset: int, sizes: Sequence[int]) -> list[memoryview]:
+    """Returns views of the parts of a message, of these sizes, each starting on a cache line, from `offset` on."""
+    views = []
+    for size in sizes:
+        views.append(whole[offset : offset + size])
+        offset += aligned(size)
+    return views
+
+
+def count_copied(size: int) -> None:
+    """Adds to the bytes that this process has copied into or out of edges."""
+    _copied[0] += size
+
+
+def copied_bytes() -> int:
+    """Bytes that this process has copied into and out of shared memory and sockets since it started."""
+    return _copied[0]

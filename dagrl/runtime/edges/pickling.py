@@ -1,0 +1,86 @@
+"""Pickles values with their large buffers apart, and recovers the plain data of a message that cannot be unpickled."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dagrl.errors import RunError, WorkerFailure, error_text
+from dagrl.runtime.edges.tensors import make_torch_picklable
+
+Bytes = bytes | memoryview
+
+
+class UnreadableError(RunError):
+    """A whole message arrived, but this process cannot unpickle it.
+
+    `content` is the message with a stand-in for everything that is not plain data. `writer` is the id of the actor and the
+    label of the node that it comes from, once they are known.
+    """
+
+    def __init__(self, error: Exception, content: Any) -> None:
+        self.content = content
+        self.writer = ("", "")
+        super().__init__(
+            f"{error_text(error)}, when a value was unpickled; send only values that every process of the phase can import "
+            "and unpickle"
+        )
+
+
+def dump(value: object, in_band: bool = False) -> list[Bytes]:
+    """Returns a value as a pickle and its buffers, or everything `in_band`.
+
+    What plain pickle cannot send (functions, classes of a script) is sent by value.
+    """
+    make_torch_picklable()  # a relay writes values that it has not sized
+    buffers: list[pickle.PickleBuffer] = []
+    apart = None if in_band else buffers.append
+    try:
+        pickled = pickle.dumps(value, protocol=5, buffer_callback=apart)
+        by_reference = b"__main__" not in pickled
+    except (pickle.PicklingError, AttributeError, TypeError):
+        by_reference = False
+    if not by_reference:
+        from ray import cloudpickle
+
+        buffers.clear()
+        pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=apart)
+    return [pickled, *[buffer.raw() for buffer in buffers]]
+
+
+def load(pickled: Bytes, buffers: Sequence[Bytes | bytearray] = ()) -> Any:
+    """Returns the value that `dump` was given. Raises UnreadableError if this process cannot make it."""
+    try:
+        return pickle.loads(pickled, buffers=buffers)  # noqa: S301  # written by a process of the same run
+    except Exception as error:  # raised by the value's own classes
+        try:
+            content = _PlainUnpickler(pickled, buffers).load()
+        except Exception:  # not the fault of the value
+            raise error from None
+        raise UnreadableError(error, content) from error
+
+
+class _StandIn:
+    """Replaces any class, function and object in a pickle."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> _StandIn:
+        return super().__new__(cls)
+
+    def _ignore(self, *args: object, **kwargs: object) -> _StandIn:
+        return self
+
+    __call__ = __setstate__ = __setitem__ = append = extend = add = _ignore
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Unpickles only plain data and WorkerFailures."""
+
+    def __init__(self, pickled: Bytes, buffers: Sequence[Bytes | bytearray]) -> None:
+        import io
+
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        known = (module, name) == (WorkerFailure.__module__, WorkerFailure.__name__)
+        return WorkerFailure if known else _StandIn

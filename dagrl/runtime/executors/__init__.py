@@ -1,0 +1,1 @@
+"""What runs a `PhaseGraph`: `compiled` (Ray Compiled Graphs) or `eager` (plain actor calls)."""

@@ -1,0 +1,169 @@
+"""Executors: make an `Executable` of a `PhaseGraph` and the actors it runs on.
+
+Two executors run the same graphs with the same results: `compiled` (Ray Compiled Graphs, with dagrl's engine or Ray's) and
+`eager` (plain actor calls; the baseline and the fallback).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray.actor import ActorHandle
+
+from dagrl.errors import WorkerFailure
+from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
+from dagrl.runtime.executors.node import NodeCall, Take
+from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.passes.hosts import RELAY, relays_input
+from dagrl.runtime.passes.shards import FusedGraph
+
+Actors = Mapping[str, Sequence[ActorHandle]]
+"""Actors of each role, in the order of the graph's worker positions."""
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """Sizes and deadlines of one compiled phase. Bytes are those of one input or one result; times are in seconds.
+
+    `may_kill`: dagrl created its workers, and a teardown kills those that do not stop. `result_key`: the setting of
+    `result_bytes`, for the error of a larger result.
+    """
+
+    input_bytes: int
+    result_bytes: int
+    max_in_flight: int
+    compile_s: float
+    replay_s: float
+    teardown_s: float
+    may_kill: bool = True
+    overlap_communication: bool = False
+    result_key: str = "executor_cfg.result_bytes"
+
+
+class Executable(Protocol):
+    """One graph, ready to be replayed on its actors."""
+
+    def submit(self, packet: Packet) -> Any:
+        """Starts a replay; returns what `fetch` takes."""
+
+    def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
+        """Returns a packet for each output of the graph.
+
+        Raises TimeoutError if late, ActorDiedError if a worker died, UnreadableError for a result that this process cannot
+        unpickle; the graph stays whole after the last.
+        """
+
+    @property
+    def reusable(self) -> bool:
+        """Whether it can be replayed after a failure of another graph, given that all of its own replays have ended."""
+
+    def failures(self, submitted: Any) -> Sequence[WorkerFailure]:
+        """Returns the failures in the outputs that have arrived of a replay whose `fetch` timed out."""
+
+    def teardown(self, timeout_s: float) -> None:
+        """Stops the graph's loops within `timeout_s`; kills workers that do not stop in time."""
+
+
+class Executor(Protocol):
+    """Makes executables."""
+
+    name: str
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Executable:
+        """Returns the graph on these actors, ready to replay."""
+
+
+def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
+    """Returns the constant part of every node, in the graph's order."""
+    places, last = _places(graph)
+    beside = accelerated(graph)
+    rooms = result_rooms(graph, limits)
+    return [
+        NodeCall(
+            label=label_of(graph, node),
+            position=node.worker.position,
+            kind=node.kind,
+            method=node.method,
+            args=_takes(graph, node),
+            constants=dict(node.constants),
+            place=places.get(node.number, 0),
+            closes_turn=node.number in last,
+            result_limit=rooms[node.number],
+            result_key=limits.result_key,
+            accelerated=node.number in beside,
+            copied=tuple(name for name, value in node.constants if isinstance(value, list | dict)),
+        )
+        for node in graph.nodes
+    ]
+
+
+def label_of(graph: PhaseGraph, node: Node) -> str:
+    """Returns the node's label in the graph of its shard alone."""
+    return graph.label(node) if isinstance(graph, FusedGraph) else node.label
+
+
+def result_rooms(graph: PhaseGraph, limits: GraphLimits) -> list[int]:
+    """Returns the room for each node's value in bytes: `result_bytes`, and for a list the sum over its items.
+
+    So a list has the same limit wherever it is assembled: in the driver, in a tree, or on each host.
+    """
+    rooms: list[int] = []
+    for node in graph.nodes:
+        if node.kind == "collect":
+            rooms.append(ENVELOPE_BYTES + sum(rooms[number] for number in node.upstream))
+        elif node.kind == RELAY:
+            rooms.append(rooms[node.upstream[0]] if node.upstream else limits.input_bytes)
+        else:
+            rooms.append(limits.result_bytes)
+    return rooms
+
+
+def _places(graph: PhaseGraph) -> tuple[dict[int, int], set[int]]:
+    """Returns each node's place among its worker's nodes, and the last node of each worker.
+
+    Leaves out relays, which pass values on without a turn because other workers wait for them.
+    """
+    of_worker: dict[WorkerRef, list[int]] = {}
+    for node in graph.nodes:
+        if node.kind != RELAY:
+            of_worker.setdefault(node.worker, []).append(node.number)
+    places = {number: place for numbers in of_worker.values() for place, number in enumerate(numbers)}
+    return places, {numbers[-1] for numbers in of_worker.values()}
+
+
+def accelerated(graph: PhaseGraph) -> set[int]:
+    """Returns the nodes whose result is sent to another worker over an accelerator.
+
+    A result that only its own worker reads is passed by reference, and the driver has no accelerator.
+    """
+    return {
+        number
+        for node in graph.nodes
+        for number in node.upstream
+        if graph.nodes[number].transport != SHARED_MEMORY and graph.nodes[number].worker != node.worker
+    } - set(graph.outputs)
+
+
+def packet_sources(node: Node) -> tuple[int | None, ...]:
+    """Returns the source of each of a node's packets, in order: a node's number, or None for the phase's input."""
+    return tuple(arg.node if isinstance(arg, NodeRef) else None for arg in node.args if not isinstance(arg, Constant))
+
+
+def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
+    takes: list[Take | Json] = []
+    share = (graph.shard(node.worker), graph.shards) if isinstance(graph, FusedGraph) and graph.splits else None
+    index = 0
+    for arg in node.args:
+        match arg:
+            case Constant(value):
+                takes.append(value)
+            case NodeRef(number):
+                flatten = node.kind == "collect" and graph.nodes[number].kind == "collect"
+                takes.append(Take(index, flatten, share if relays_input(graph, graph.nodes[number]) else None))
+                index += 1
+            case InputRef():
+                takes.append(Take(index, share=share))
+                index += 1
+    return tuple(takes)

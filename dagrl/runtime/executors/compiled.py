@@ -1,0 +1,164 @@
+"""The compiled executor with dagrl's engine: a Ray Compiled Graph with our loop, channels, submission and results.
+
+How each limit of Ray's engine is handled (docs/runtime.md has the whole list):
+
+- Channels have a fixed size, set before compiling. The scheduler rejects larger inputs, the worker larger results.
+- Actors run one live graph by default; actors made by `WorkerGroup` have a thread for each of several graphs.
+- Ray's shared-memory channels poll, grow and leave semaphores behind; `edge.py` replaces them.
+- Ray's loop takes 10 us per node on top of reading, running and writing; `loop.py` replaces it.
+- Ray starts a proxy actor of the driver for each graph; ours share one (`ray_dag.py`).
+- `teardown` of a hung graph blocks forever; ours has a deadline, then kills the actors with running loops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayChannelError, RayChannelTimeoutError, RayTaskError
+
+from dagrl.errors import RunError, WorkerFailure
+from dagrl.runtime.edges.edge import EdgeType, MailboxSlot, make_mailbox
+from dagrl.runtime.edges.packet import Packet
+from dagrl.runtime.edges.ring import KEPT
+from dagrl.runtime.executors import ray_dag
+from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, label_of, node_calls, result_rooms
+from dagrl.runtime.executors.node import HasState, run_node
+from dagrl.runtime.executors.outputs import Outputs, Submitted
+from dagrl.runtime.graph import PhaseGraph, WorkerRef
+from dagrl.runtime.passes.gather import Gathering
+from dagrl.runtime.passes.hosts import Hosts, with_relays
+
+DEATH_S = 10.0
+"""How long to wait for Ray to say which worker died, after edges were closed."""
+
+
+class CompiledGraph:
+    """A live Ray Compiled Graph, run by dagrl's engine."""
+
+    def __init__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> None:
+        self._phase = graph.phase
+        self._limits = limits
+        self._actors = ray_dag.distinct(actors)
+        accelerator = bool(accelerated(graph))
+        hosts = _hosts(actors, dict(zip(self._actors, self._prepare(accelerator), strict=True)))
+        self._gathering = Gathering.of(graph, limits.result_bytes, hosts)
+        graph = with_relays(self._gathering.graph, hosts, accelerated(self._gathering.graph))
+        near = _only_driver_reads(graph, hosts)
+        mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
+        slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
+        hints = _edge_types(graph, limits, slots)
+        inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
+        with ray_dag.driver_settings(limits), ray_dag.replaced_parts(accelerator):
+            bound = ray_dag.bind_graph(graph, actors, run_node, node_calls(graph, limits), hints, inputs)
+            self._dag = ray_dag.compile_dag(bound, self._phase, limits, accelerator)
+        (self._input,) = self._dag.dag_input_channels
+        writers = [
+            (ray_dag.actor_of(graph, actors, number)._actor_id.hex(), label_of(graph, graph.nodes[number]))
+            for number in graph.outputs
+        ]
+        self._outputs = Outputs(self._dag.dag_output_channels, mailbox, writers)
+        self._submitted = 0
+
+    def _prepare(self, accelerator: bool) -> list[str]:
+        """Returns the workers' Ray nodes, from the threads that will run this graph."""
+        size = self._limits.result_bytes if accelerator else None
+        nodes: list[str] = ray_dag.call_loops(self._actors, _prepare_worker, [size] * len(self._actors), self._limits)
+        return nodes
+
+    @property
+    def reusable(self) -> bool:
+        """Whether all of its loops are running."""
+        return len(self._running()) == len(self._actors)
+
+    def submit(self, packet: Packet) -> Submitted:
+        """Writes the input; the scheduler has checked its size and the replays in flight.
+
+        Bypasses Ray's `execute` and `get`: their bookkeeping of references takes 20 us per replay and 10 us per output.
+        """
+        try:
+            self._input.write(packet, self._limits.replay_s)
+        except RayChannelTimeoutError as late:
+            limit = f"{self._limits.replay_s:.0f} s"
+            raise RunError(f"no room for the input of phase {self._phase!r} in {limit}: {late}") from late
+        self._submitted += 1
+        return Submitted(self._submitted, packet.header)
+
+    def fetch(self, submitted: Submitted, timeout_s: float) -> list[Packet]:
+        """Returns the outputs' packets of a replay; drops those of earlier replays that were not fetched."""
+        try:
+            parts = self._outputs.read(submitted, timeout_s)
+        except RayChannelTimeoutError as late:
+            raise TimeoutError(str(late)) from late
+        except RayChannelError:
+            self._raise_death()
+            raise
+        return self._gathering.put_together(submitted.header, parts)
+
+    def failures(self, submitted: Submitted) -> list[WorkerFailure]:
+        """Returns the failures in the outputs that have arrived of a replay whose `fetch` timed out."""
+        return self._outputs.failures(submitted)
+
+    def _raise_death(self) -> None:
+        """Raises what ended the first of the workers' loops, after edges were closed.
+
+        A death comes first if there is one: peers lose their links to a dead worker before Ray knows of its death.
+        """
+        running, raised = list(self._dag.worker_task_refs.values()), list[RayTaskError]()
+        deadline = time.monotonic() + DEATH_S
+        while running and (left := deadline - time.monotonic()) > 0:
+            ended, running = ray.wait(running, timeout=left)
+            try:
+                ray.get(ended)
+            except RayTaskError as error:  # by a loop; a death is an error of another kind
+                raised.append(error)
+        if raised:
+            first = min(raised, key=lambda error: getattr(error.cause, "time_ns", 0))
+            raise first.cause if isinstance(first.cause, RayChannelError) else first
+
+    def teardown(self, timeout_s: float) -> None:
+        """Stops the graph within `timeout_s`; see `teardown_dag`."""
+        ray_dag.teardown_dag(self._dag, self._phase, self._limits, lambda seconds: self._running(), timeout_s)
+
+    def _running(self) -> list[ActorHandle]:
+        """Returns the actors whose loops have not ended."""
+        loops = {loop: actor for actor, loop in self._dag.worker_task_refs.items()}
+        _, running = ray.wait(list(loops), num_returns=len(loops), timeout=0)
+        return [loops[loop] for loop in running]
+
+
+class CompiledExecutor:
+    """Makes compiled graphs."""
+
+    name = "compiled"
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> CompiledGraph:
+        """Compiles the graph; its actors' loops run from here to its teardown."""
+        return CompiledGraph(graph, actors, limits)
+
+
+def _edge_types(graph: PhaseGraph, limits: GraphLimits, slots: Mapping[int, MailboxSlot]) -> list[EdgeType]:
+    rooms = result_rooms(graph, limits)
+    return [EdgeType(rooms[node.number], limits.max_in_flight, slots.get(node.number)) for node in graph.nodes]
+
+
+def _hosts(actors: Actors, nodes: Mapping[ActorHandle, str]) -> Hosts:
+    """Returns the Ray node of each worker, and this driver's."""
+    of = {WorkerRef(role, at): nodes[actor] for role, group in actors.items() for at, actor in enumerate(group)}
+    return Hosts(of, ray.get_runtime_context().get_node_id())
+
+
+def _only_driver_reads(graph: PhaseGraph, hosts: Hosts) -> list[int]:
+    """Returns the outputs on this driver's host that no node reads."""
+    read = {number for node in graph.nodes for number in node.upstream}
+    mine = [number for number in dict.fromkeys(graph.outputs) if number not in read]
+    return [number for number in mine if hosts.of[graph.nodes[number].worker] == hosts.driver]
+
+
+def _prepare_worker(worker: HasState, channel_bytes: int | None) -> str:
+    """Returns the worker's Ray node. Sizes its Ray channels, which carry packets between accelerators, unless None."""
+    if channel_bytes is not None:
+        ray_dag.set_channel_size(channel_bytes, accelerator=True)
+    return str(ray.get_runtime_context().get_node_id())

@@ -1,0 +1,132 @@
+"""The eager executor: plain actor calls, with large inputs put into the object store once. The baseline and the fallback."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from dagrl.errors import WorkerFailure
+from dagrl.runtime.edges.packet import Packet, payload_bytes
+from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.executors.base import Actors, GraphLimits, node_calls, packet_sources
+from dagrl.runtime.executors.node import HasState, NodeCall, run_node
+from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.passes.gather import Gathering
+
+INLINE_BYTES = 16 << 10
+"""Inputs up to this size are sent with each call: a `ray.put` and a get on every worker take longer."""
+
+
+class Sender:
+    """Sends the nodes of all graphs of a scheduler, to each actor in the order in which they run.
+
+    An actor with one thread runs calls in the order in which they were sent. One with several (`max_concurrency`), or with
+    an event loop (`async` methods), starts each as soon as its arguments are there. A call that started before its turn
+    would hold a thread that earlier calls need, so a node is sent there once the one before it has ended, in any phase.
+    """
+
+    def __init__(self) -> None:
+        self._ended: dict[ActorHandle, ray.ObjectRef] = {}  # available once the last node sent has ended
+
+    def send(self, actor: ActorHandle, call: NodeCall, packets: Sequence[Packet | ray.ObjectRef]) -> ray.ObjectRef:
+        """Sends a node; returns a reference to its packet."""
+        if call.in_order:
+            return actor.__ray_call__.remote(run_node, call, *packets)
+        run = actor.__ray_call__.options(num_returns=2)
+        packet, self._ended[actor] = run.remote(_run_after, self._ended.get(actor), call, *packets)
+        return packet
+
+
+def takes_in_order(actor: ActorHandle) -> bool:
+    """Whether an actor runs calls one at a time, in the order in which they were sent."""
+    return not actor._ray_allow_out_of_order_execution
+
+
+def _run_after(worker: HasState, ended: None, call: NodeCall, *packets: Packet) -> tuple[Packet, None]:
+    """Runs a node. The second result is small and says that it has ended. Runs in the worker."""
+    return run_node(worker, call, *packets), None
+
+
+class EagerGraph:
+    """A graph replayed as one actor call per node."""
+
+    def __init__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits, sender: Sender) -> None:
+        self._sender = sender
+        self._gathering = Gathering.of(graph, limits.result_bytes)
+        graph = self._gathering.graph
+        self._steps: list[tuple[ActorHandle, NodeCall, tuple[int | None, ...]]] = [
+            (actor, dataclasses.replace(call, in_order=takes_in_order(actor)), packet_sources(node))
+            for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True)
+            for actor in [actors[node.worker.role][node.worker.position]]
+        ]
+        self._outputs = graph.outputs
+        self._writers = [
+            (actor._actor_id.hex(), call.label) for actor, call, _ in (self._steps[number] for number in graph.outputs)
+        ]
+
+    def submit(self, packet: Packet) -> list[ray.ObjectRef]:
+        """Sends every node's call; results pass from actor to actor as object references."""
+        start = ray.put(packet) if payload_bytes(packet.value) > INLINE_BYTES else packet
+        refs: list[ray.ObjectRef] = []
+        for actor, call, sources in self._steps:
+            packets = [start if source is None else refs[source] for source in sources]
+            refs.append(self._sender.send(actor, call, packets))
+        return [refs[number] for number in self._outputs]
+
+    def fetch(self, submitted: list[ray.ObjectRef], timeout_s: float) -> list[Packet]:
+        """Returns the outputs' packets. Raises UnreadableError for a value that this process cannot unpickle."""
+        try:
+            packets: list[Packet] = ray.get(submitted, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError as late:
+            raise TimeoutError(str(late)) from late
+        except ray.exceptions.RaySystemError as error:
+            self._raise_unreadable(submitted)
+            raise error
+        return self._gathering.put_together(packets[0].header, [packet.body for packet in packets])
+
+    @property
+    def reusable(self) -> bool:
+        """Never: it costs nothing to make again, with a sender that waits for no call from before a failure."""
+        return False
+
+    def failures(self, submitted: list[ray.ObjectRef]) -> list[WorkerFailure]:
+        """Returns the failures in the outputs that have arrived; `fetch` raises what Ray raises for one."""
+        found: list[WorkerFailure] = []
+        refs = list(dict.fromkeys(submitted))  # a phase may return one value twice
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
+            with suppress(RayError):
+                found += ray.get(ref).failures
+        return found
+
+    def _raise_unreadable(self, submitted: Sequence[ray.ObjectRef]) -> None:
+        """Raises UnreadableError with the writer of the output that Ray cannot unpickle, if there is one."""
+        for ref, writer in zip(submitted, self._writers, strict=True):
+            try:
+                ray.get(ref, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except ray.exceptions.RaySystemError as error:
+                unreadable = UnreadableError(error, None)
+                unreadable.writer = writer
+                raise unreadable from error
+
+    def teardown(self, timeout_s: float) -> None:
+        """Nothing runs between replays."""
+
+
+class EagerExecutor:
+    """Makes eager graphs; all graphs of one executor keep their order on every actor."""
+
+    name = "eager"
+
+    def __init__(self) -> None:
+        self._sender = Sender()
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> EagerGraph:
+        """Returns the graph, ready at once."""
+        return EagerGraph(graph, actors, limits, self._sender)

@@ -1,0 +1,105 @@
+"""The loop of a worker in a compiled graph: reads the inputs of each node in turn, runs it, and writes its result.
+
+It replaces Ray's loop (`do_exec_tasks` in ray/dag/compiled_dag_node.py), which spends about 10 us per node on schedules,
+futures, streams and devices. Graphs with edges between accelerators need those and keep Ray's loop.
+
+A loop ends when an edge is closed, as teardown does. If it ended because a link to another host was lost, it raises that.
+Ray's monitor (`CompiledDAG._monitor_failures`) then tears the graph down, as after a death, so that no process blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ray.exceptions import RayChannelError
+
+from dagrl.runtime.edges.edge import Edge
+from dagrl.runtime.edges.memory import MessageTooLargeError
+from dagrl.runtime.edges.packet import Packet
+from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.executors.node import HasState, failed_packet, state_of
+
+
+class Task(Protocol):
+    """What the loop uses of Ray's `ExecutableTask`: a node with its edges."""
+
+    input_channels: list[Any]
+    output_channels: list[Any]
+    task_inputs: list[Any]
+
+    def prepare(self, overlap_gpu_communication: bool = False) -> None:
+        """Open the edges."""
+
+
+def run_tasks(worker: HasState, tasks: Sequence[Task], *rays: object) -> None:
+    """Runs the nodes of one worker in order until an edge is closed. `rays`: the other arguments of Ray's loop.
+
+    Raises RayChannelError if a link was lost.
+    """
+    for task in tasks:
+        task.prepare()
+    steps = [_step(worker, task) for task in tasks]
+    try:
+        while True:
+            for step in steps:
+                step()
+    except RayChannelError:  # closed: the graph is torn down, or lost a worker
+        raise_lost_link(worker, tasks)
+
+
+def raise_lost_link(worker: HasState, tasks: Sequence[Task]) -> None:
+    """Raises RayChannelError if one of the tasks' links to another host was lost."""
+    edges = [edge for task in tasks for edge in (*task.input_channels, *task.output_channels) if isinstance(edge, Edge)]
+    lost = next((edge.lost for edge in edges if edge.lost is not None), None)
+    if lost is not None:
+        state = state_of(worker)
+        error = RayChannelError(f"{state.role} worker {state.rank} {lost}")
+        error.time_ns = time.time_ns()  # the teardown that follows looks the same to others: the earliest is the cause
+        raise error
+
+
+def _step(worker: HasState, task: Task) -> Callable[[], None]:
+    """Returns one turn of a node, which reads a packet once even if the node takes it twice.
+
+    A packet that cannot be unpickled or pickled is a failure of this worker; the loop goes on.
+    """
+    (output,) = task.output_channels
+    function, *given = task.task_inputs
+    run: Any = function.input_variant
+    reads = [channel.read for channel in task.input_channels]
+    call = given[0].input_variant
+    unread = replace(call, unread=True)
+
+    def turn() -> None:
+        packets, mine = [], call
+        for read in reads:
+            try:
+                packets.append(read())
+            except UnreadableError as error:
+                packets.append(packet_of(error))
+                mine = unread
+        write(run(worker, mine, *[one.resolve(packets) for one in given[1:]]))
+
+    def turn_of_one() -> None:
+        try:
+            packet = reads[0]()
+        except UnreadableError as error:
+            write(run(worker, unread, packet_of(error)))
+        else:
+            write(run(worker, call, packet))
+
+    def packet_of(error: UnreadableError) -> Packet:
+        return failed_packet(worker, call, Packet.from_wire(error.content), error)
+
+    def write(packet: Packet) -> None:
+        try:
+            output.write(packet)
+        except (RayChannelError, MessageTooLargeError):
+            raise
+        except Exception as error:  # of a value that cannot be pickled: nothing was sent
+            output.write(failed_packet(worker, call, packet, error))
+
+    return turn_of_one if len(reads) == 1 and len(given) == 2 else turn

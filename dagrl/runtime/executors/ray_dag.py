@@ -1,0 +1,296 @@
+"""Ray Compiled Graphs: binds, compiles and tears down with deadlines. The only module that imports `ray.dag`.
+
+Both engines compile here. The `ray` engine uses Ray's own loop, channels, `execute` and `get`. The `dagrl` engine replaces
+private parts of Ray within `replaced_parts`; `unknown_parts` lists those that this Ray lacks or has in another form.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.dag import DAGContext, InputNode, MultiOutputNode
+from ray.exceptions import GetTimeoutError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, packet_sources
+from dagrl.runtime.executors.loop import raise_lost_link, run_tasks
+from dagrl.runtime.executors.node import HasState
+from dagrl.runtime.graph import PhaseGraph
+
+logger = logging.getLogger(__name__)
+
+Dag = Any
+"""A `ray.dag.compiled_dag_node.CompiledDAG`; Ray has no types."""
+
+IDLE_S = 5.0
+"""Ray's loop wakes at least this often while it waits for input."""
+
+LOOPS = "_ray_system"
+"""Ray's concurrency group for graph loops; it has one thread unless the actor was made with more."""
+
+PATIENCE = 0.8
+"""Share of a teardown's time after which actors with running loops are killed; the rest is for their end."""
+
+CHANNELS = "ray.experimental.channel"
+
+
+@functools.cache
+def unknown_parts() -> tuple[str, ...]:
+    """Returns the private parts of Ray that `replaced_parts` and the edges rely on and this Ray does not have."""
+    return tuple(name for name, known in _known_parts().items() if not _holds(known))
+
+
+def _known_parts() -> dict[str, Callable[[], bool]]:
+    nodes = functools.partial(importlib.import_module, "ray.dag.compiled_dag_node")
+    channels = functools.partial(importlib.import_module, CHANNELS)
+    methods = {"ensure_registered_as_writer", "ensure_registered_as_reader", "write", "read", "close"}
+    return {
+        "do_exec_tasks(self, tasks, schedule, overlap_gpu_communication)": lambda: (
+            _parameters(nodes().do_exec_tasks) == ["self", "tasks", "schedule", "overlap_gpu_communication"]
+        ),
+        "CompiledDAG starts do_exec_tasks": lambda: _names("do_exec_tasks", nodes().CompiledDAG._get_or_compile),
+        "CompiledDAG.DAGDriverProxyActor": lambda: hasattr(nodes().CompiledDAG.DAGDriverProxyActor, "options"),
+        "CompiledDAG.dag_input_channels, dag_output_channels, worker_task_refs": lambda: all(
+            _names(name, nodes().CompiledDAG.__init__)
+            for name in ("dag_input_channels", "dag_output_channels", "worker_task_refs")
+        ),
+        "ExecutableTask.task_inputs, input_channels, output_channels": lambda: all(
+            _names(name, nodes().ExecutableTask.__init__) for name in ("task_inputs", "input_channels", "output_channels")
+        ),
+        "ExecutableTask.prepare(self, overlap_gpu_communication)": lambda: (
+            _parameters(nodes().ExecutableTask.prepare) == ["self", "overlap_gpu_communication"]
+        ),
+        "_ExecutableTaskInput.input_variant, resolve": lambda: (
+            _names("input_variant", nodes()._ExecutableTaskInput.__init__) and callable(nodes()._ExecutableTaskInput.resolve)
+        ),
+        "DAGNode.type_hint": lambda: importlib.import_module("ray.dag").DAGNode.type_hint.fset is not None,
+        "ChannelOutputType.create_channel(self, writer, reader_and_node_list, driver_actor_id)": lambda: (
+            _parameters(channels().ChannelOutputType.create_channel)
+            == ["self", "writer", "reader_and_node_list", "driver_actor_id"]
+        ),
+        "ChannelInterface": lambda: methods <= set(dir(importlib.import_module(f"{CHANNELS}.common").ChannelInterface)),
+        "IntraProcessChannel(num_readers)": lambda: "num_readers" in _parameters(channels().IntraProcessChannel),
+    }
+
+
+def _parameters(function: Callable[..., object]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _names(name: str, function: Any) -> bool:
+    """Whether the code of a function names a global or an attribute."""
+    return name in function.__code__.co_names
+
+
+def _holds(known: Callable[[], bool]) -> bool:
+    try:
+        return known()
+    except (ImportError, AttributeError, TypeError, ValueError):  # what a part that is gone raises
+        return False
+
+
+def bind_graph(
+    graph: PhaseGraph,
+    actors: Actors,
+    function: Callable[..., object],
+    calls: Sequence[object],
+    hints: Sequence[object] | None = None,
+    input_hint: object = None,
+) -> Any:
+    """Returns the Ray DAG: one `__ray_call__` of `function(worker, call, *packets)` per node.
+
+    `hints`: the channel type of each node's result; None leaves the choice to Ray.
+    """
+    on_accelerators = accelerated(graph)
+    with InputNode() as start:
+        if hints is not None:
+            start.type_hint = input_hint
+        bound: list[Any] = []
+        for node, call in zip(graph.nodes, calls, strict=True):
+            packets = [start if source is None else bound[source] for source in packet_sources(node)]
+            bound.append(actor_of(graph, actors, node.number).__ray_call__.bind(function, call, *packets))
+            if hints is not None:
+                bound[-1].type_hint = hints[node.number]
+            if node.number in on_accelerators:
+                bound[-1].with_tensor_transport(node.transport)
+        return MultiOutputNode([bound[number] for number in graph.outputs])
+
+
+def actor_of(graph: PhaseGraph, actors: Actors, number: int) -> ActorHandle:
+    """Returns the actor that a node runs on."""
+    worker = graph.nodes[number].worker
+    return actors[worker.role][worker.position]
+
+
+def distinct(actors: Actors) -> list[ActorHandle]:
+    """Returns every actor once."""
+    return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
+
+
+def call_loops(actors: Sequence[ActorHandle], function: Callable[..., Any], args: Sequence[Any], limits: GraphLimits) -> Any:
+    """Calls `function(worker, args[i])` on a thread for loops of each actor; each live graph holds one such thread.
+
+    Raises TimeoutError for an actor without a free one.
+    """
+    called = [
+        actor.__ray_call__.options(concurrency_group=LOOPS).remote(function, arg)
+        for actor, arg in zip(actors, args, strict=True)
+    ]
+    try:
+        return ray.get(called, timeout=limits.compile_s)
+    except GetTimeoutError as late:
+        raise TimeoutError(
+            f"a worker had no free thread for its loop within {limits.compile_s:.0f} s. An actor runs as many graphs at "
+            f'once as it has threads for them; make it with concurrency_groups={{"{LOOPS}": n}} for n phases '
+            "(WorkerGroup.create does), and of a class without async methods"
+        ) from late
+
+
+def set_channel_size(size: int, accelerator: bool) -> None:
+    """Sets the size of the channels that this worker writes in graphs compiled next, and how Ray's loop waits.
+
+    Ray's loop wakes every 0.1 s by default to notice errors of other inputs; ours travel as values.
+    """
+    context = DAGContext.get_current()
+    context.read_iteration_timeout = IDLE_S
+    context.buffer_size_bytes = size
+    if accelerator:
+        importlib.import_module(CHANNELS).ChannelContext.get_current()._torch_available = True
+
+
+def compile_dag(bound: Any, phase: str, limits: GraphLimits, accelerator: bool) -> Dag:
+    """Compiles a bound graph within `limits.compile_s`, on a thread: Ray waits for workers and communicators forever."""
+    most = limits.max_in_flight
+    options: dict[str, Any] = {"_max_inflight_executions": most, "_max_buffered_results": most}
+    if limits.overlap_communication and accelerator:
+        options["_overlap_gpu_communication"] = True
+    compiled: Future[Dag] = Future()
+
+    def compile_() -> None:
+        try:
+            compiled.set_result(bound.experimental_compile(**options))
+        except BaseException as error:
+            compiled.set_exception(error)
+
+    threading.Thread(target=compile_, name=f"dagrl-compile-{phase}", daemon=True).start()
+    try:
+        return compiled.result(limits.compile_s)
+    except BaseException as error:
+        if compiled.done():
+            raise
+        compiled.add_done_callback(_tear_down_unused)
+        if not isinstance(error, TimeoutError):
+            raise
+        raise TimeoutError(
+            f"Ray had not compiled it within timeouts.compile_s = {limits.compile_s:g} s: a worker does not "
+            "answer, or a communicator between GPUs was not made"
+        ) from error
+
+
+def _tear_down_unused(compiled: Future[Dag]) -> None:
+    """Tears down a graph that was compiled after its deadline."""
+    if compiled.exception() is None:
+        compiled.result().teardown()
+
+
+def teardown_dag(
+    dag: Dag, phase: str, limits: GraphLimits, running: Callable[[float], list[ActorHandle]], timeout_s: float
+) -> None:
+    """Cancels the loops within `timeout_s`; kills the actors whose loops keep running for most of that time, if ours.
+
+    `running(seconds)` returns these actors. Ray also waits for an actor's plain calls; those get no actor killed, as the
+    loops end without them.
+    """
+    deadline = time.monotonic() + timeout_s
+    stopper = threading.Thread(target=dag.teardown, name=f"dagrl-teardown-{phase}", daemon=True)
+    stopper.start()
+    stopper.join(PATIENCE * timeout_s)
+    if stopper.is_alive() and (stuck := running(max(0.0, deadline - time.monotonic()) / 2)):
+        logger.warning(
+            "the graph of phase %r did not stop within %.1f s on %d workers; %s",
+            phase,
+            PATIENCE * timeout_s,
+            len(stuck),
+            "killing them" if limits.may_kill else "they were not created by this group and keep running",
+        )
+        if limits.may_kill:
+            for actor in stuck:
+                ray.kill(actor)
+            stopper.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def driver_settings(limits: GraphLimits) -> Iterator[None]:
+    """Sets Ray's input size and deadlines for graphs compiled inside; Ray's own deadlines are 10 s."""
+    context = DAGContext.get_current()
+    before = (context.buffer_size_bytes, context.submit_timeout, context.get_timeout, context.teardown_timeout)
+    context.buffer_size_bytes = limits.input_bytes
+    context.submit_timeout = context.get_timeout = max(1, round(limits.replay_s))
+    context.teardown_timeout = max(1, round(limits.teardown_s))
+    try:
+        yield
+    finally:
+        context.buffer_size_bytes, context.submit_timeout, context.get_timeout, context.teardown_timeout = before
+
+
+@contextmanager
+def replaced_parts(accelerator: bool) -> Iterator[None]:
+    """Replaces Ray's loop and its driver proxies for graphs compiled inside.
+
+    Graphs with edges between accelerators keep Ray's loop. All graphs of a driver share one proxy actor; Ray starts one, a
+    whole process, for each graph (ray/dag/compiled_dag_node.py, `CompiledDAG.__init__`).
+    """
+    nodes: Any = importlib.import_module("ray.dag.compiled_dag_node")
+    loop, proxy_class = nodes.do_exec_tasks, nodes.CompiledDAG.DAGDriverProxyActor
+    nodes.do_exec_tasks = run_rays_tasks if accelerator else run_tasks
+    nodes.CompiledDAG.DAGDriverProxyActor = _SharedProxy(_driver_proxy(proxy_class))
+    try:
+        yield
+    finally:
+        nodes.do_exec_tasks, nodes.CompiledDAG.DAGDriverProxyActor = loop, proxy_class
+
+
+def run_rays_tasks(worker: HasState, tasks: Sequence[Any], *rays: object) -> None:
+    """Runs Ray's own loop, which ends silently. Raises RayChannelError if a link was lost. Runs in the worker."""
+    importlib.import_module("ray.dag.compiled_dag_node").do_exec_tasks(worker, tasks, *rays)
+    raise_lost_link(worker, tasks)
+
+
+_proxies: dict[str, ActorHandle] = {}
+"""The proxy actor of this driver, by host and Ray job. It lives as long as the job. A process's next cluster numbers jobs
+from the start again, but its hosts have other ids."""
+
+
+def _driver_proxy(proxy_class: Any) -> ActorHandle:
+    context = ray.get_runtime_context()
+    node = context.get_node_id()
+    job = f"{node}/{context.get_job_id()}"
+    if job not in _proxies:
+        _proxies.clear()
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        _proxies[job] = proxy_class.options(scheduling_strategy=here).remote()
+    return _proxies[job]
+
+
+class _SharedProxy:
+    """Replaces an actor class; `remote` always returns the same actor."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    def options(self, **options: object) -> _SharedProxy:
+        return self
+
+    def remote(self) -> ActorHandle:
+        return self._actor

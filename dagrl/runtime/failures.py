@@ -1,0 +1,252 @@
+"""Reads the outcome of a replay, and turns exceptions, deaths and hangs into one `PhaseError`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayActorError, RayChannelError, RayError
+
+from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first, error_text
+from dagrl.runtime.edges.packet import Packet
+from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.executors.base import Executable
+from dagrl.runtime.executors.node import DIED, NO_ANSWER, Report
+from dagrl.runtime.worker_group import GRACE_S, Groups, WorkerGroup, first_line
+
+TURN_S = 0.1
+"""How long to wait for one graph before looking at the next one."""
+
+REPORT_S = 2.0
+"""How long workers may take to report what they run, after a hang."""
+
+RELEASE_S = 3.0
+"""How long workers may take to leave their collectives after these were aborted, before they are killed."""
+
+RoleRank = tuple[str, int]
+"""A worker, by its role and rank."""
+
+
+@dataclass(slots=True)
+class PendingReplay:
+    """A replay that was sent to its graphs, and what has come back so far."""
+
+    phase: str
+    number: int
+    submitted: Sequence[tuple[Executable, Any]]  # each graph, and what its `submit` returned
+    groups: Groups  # of the phase
+    deadline: float  # `time.monotonic`
+    grace_s: float  # time that other workers get to finish after one raised
+    waiting: deque[int] = field(init=False)  # graphs without an outcome
+    found: dict[int, list[Packet]] = field(default_factory=dict)
+    failures: list[WorkerFailure] = field(default_factory=list)
+    broken: Exception | None = None
+    late: bool = False
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.submitted)))
+
+    @property
+    def name(self) -> str:
+        """The replay's name in errors."""
+        return f"phase {self.phase!r}, replay {self.number}"
+
+    def add(self, failures: Sequence[WorkerFailure]) -> None:
+        """Adds failures. The first one, and a broken graph, bring the deadline nearer.
+
+        While all graphs are whole, other workers may finish their work, so that the graphs stay whole. Once a graph is
+        broken the replay is lost, and workers only get a moment to report.
+        """
+        self.failures += [failure for failure in failures if failure not in self.failures]
+        if self.failures or self.broken:
+            left = GRACE_S if self.broken else self.grace_s
+            self.deadline = min(self.deadline, time.monotonic() + left)
+
+
+def collect_outcome(replay: PendingReplay, until: float = math.inf) -> list[list[Packet]]:
+    """Returns the packets of every graph of a replay.
+
+    Raises PhaseError, the cause first; DeadlineError if the outcome is not there by `until` (`time.monotonic`). It may still
+    come then, and can be asked for again.
+    """
+    while replay.waiting:
+        _wait_for_next(replay, until)
+    if replay.late:
+        raise _late_error(replay) from replay.broken
+    if replay.broken is not None:
+        raise _broken_error(replay, replay.failures, replay.broken) from replay.broken
+    if replay.failures:
+        raise PhaseError(cause_first(replay.failures))
+    return [replay.found[graph] for graph in range(len(replay.found))]
+
+
+def _wait_for_next(replay: PendingReplay, until: float) -> None:
+    """Waits for one graph, at most `TURN_S`, so that the others are looked at too."""
+    graph = replay.waiting[0]
+    executable, submitted = replay.submitted[graph]
+    try:
+        left = min(replay.deadline, until) - time.monotonic()
+        packets = replay.found[graph] = _fetch(executable, submitted, max(0.0, min(left, TURN_S)))
+    except TimeoutError:
+        now = time.monotonic()
+        late = now >= replay.deadline
+        replay.add(_arrived_failures(executable, submitted))  # the failed worker is the cause, not those that wait for it
+        if late:
+            replay.late = True
+            replay.waiting.popleft()
+            return
+        replay.waiting.rotate(-1)
+        if now >= until:
+            raise DeadlineError(
+                f"{replay.name}: no result yet; its deadline is in {replay.deadline - now:.1f} s. Ask again, or wait longer"
+            ) from None
+    except UnreadableError as error:  # one result cannot be read; the graph is whole
+        replay.waiting.popleft()
+        replay.add([_unreadable_result(replay, error)])
+    except Exception as error:  # whatever a graph fails with, the replay has failed and its workers must be released
+        if isinstance(error.__cause__, KeyboardInterrupt):  # raised while Ray raised: Python turns both into a SystemError
+            raise error.__cause__ from None
+        replay.broken = error
+        replay.waiting.popleft()
+        died = _deaths(replay, error)
+        replay.add(died)
+        for role in {failure.role for failure in died}:  # over NCCL, peers would wait for the dead worker forever
+            dead = {failure.rank for failure in died if failure.role == role}
+            replay.groups[role].abort([rank for rank in range(replay.groups[role].layout.world_size) if rank not in dead])
+    else:
+        replay.waiting.popleft()
+        for packet in packets:
+            if packet.failures:
+                replay.add(packet.failures)
+
+
+def _fetch(executable: Executable, submitted: object, timeout_s: float) -> list[Packet]:
+    if isinstance(submitted, RayError):  # it could not be sent
+        raise submitted
+    return executable.fetch(submitted, timeout_s)
+
+
+def _arrived_failures(executable: Executable, submitted: object) -> Sequence[WorkerFailure]:
+    """Returns the failures of workers whose outputs have arrived. Others may wait for these in a collective forever."""
+    with suppress(RayChannelError):  # the next `fetch` raises it
+        return executable.failures(submitted)
+    return ()
+
+
+def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
+    if not isinstance(error, RayActorError | RayChannelError):
+        return []
+    actor_id = getattr(error, "actor_id", None) or ""
+    for group in replay.groups.values():
+        rank = group.rank_of_actor(actor_id)
+        if rank is not None:
+            return [_failure(replay, group, rank, "died", "", first_line(error), "")]
+    return [
+        _failure(replay, group, rank, "died", "", "its process ended", "")
+        for group in replay.groups.values()
+        for rank, found in group.reports(REPORT_S).items()
+        if found is DIED
+    ]
+
+
+def _unreadable_result(replay: PendingReplay, error: UnreadableError) -> WorkerFailure:
+    """The failure of a worker whose result this process cannot read."""
+    actor_id, node = error.writer
+    ranks = {role: group.rank_of_actor(actor_id) for role, group in replay.groups.items()}
+    role, rank = next((role, rank) for role, rank in ranks.items() if rank is not None)
+    text = f"its result cannot be read by the driver: {error}"
+    return _failure(replay, replay.groups[role], rank, "raised", node, text, "".join(traceback.format_exception(error)))
+
+
+def _broken_error(replay: PendingReplay, failures: Sequence[WorkerFailure], error: Exception) -> PhaseError:
+    breaks = f"the graph of phase {replay.phase!r} broke"
+    if failures:
+        return PhaseError(cause_first(failures), breaks=breaks)
+    text = f"{replay.name}: its graph broke, although no worker died: "
+    return PhaseError((), f"{text}{error_text(error)}", breaks=breaks)
+
+
+def _late_error(replay: PendingReplay) -> PhaseError:
+    """The error of a replay that passed its deadline, or the grace time after its first failure. It names the cause.
+
+    Workers that run the replay are released from their collectives. Those that stay in it are hung and are killed, unless
+    another worker failed or a graph broke, because then they missed no deadline of their own. Workers that run another phase
+    are left alone: this replay may have waited for its turn behind it.
+    """
+    breaks = f"replay {replay.number} of phase {replay.phase!r} did not end in time"
+    if replay.failures and not replay.broken:
+        breaks += (
+            f", which is timeouts.grace_s = {replay.grace_s:g} s after a worker raised, or its deadline if that is sooner"
+        )
+    running = {worker: found for worker, found in _reports(replay.groups, REPORT_S).items() if _runs(found, replay)}
+    for role, group in replay.groups.items():
+        group.abort([rank for of, rank in running if of == role])
+    if replay.failures:
+        return PhaseError(cause_first(replay.failures), breaks=breaks)
+    if replay.broken is not None:
+        return _broken_error(replay, (), replay.broken)
+    hung = _kill_stuck(replay, running) or list(running)
+    failures = [_hung(replay, worker, running[worker]) for worker in hung]
+    advice = "The deadline is timeouts.replay_s (timeouts.warmup_s in a warm-up); raise it if the phase is slow."
+    if not failures:
+        advice = (
+            f"{replay.name}: no result by its deadline, although no worker runs it{_others(replay.groups)}; "
+            f"the first replay of a graph includes its workers' imports, so warm up first. {advice}"
+        )
+    return PhaseError(tuple(failures), advice, breaks)
+
+
+def _kill_stuck(replay: PendingReplay, running: Mapping[RoleRank, Report]) -> list[RoleRank]:
+    """Kills and returns the workers that do not leave a replay although their collectives were aborted."""
+    stuck, left = list(running), RELEASE_S
+    until = time.monotonic() + left
+    while stuck and left > 0:  # look at least once: this process may be descheduled for longer than that
+        time.sleep(min(left, TURN_S))
+        left = until - time.monotonic()
+        reports = _reports(replay.groups, max(TURN_S, left))
+        stuck = [worker for worker in stuck if _runs(reports[worker], replay)]
+    for role, group in replay.groups.items():
+        group.kill([rank for of, rank in stuck if of == role])
+    return stuck
+
+
+def _reports(groups: Groups, timeout_s: float) -> dict[RoleRank, Report]:
+    until = time.monotonic() + timeout_s
+    return {
+        (role, rank): found
+        for role, group in groups.items()
+        for rank, found in group.reports(max(0.0, until - time.monotonic())).items()
+    }
+
+
+def _runs(found: Report, replay: PendingReplay) -> bool:
+    """Whether a worker runs this replay. One that does not answer may: it holds the interpreter, or died."""
+    return found in (NO_ANSWER, DIED) or (found.phase, found.replay) == (replay.phase, replay.number)
+
+
+def _hung(replay: PendingReplay, worker: RoleRank, found: Report) -> WorkerFailure:
+    role, rank = worker
+    if found is DIED:
+        return _failure(replay, replay.groups[role], rank, "died", "", "its process ended", "")
+    left = "" if replay.groups[role].owned else "; dagrl did not create it and leaves it running"
+    return _failure(replay, replay.groups[role], rank, "hung", found.what, f"running {found.what}{left}", found.stack)
+
+
+def _others(groups: Groups) -> str:
+    """What the workers run instead."""
+    busy = sorted({f"{found.phase!r}" for found in _reports(groups, REPORT_S).values() if found.phase})
+    return f" (they run {', '.join(busy)}, which comes before it)" if busy else ""
+
+
+def _failure(
+    replay: PendingReplay, group: WorkerGroup, rank: int, kind: str, node: str, message: str, stack: str
+) -> WorkerFailure:
+    known = group.failure(rank, kind, node or "unknown", message, stack)
+    return dataclasses.replace(known, phase=replay.phase, replay=replay.number)

@@ -1,0 +1,140 @@
+"""PhaseGraph: the nodes and edges of one phase over the workers of one graph, as plain data.
+
+It does not depend on Ray, so it can be compared, drawn and tested alone. Nodes are in topological order. A node's arguments
+are the phase's input, other nodes' results, or JSON constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dagrl.errors import GraphError
+
+Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True)
+class WorkerRef:
+    """A worker of a graph: its role, and its position among the role's workers in the graph."""
+
+    role: str
+    position: int
+
+
+@dataclass(frozen=True)
+class InputRef:
+    """An argument that is the phase's input."""
+
+
+@dataclass(frozen=True)
+class NodeRef:
+    """An argument that is another node's result."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument fixed when the phase was traced."""
+
+    value: Json
+
+
+ArgumentRef = InputRef | NodeRef | Constant
+
+SHARED_MEMORY = "shm"
+"""The default transport: shared memory within a host, TCP between hosts."""
+
+Source = int | None
+"""The source of a value: a node's number, or None for the phase's input."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One call on one worker.
+
+    `kind`: `call` runs `method(*args)`, `reduce` runs `method([*args])`, `collect` makes a list of its arguments and
+    flattens those that `collect` made, `relay` passes on its only argument. `transport` carries the result to its readers.
+    """
+
+    number: int
+    worker: WorkerRef
+    method: str
+    kind: str
+    args: tuple[ArgumentRef, ...]
+    constants: tuple[tuple[str, Json], ...] = ()
+    transport: str = SHARED_MEMORY
+
+    @property
+    def label(self) -> str:
+        """Short name for errors and drawings, e.g. `train[0].train_step`."""
+        return f"{self.worker.role}[{self.worker.position}].{self.method or self.kind}"
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the node reads the phase's input."""
+        return any(isinstance(arg, InputRef) for arg in self.args)
+
+    @property
+    def upstream(self) -> tuple[int, ...]:
+        """Numbers of the nodes whose results it reads."""
+        return tuple(arg.node for arg in self.args if isinstance(arg, NodeRef))
+
+    def remapped(self, number: int, source: Callable[[Source], Source]) -> Node:
+        """The node with another number. `source` maps each source that it reads to a new one."""
+        return dataclasses.replace(self, number=number, args=tuple(_remapped(arg, source) for arg in self.args))
+
+    def with_transport(self, transport: str) -> Node:
+        """The node with another transport for its result."""
+        return dataclasses.replace(self, transport=transport)
+
+
+def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentRef:
+    if isinstance(arg, Constant):
+        return arg
+    found = source(arg.node if isinstance(arg, NodeRef) else None)
+    return InputRef() if found is None else NodeRef(found)
+
+
+@dataclass(frozen=True)
+class PhaseGraph:
+    """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes whose results are returned."""
+
+    phase: str
+    widths: Mapping[str, int]
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+
+    def validate(self) -> None:
+        """Raises GraphError for an unknown or later upstream node (a cycle), an unused result, or a worker out of range."""
+        if not self.outputs or not all(0 <= number < len(self.nodes) for number in self.outputs):
+            raise GraphError(
+                f"phase {self.phase!r}: outputs {list(self.outputs)} of {len(self.nodes)} nodes; return at least one value"
+            )
+        read = {number for node in self.nodes for number in node.upstream} | set(self.outputs)
+        for position, node in enumerate(self.nodes):
+            if node.number != position:
+                raise GraphError(f"phase {self.phase!r}: node {node.label} has number {node.number} at position {position}")
+            if not all(0 <= number < position for number in node.upstream):
+                raise GraphError(
+                    f"phase {self.phase!r}: node {node.label} reads a later node (a cycle); "
+                    "order the nodes so that each reads only earlier ones"
+                )
+            if node.worker.position >= self.widths.get(node.worker.role, 0):
+                raise GraphError(f"phase {self.phase!r}: node {node.label} is on a worker that is not in the graph")
+            if position not in read:
+                raise GraphError(
+                    f"phase {self.phase!r}: the result of node {node.label} is not used; return it, or join() it"
+                )
+        if not any(node.reads_input for node in self.nodes):
+            raise GraphError(f"phase {self.phase!r}: no node reads the input; pass it to a map(...)")
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the graph's content, the same in every process."""
+        content = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()

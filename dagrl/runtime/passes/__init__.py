@@ -1,0 +1,1 @@
+"""Graph passes: rewrite a traced graph before it is compiled."""

@@ -1,0 +1,132 @@
+"""Where an output that is a list is assembled: on the workers, in a tree, or in the driver.
+
+A tree costs one hop per level, and each level copies large items. The driver reads the items of one host from a mailbox
+(`mailbox.py`) at 1 to 2 us each, or in place if they are large. So trees are used for lists of very many small items, and
+between hosts: the items of another host are collected on one of its workers and sent in one message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dagrl.runtime.edges.packet import Header, Packet, PacketBody
+from dagrl.runtime.graph import Node, NodeRef, PhaseGraph
+from dagrl.runtime.passes.hosts import FAN_OUT, Hosts, by_host
+
+DRIVER_PARTS = 128
+"""The longest list of small items that the driver assembles itself; a hop of a tree takes as long as this many items."""
+
+LARGE_BYTES = 4 << 20
+"""Items are taken to be large if the phase's results may be larger than this."""
+
+
+@dataclass(frozen=True)
+class ListItems:
+    """What one output of the graph holds of a list: the item at one position, or (`listed`) those at several."""
+
+    positions: tuple[int, ...]
+    listed: bool
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A graph without the lists that the driver assembles, and which of its outputs make up each output of the phase."""
+
+    graph: PhaseGraph
+    items: tuple[tuple[ListItems, ...], ...]  # for each output of the phase; empty if the graph has the output itself
+
+    @staticmethod
+    def of(graph: PhaseGraph, result_bytes: int, hosts: Hosts | None = None) -> Gathering:
+        """Removes the lists that the driver assembles from `graph`, whose nodes have results of up to `result_bytes`."""
+        longest = DRIVER_PARTS if result_bytes <= LARGE_BYTES else len(graph.nodes)
+        nodes, outputs, items = list(graph.nodes), [], []
+        for output in graph.outputs:
+            leaves = _leaves(graph, output)
+            made = _list_items(nodes, leaves, hosts) if 0 < len(leaves) <= longest else {output: None}
+            outputs += list(made)
+            items.append(tuple(one for one in made.values() if one is not None))
+        if len(set(outputs)) < len(outputs):  # a value in two outputs is rare: leave the graph as it was
+            return Gathering(graph, ((),) * len(graph.outputs))
+        return Gathering(_pruned(dataclasses.replace(graph, nodes=tuple(nodes)), outputs), tuple(items))
+
+    @functools.cached_property
+    def _item_by_item(self) -> tuple[bool, ...]:
+        """Whether each output of the phase is a list whose items are the graph's outputs, one by one."""
+        return tuple(not any(one.listed for one in items) for items in self.items)
+
+    def put_together(self, header: Header, parts: Sequence[PacketBody]) -> list[Packet]:
+        """Returns the packets of the phase's outputs, from those of the graph's outputs without their headers."""
+        packets, start = [], 0
+        for items, item_by_item in zip(self.items, self._item_by_item, strict=True):
+            mine = parts[start : start + (len(items) or 1)]
+            packets.append(_listed(header, mine, None if item_by_item else items) if items else Packet(header, *mine[0]))
+            start += len(mine)
+        return packets
+
+
+def _list_items(nodes: list[Node], leaves: Sequence[int], hosts: Hosts | None) -> dict[int, ListItems | None]:
+    """The nodes that the driver reads for a list, after appending nodes that collect the items of other hosts."""
+    if hosts is None or not hosts.several:
+        return {leaf: ListItems((place,), listed=False) for place, leaf in enumerate(leaves)}
+    made: dict[int, ListItems | None] = {}
+    far: list[tuple[int, tuple[int, ...]]] = []
+    for host, places in by_host([nodes[leaf].worker for leaf in leaves], hosts).items():
+        if host == hosts.driver:
+            made |= {leaves[place]: ListItems((place,), listed=False) for place in places}
+        else:
+            far.append((_collect(nodes, [leaves[place] for place in places]), tuple(places)))
+    while len(far) > FAN_OUT:
+        groups = [far[start : start + FAN_OUT] for start in range(0, len(far), FAN_OUT)]
+        far = [(_collect(nodes, [one[0] for one in group]), sum((one[1] for one in group), ())) for group in groups]
+    return made | {node: ListItems(places, listed=True) for node, places in far}
+
+
+def _collect(nodes: list[Node], parts: Sequence[int]) -> int:
+    """Appends a node that lists `parts`, on the worker of the first."""
+    nodes.append(Node(len(nodes), nodes[parts[0]].worker, "", "collect", tuple(NodeRef(part) for part in parts)))
+    return len(nodes) - 1
+
+
+def _leaves(graph: PhaseGraph, number: int) -> list[int]:
+    """The nodes whose values are the items of a list that the graph makes; empty for any other node."""
+    node = graph.nodes[number]
+    if node.kind != "collect":
+        return []
+    return [leaf for upstream in node.upstream for leaf in (_leaves(graph, upstream) or [upstream])]
+
+
+def _pruned(graph: PhaseGraph, outputs: Sequence[int]) -> PhaseGraph:
+    """The graph with these outputs and only the nodes that lead to them."""
+    needed: set[int] = set()
+    waiting = list(outputs)
+    while waiting:
+        number = waiting.pop()
+        if number not in needed:
+            needed.add(number)
+            waiting += graph.nodes[number].upstream
+    places = {number: place for place, number in enumerate(sorted(needed))}
+    nodes = tuple(
+        graph.nodes[number].remapped(place, lambda source: None if source is None else places[source])
+        for number, place in places.items()
+    )
+    return dataclasses.replace(graph, nodes=nodes, outputs=tuple(places[number] for number in outputs))
+
+
+def _listed(header: Header, parts: Sequence[PacketBody], items: Sequence[ListItems] | None) -> Packet:
+    """The packet of a list. `parts` are its items, or hold what `items` say."""
+    values, busy_s, failed = zip(*parts, strict=True)  # three times as fast as three loops; the driver waits for this
+    if any(failed):
+        return Packet(header, None, max(busy_s), tuple(dict.fromkeys(itertools.chain.from_iterable(failed))))
+    return Packet(header, list(values) if items is None else _in_order(values, items), max(busy_s))
+
+
+def _in_order(values: Sequence[object], items: Sequence[ListItems]) -> list[object]:
+    found: dict[int, object] = {}
+    for value, held in zip(values, items, strict=True):
+        listed = value if held.listed and isinstance(value, list) else [value]
+        found.update(zip(held.positions, listed, strict=True))
+    return [found[place] for place in range(len(found))]

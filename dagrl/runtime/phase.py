@@ -1,0 +1,421 @@
+"""Phases: Python functions over shards, traced into a `PhaseGraph` of plain data.
+
+A phase is traced once, without Ray. The shards that it is called with record the calls on their workers.
+
+    @phase
+    def train_step(train: Shard, batch):
+        metrics = train.map("train_step", batch)        # every worker of the shard
+        return train.reduce("merge_metrics", metrics)   # joined on the workers, in a tree
+
+Parameters annotated `Shard` are worker groups, matched by name to a role. The one other parameter is the phase's input.
+Tracing finds mistakes; each error names the phase, the node and what to write instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import reprlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from dagrl.errors import GraphError
+from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import InputSpec, field_types
+
+
+def group_transports(gpus_per_worker: float) -> frozenset[str]:
+    """The transports that workers with this many GPUs each can use."""
+    return frozenset({SHARED_MEMORY, "nccl"} if gpus_per_worker else {SHARED_MEMORY})
+
+
+@dataclass(frozen=True)
+class Role:
+    """What tracing needs to know about a worker group: its layout, its workers' methods (without `self`), its transports."""
+
+    name: str
+    layout: ParallelLayout
+    methods: Mapping[str, inspect.Signature]
+    transports: frozenset[str] = frozenset({SHARED_MEMORY})
+
+
+def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
+    """Signatures, without `self`, of the public methods of a worker class; those of `async` methods are marked by
+    `of_async`.
+    """
+    found = {}
+    for name, member in inspect.getmembers(worker_class, inspect.isfunction):
+        if not name.startswith("_") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
+            signature = inspect.signature(member)
+            mine = signature.replace(parameters=list(signature.parameters.values())[1:])
+            is_async = inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+            found[name] = of_async(mine) if is_async else mine
+    return found
+
+
+def of_async(signature: inspect.Signature) -> inspect.Signature:
+    """Marks the signature of an `async` method: it returns a coroutine, not the value in its annotation."""
+    return signature.replace(return_annotation=Coroutine)
+
+
+def is_of_async(signature: inspect.Signature) -> bool:
+    """Whether `of_async` marked this signature."""
+    return signature.return_annotation is Coroutine
+
+
+@dataclass(frozen=True)
+class Value:
+    """The result of one node, or of one node on each worker of a shard."""
+
+    tracer: Tracer = field(repr=False)
+    nodes: tuple[int, ...]
+
+    def via(self, transport: str) -> Value:
+        """The same value, sent to its readers over `transport` (`nccl`, `shm`)."""
+        self.tracer.set_transport(self.nodes, transport)
+        return self
+
+
+@dataclass(frozen=True)
+class Input:
+    """The phase's input as the traced function sees it. It can only be passed on."""
+
+    name: str
+
+
+Argument = Value | Input | Json
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The workers of one role that one graph covers, or some of them."""
+
+    tracer: Tracer
+    role: Role
+    workers: tuple[int, ...]  # positions among the role's workers in the graph
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (Shard(self.tracer, self.role, (worker,)) for worker in self.workers)
+
+    def __getitem__(self, position: int | slice) -> Shard:
+        """One worker, or several, as a shard. Raises GraphError if there are none."""
+        try:
+            chosen = self.workers[position]
+        except IndexError:
+            raise self.tracer.error(
+                f"{self.role.name}[{position}] is outside a shard of {len(self)} workers; count from 0"
+            ) from None
+        if isinstance(position, slice) and not chosen:
+            raise self.tracer.error(
+                f"{self.role.name}[{_slice_text(position)}] selects none of the {len(self)} workers; select some, or "
+                f"skip these nodes if len({self.role.name}) is too small"
+            )
+        return Shard(self.tracer, self.role, chosen if isinstance(chosen, tuple) else (chosen,))
+
+    def map(self, method: str, *args: Argument, **constants: Json) -> Value:
+        """Calls `method` on every worker. A `Value` of as many nodes is passed worker by worker, one of a single node to
+        all.
+        """
+        nodes = tuple(
+            self.tracer.add(self.role, worker, method, "call", self._arguments(method, args, position), constants)
+            for position, worker in enumerate(self.workers)
+        )
+        return Value(self.tracer, nodes)
+
+    def reduce(self, method: str, parts: Value) -> Value:
+        """Joins `parts` by `method(list) -> value`, which must be associative, on the workers that hold them, in a tree."""
+        return self.tracer.tree(self.role, method, parts, kind="reduce")
+
+    def stages(self) -> tuple[Shard, ...]:
+        """The workers of each pipeline stage, first stage first."""
+        stage_size = self.role.layout.tp * self.role.layout.cp
+        by_stage: dict[int, list[int]] = {}
+        for worker in self.workers:
+            by_stage.setdefault(worker % self.role.layout.shard_size // stage_size, []).append(worker)
+        return tuple(Shard(self.tracer, self.role, tuple(by_stage[stage])) for stage in sorted(by_stage))
+
+    def _arguments(self, method: str, args: Sequence[Argument], position: int) -> tuple[ArgumentRef, ...]:
+        return tuple(self._argument(method, arg, position) for arg in args)
+
+    def _argument(self, method: str, arg: Argument, position: int) -> ArgumentRef:
+        if isinstance(arg, Input):
+            return InputRef()
+        if not isinstance(arg, Value):
+            self.tracer.check_constant(f"{self.role.name}.{method}", arg)
+            return Constant(arg)
+        self.tracer.check_own(f"{self.role.name}.{method}", arg)
+        if len(arg.nodes) not in (1, len(self)):
+            raise self.tracer.error(
+                f"{self.role.name}.{method}: an argument has {len(arg.nodes)} values for {len(self)} workers; "
+                "pass one value for each worker, or a single one (shard.reduce makes one)"
+            )
+        return NodeRef(arg.nodes[0] if len(arg.nodes) == 1 else arg.nodes[position])
+
+
+def join(*values: Value) -> Value:
+    """Joins all given values into a list on the first worker, in the order given, in a tree."""
+    if not values:
+        raise GraphError("join() needs at least one value")
+    tracer = values[0].tracer
+    for value in values:
+        tracer.check_own("join()", value)
+    return tracer.tree(None, "", Value(tracer, tuple(node for value in values for node in value.nodes)), kind="collect")
+
+
+PhaseFunction = Callable[..., Value | tuple[Value, ...]]
+
+
+class Tracer:
+    """Records the nodes of one phase while its function runs."""
+
+    def __init__(self, phase: str, roles: Mapping[str, Role], arity: int) -> None:
+        self.phase = phase
+        self.roles = roles
+        self.arity = arity
+        self.nodes: list[Node] = []
+
+    def error(self, message: str) -> GraphError:
+        return GraphError(f"phase {self.phase!r}: {message}")
+
+    def add(
+        self,
+        role: Role,
+        worker: int,
+        method: str,
+        kind: str,
+        args: tuple[ArgumentRef, ...],
+        constants: Mapping[str, Json] | None = None,
+    ) -> int:
+        constants = dict(constants or {})
+        for name, constant in constants.items():
+            self.check_constant(f"{role.name}.{method}, argument {name!r}", constant)
+        if kind != "collect":
+            self._check_call(role, method, 1 if kind == "reduce" else len(args), constants)
+        if not any(isinstance(arg, InputRef | NodeRef) for arg in args):
+            raise self.error(
+                f"node {role.name}.{method} does not depend on the input; pass it the phase's input or another node's value"
+            )
+        number = len(self.nodes)
+        self.nodes.append(Node(number, WorkerRef(role.name, worker), method, kind, args, tuple(sorted(constants.items()))))
+        return number
+
+    def check_constant(self, where: str, constant: object) -> None:
+        """Raises GraphError for a constant that is not JSON, because it could not be stored with the graph."""
+        if isinstance(constant, Input | Value):
+            raise self.error(f"node {where} is {constant!r}; pass the input and values of nodes by position, not by keyword")
+        strange = next(_not_json(constant), None)
+        if strange is not None:
+            raise self.error(
+                f"node {where}: the constant {reprlib.repr(constant)} contains a {type(strange).__name__}; constants are "
+                "numbers, strings, booleans, None, lists, and dictionaries with string keys. Put other data into the input"
+            )
+
+    def check_own(self, where: str, value: Value) -> None:
+        """Raises GraphError unless `value` is a value of this trace."""
+        if not isinstance(value, Value) or value.tracer is not self:
+            raise self.error(
+                f"{where} was given {reprlib.repr(value)}, which is not from a map, reduce or join of this phase; "
+                "pass a value that one of them returned"
+            )
+
+    def check_readers(self) -> None:
+        """Raises GraphError for a transport that a node's writer can use and its reader cannot."""
+        for node in self.nodes:
+            for number in node.upstream:
+                written = self.nodes[number]
+                available = self.roles[node.worker.role].transports
+                if written.transport not in available:
+                    raise self.error(
+                        f"node {node.label} reads {written.label} via {written.transport!r}, which the {node.worker.role} "
+                        f"group cannot use; it has {', '.join(sorted(available))}. Send the value over one of these"
+                    )
+
+    def check_outputs(self, outputs: Sequence[int]) -> None:
+        """Raises GraphError for an output over a transport that the driver, which reads outputs, cannot use."""
+        for number in outputs:
+            if self.nodes[number].transport != SHARED_MEMORY:
+                raise self.error(
+                    f"node {self.nodes[number].label} is an output via {self.nodes[number].transport!r}, but the driver "
+                    f"only reads {SHARED_MEMORY!r}; remove the .via(), or return another node's value"
+                )
+
+    def _check_call(self, role: Role, method: str, positional: int, constants: Mapping[str, Json]) -> None:
+        if method not in role.methods:
+            raise self.error(
+                f"the {role.name} worker has no method {method!r}; it has {', '.join(sorted(role.methods)) or 'none'}. "
+                "Correct the name, or add the method to the worker"
+            )
+        if is_of_async(role.methods[method]):
+            raise self.error(
+                f"node {role.name}.{method} is an `async def`, but a node ends when its method returns, so the coroutine is "
+                f"never awaited. Make {method} a plain `def`, or name a method that returns when the work is done"
+            )
+        try:
+            role.methods[method].bind(*[None] * positional, **constants)
+        except TypeError as mistake:
+            raise self.error(
+                f"node {role.name}.{method} is called with {positional} positional arguments and "
+                f"{sorted(constants) or 'no'} constants, but its signature is {method}{role.methods[method]}: {mistake}"
+            ) from None
+
+    def tree(self, role: Role | None, method: str, parts: Value, kind: str) -> Value:
+        """Joins nodes `arity` at a time, each join on the worker of its first part."""
+        self.check_own(f"reduce({method!r})" if role else "join()", parts)
+        if role is not None and any(self.nodes[node].worker.role != role.name for node in parts.nodes):
+            raise self.error(
+                f"{role.name}.reduce({method!r}) was given values of another role; reduce them on their own shard"
+            )
+        level = self._join_level(method, parts.nodes, kind)
+        while len(level) > 1:
+            level = self._join_level(method, level, kind)
+        return Value(self, level)
+
+    def _join_level(self, method: str, parts: Sequence[int], kind: str) -> tuple[int, ...]:
+        groups = [parts[start : start + self.arity] for start in range(0, len(parts), self.arity)]
+        return tuple(self._join_group(method, group, kind) for group in groups)
+
+    def _join_group(self, method: str, group: Sequence[int], kind: str) -> int:
+        worker = self.nodes[group[0]].worker
+        args: tuple[ArgumentRef, ...] = tuple(NodeRef(node) for node in group)
+        return self.add(self.roles[worker.role], worker.position, method, kind, args)
+
+    def set_transport(self, nodes: Sequence[int], transport: str) -> None:
+        for number in nodes:
+            node = self.nodes[number]
+            available = self.roles[node.worker.role].transports
+            if transport not in available:
+                raise self.error(
+                    f"node {node.label}: transport {transport!r} cannot be used by the {node.worker.role} group; "
+                    f"it has {', '.join(sorted(available))}. Use one of these, or run on a machine that has {transport}"
+                )
+            self.nodes[number] = node.with_transport(transport)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase function, and the fields of the batches that it takes (`inputs`; None if its input is not a batch)."""
+
+    name: str
+    function: PhaseFunction
+    inputs: InputSpec | None = None
+    roles: tuple[str, ...] = field(default=())
+
+    def trace(self, roles: Mapping[str, Role], arity: int = 8) -> PhaseGraph:
+        """Returns the phase's graph over `roles`. Values are joined `arity` (at least 2) at a time. Raises GraphError."""
+        if arity < 2:
+            raise GraphError(f"phase {self.name!r}: arity is {arity}; expected at least 2")
+        missing = [role for role in self.roles if role not in roles]
+        if missing:
+            raise GraphError(
+                f"phase {self.name!r} needs worker groups {', '.join(missing)}; there are {', '.join(roles) or 'none'}. "
+                "Name the phase's Shard parameters after the groups"
+            )
+        mine = {name: roles[name] for name in self.roles}
+        replicas = replicas_per_graph({name: role.layout.dp for name, role in mine.items()})
+        tracer = Tracer(self.name, mine, arity)
+        shards = {
+            name: Shard(tracer, role, tuple(range(replicas[name] * role.layout.shard_size))) for name, role in mine.items()
+        }
+        returned = self.function(**shards, **{self.input_name: Input(self.input_name)})
+        outputs = self._single_outputs(tracer, returned)
+        tracer.check_readers()
+        tracer.check_outputs(outputs)
+        widths = {name: len(shard) for name, shard in shards.items()}
+        graph = PhaseGraph(self.name, widths, tuple(tracer.nodes), outputs)
+        graph.validate()
+        return graph
+
+    @property
+    def input_name(self) -> str:
+        """Name of the parameter that takes the phase's input."""
+        return next(name for name in inspect.signature(self.function).parameters if name not in self.roles)
+
+    def _single_outputs(self, tracer: Tracer, returned: object) -> tuple[int, ...]:
+        values = returned if isinstance(returned, tuple) else (returned,)
+        outputs = []
+        for value in values:
+            if not isinstance(value, Value):
+                raise tracer.error(f"it returns {value!r}; return a value from map, reduce or join, or a tuple of these")
+            tracer.check_own("its result", value)
+            single = value if len(value.nodes) == 1 else join(value)
+            outputs.append(single.nodes[0])
+        return tuple(outputs)
+
+
+def replicas_per_graph(shards: Mapping[str, int]) -> dict[str, int]:
+    """Data-parallel replicas of each role in one graph: the fewest that divide every role's shards evenly among the graphs.
+
+    One role: one replica per graph. Train dp 4 with generation dp 2: two graphs, each of two and one replicas.
+    """
+    graphs = math.gcd(*shards.values())
+    return {role: count // graphs for role, count in shards.items()}
+
+
+@overload
+def phase(function: PhaseFunction) -> Phase: ...
+
+
+@overload
+def phase(*, inputs: InputSpec | None = None, name: str = "") -> Callable[[PhaseFunction], Phase]: ...
+
+
+def phase(
+    function: PhaseFunction | None = None, *, inputs: InputSpec | None = None, name: str = ""
+) -> Phase | Callable[[PhaseFunction], Phase]:
+    """Makes a `Phase` of a function: `@phase`, or `@phase(inputs={...})` for one that takes a `Batch`."""
+    if function is None:
+        return lambda decorated: _make_phase(decorated, inputs, name)
+    return _make_phase(function, inputs, name)
+
+
+def _make_phase(function: PhaseFunction, inputs: InputSpec | None, name: str) -> Phase:
+    name = name or function.__name__
+    parameters = inspect.signature(function).parameters
+    roles = tuple(key for key, parameter in parameters.items() if _is_shard(parameter.annotation))
+    others = [key for key in parameters if key not in roles]
+    if not roles:
+        raise GraphError(f"phase {name!r} has no parameter annotated Shard; write e.g. def {name}(train: Shard, batch)")
+    if len(others) != 1:
+        raise GraphError(
+            f"phase {name!r} takes {len(others)} inputs {others}; it takes exactly one in addition to its "
+            "shards (put several values into one batch)"
+        )
+    _check_lengths(name, inputs or {})
+    return Phase(name, function, inputs, roles)
+
+
+def _check_lengths(name: str, inputs: InputSpec) -> None:
+    dtype, dimensions = field_types(inputs)["lengths"]
+    if dtype.kind not in "iu" or dimensions != 1:
+        raise GraphError(
+            f"phase {name!r}: `lengths` of its inputs is {dtype} [rows{', tokens' * (dimensions - 1)}]; expected one "
+            'integer per row: Field("int64", "row"), or leave it out'
+        )
+
+
+def _slice_text(position: slice) -> str:
+    """A slice as it is written between brackets."""
+    bounds = [position.start, position.stop, *([] if position.step is None else [position.step])]
+    return ":".join("" if bound is None else str(bound) for bound in bounds)
+
+
+def _is_shard(annotation: object) -> bool:
+    """Annotations are strings in modules that begin with `from __future__ import annotations`."""
+    return annotation is Shard or (isinstance(annotation, str) and annotation.rpartition(".")[2] == Shard.__name__)
+
+
+def _not_json(value: object) -> Iterator[object]:
+    """Yields the parts of `value` that JSON would not restore unchanged."""
+    if isinstance(value, dict):
+        yield from (key for key in value if not isinstance(key, str))
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _not_json(item)
+    elif not (value is None or isinstance(value, str | int | float)) or type(value).__module__ != "builtins":
+        yield value

@@ -1,0 +1,220 @@
+"""A replay: one run of a phase on all its shards, and the future of its result."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from dagrl.errors import DeadlineError, PhaseError
+from dagrl.runtime.edges.packet import Packet
+from dagrl.runtime.failures import PendingReplay, collect_outcome
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.split import Split
+
+AWAIT_TURN_S = 0.5
+"""How long a thread waits for an `await` before it checks whether the result is still wanted."""
+
+
+@dataclass(frozen=True)
+class ReplayTiming:
+    """When a replay was submitted and its result read (`time.perf_counter`), and the compute on each shard's longest path.
+
+    `padding_share` is None if the input was not a batch.
+    """
+
+    started: float
+    finished: float
+    shards_busy_s: tuple[float, ...]
+    padding_share: float | None
+
+    @property
+    def busy_s(self) -> float:
+        """The compute on the longest path of all shards."""
+        return max(self.shards_busy_s)
+
+    @property
+    def mean_busy_s(self) -> float:
+        """The mean compute of the shards. Less than `busy_s` if some shards wait for others."""
+        return sum(self.shards_busy_s) / len(self.shards_busy_s)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from submission to result."""
+        return self.finished - self.started
+
+    def overhead_s(self, free: float = 0.0) -> float:
+        """Seconds after `free` in which no worker of the longest path computed. `free`: when the work before it ended."""
+        return max(0.0, self.finished - max(self.started, free) - self.busy_s)
+
+
+def computing_s(timings: Iterable[ReplayTiming]) -> float:
+    """Seconds in which a worker on the longest path of any of these replays computed.
+
+    Assumes that a replay's compute ends when its result is read. Exact for replays that follow each other: the sum of their
+    `busy_s`. Seconds in which replays overlap (phases of different groups, several in flight) count once.
+    """
+    seconds, until = 0.0, -math.inf
+    for begin, end in sorted((timing.finished - timing.busy_s, timing.finished) for timing in timings):
+        seconds += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return seconds
+
+
+class Replay:
+    """The future of a replay's result: call `result()`, or `await` it."""
+
+    def __init__(
+        self,
+        pending: PendingReplay,
+        queue: ReplayQueue,
+        shards: Sequence[Sequence[int]],
+        split: Split | None = None,
+        padding_share: float | None = None,
+    ) -> None:
+        """`shards`: the shards in each graph. `split`: how the batch was shared out; None if the input is no batch."""
+        self.pending = pending
+        self.phase = pending.phase
+        self.number = pending.number
+        self.timing: ReplayTiming | None = None
+        self._queue = queue
+        self._shards = shards
+        self._split = split
+        self._padding_share = padding_share
+        self._started = time.perf_counter()
+        self._outcome: Any = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the result or the error has been read."""
+        return self.timing is not None or self._error is not None
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Waits for the result until the replay's deadline, and returns it.
+
+        If every shard returns a `Batch`, the result is one `Batch`, else a tuple with one value per shard. A phase with
+        several outputs gives a tuple of these. Raises PhaseError; DeadlineError if there is no result within `timeout_s`
+        seconds. The replay continues then, and can be asked again.
+        """
+        if not self.done:
+            self._queue.finish(self, math.inf if timeout_s is None else time.monotonic() + timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._outcome
+
+    def ready(self) -> bool:
+        """Whether `result` would return or raise at once. Does not wait."""
+        if not self.done:
+            with suppress(DeadlineError):
+                self._queue.finish(self, time.monotonic())
+        return self.done
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        """Waits in turns, so that the waiting thread ends soon after this coroutine is cancelled."""
+        while not self.done:
+            with suppress(DeadlineError):
+                return await asyncio.to_thread(self.result, AWAIT_TURN_S)
+        return self.result()
+
+    def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
+        """Sets the result from the packets of every graph. Raises PhaseError if the results of the shards do not fit
+        together.
+        """
+        try:
+            shards = self._by_shard(packets)
+            busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in shards)
+            outputs = [self._merge([packet.value for packet in column]) for column in zip(*shards, strict=True)]
+        except Exception as error:  # the replay is over, and its graphs are whole
+            raise PhaseError((), f"{self.pending.name}: the results of its shards do not fit together: {error}") from error
+        self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        self.timing = ReplayTiming(self._started, time.perf_counter(), busy_s, self._padding_share)
+
+    def fail(self, error: Exception) -> None:
+        """Sets the error."""
+        self._error = error
+
+    def _by_shard(self, packets: Sequence[Sequence[Packet]]) -> list[Sequence[Packet]]:
+        """Returns the packets of every shard, from those of every graph."""
+        found: dict[int, Sequence[Packet]] = {}
+        for shards, mine in zip(self._shards, packets, strict=True):
+            outputs = len(mine) // len(shards)
+            for position, shard in enumerate(shards):
+                found[shard] = mine[position * outputs : (position + 1) * outputs]
+        return [found[shard] for shard in range(len(found))]
+
+    def _merge(self, values: Sequence[object]) -> object:
+        batches = [value for value in values if isinstance(value, Batch)]
+        if self._split is None or len(batches) != len(values):
+            return tuple(values)
+        return self._split.restore(batches)
+
+
+@dataclass(slots=True)
+class Breakage:
+    """The first failure that broke a graph of a scheduler; None while all graphs are whole."""
+
+    error: PhaseError | None = None
+
+
+class ReplayQueue:
+    """The replays of one phase that are in flight, oldest first. Their results are read in that order."""
+
+    def __init__(self, breakage: Breakage) -> None:
+        self._replays: deque[Replay] = deque()
+        self._reading = threading.RLock()
+        self._breakage = breakage
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def __iter__(self) -> Iterator[Replay]:
+        return iter(self._replays)
+
+    @property
+    def oldest(self) -> Replay:
+        """The replay whose result is read next."""
+        return self._replays[0]
+
+    def append(self, replay: Replay) -> None:
+        """Adds a replay that was just sent."""
+        self._replays.append(replay)
+
+    def clear(self) -> None:
+        """Drops all replays."""
+        self._replays.clear()
+
+    def finish(self, replay: Replay, until: float = math.inf) -> None:
+        """Reads the outcome of `replay`, after those of the replays before it.
+
+        Raises DeadlineError if it is not there by `until` (`time.monotonic`).
+        """
+        if not self._reading.acquire(blocking=until == math.inf):
+            if not self._reading.acquire(timeout=max(0.0, until - time.monotonic())):
+                raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")
+        try:
+            while not replay.done or (self._replays and self._replays[0] is replay):
+                self._finish_one(self._replays[0], until)
+        finally:
+            self._reading.release()
+
+    def _finish_one(self, replay: Replay, until: float) -> None:
+        """Reads the oldest replay, and removes it unless that is interrupted or takes longer than `until`."""
+        try:
+            if not replay.done:  # else an interrupt came before it was removed
+                replay.succeed(collect_outcome(replay.pending, until))
+        except PhaseError as error:
+            if not replay.done:  # else a teardown has ended it and closed its graphs
+                self._breakage.error = self._breakage.error or (error if error.breaks else None)
+                replay.fail(error)
+        if self._replays and self._replays[0] is replay:  # a teardown may have removed it meanwhile
+            self._replays.popleft()

@@ -1,0 +1,481 @@
+"""The scheduler: compiles phases once, warms them up at every bucket, and then only replays them.
+
+    scheduler = Scheduler([train, generation], SchedulerOptions(executor="compiled"))
+    scheduler.add(train_step, buckets=[Bucket(8, 64)])
+    scheduler.compile()
+    scheduler.warmup()
+    metrics = scheduler.replay(train_step, batch).result()
+
+Replays of phases on different groups overlap. Replays on one group run on every worker in the order in which they were
+submitted (tickets). A batch is split over the shards by tokens and padded to the smallest bucket that fits. Several threads
+may submit and wait at the same time, also for one phase.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from ray.exceptions import RayError
+
+from dagrl.errors import GraphError, LayoutError, PhaseError, RunError
+from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, check_groups_apart, compile_phase, executor_of
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
+from dagrl.runtime.executors.base import Executor, GraphLimits, accelerated
+from dagrl.runtime.failures import PendingReplay
+from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.phase import Phase, replicas_per_graph
+from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
+from dagrl.runtime.shapes import (
+    Bucket,
+    FieldTypes,
+    Scalar,
+    check_batch,
+    choose_bucket,
+    empty_batch,
+    field_types,
+    longest_row,
+    padding_share,
+)
+from dagrl.runtime.split import Split, check_rows, split_rows
+from dagrl.runtime.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+SETTLING_S, SETTLING_REPLAYS = 0.1, 20
+"""The most time and replays for which a warm-up repeats an input, until code is specialized and caches are full."""
+
+SLOW_S = 1.0
+"""A first replay that takes longer is not repeated: imports and opening edges alone do not explain its time."""
+
+
+MAX_IN_FLIGHT = 2
+"""Replays of a phase under way at once, if a mapping of `max_in_flight` has neither the phase nor a `default`."""
+
+
+_schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+"""The schedulers of this process. A worker follows the tickets of one, so no two may have graphs on it at once."""
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How phases are compiled and how long anything may take; the fields are those of `executor_cfg` and `timeouts`.
+
+    `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
+    same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once; a mapping
+    gives the number by phase name, with `default` for all others. `overlap_communication`: graphs with accelerator edges
+    overlap their transfers with computation.
+    """
+
+    executor: Literal["compiled", "eager"] = "compiled"
+    engine: Engine = "dagrl"
+    fallback: Literal["eager", "error"] = "eager"
+    fuse_shards: bool = False
+    max_in_flight: int | Mapping[str, int] = 2
+    overlap_communication: bool = False
+    arity: int = 8
+    result_bytes: int = 1 << 20
+    compile_s: float = 60.0
+    warmup_s: float = 180.0
+    replay_s: float = 120.0
+    grace_s: float = 30.0
+    teardown_s: float = 8.0
+
+    def in_flight(self, phase: str) -> int:
+        """Returns how many replays of `phase` may be under way at once."""
+        if isinstance(self.max_in_flight, int):
+            return self.max_in_flight
+        return self.max_in_flight.get(phase, self.max_in_flight.get("default", MAX_IN_FLIGHT))
+
+
+@dataclass
+class _Entry:
+    """A phase that was added, with its graphs."""
+
+    phase: Phase
+    graph: PhaseGraph
+    buckets: tuple[Bucket, ...]
+    scalars: Mapping[str, Scalar]
+    token_ids: int | None
+    warmup_value: object
+    limits: GraphLimits
+    fields: FieldTypes | None  # of its batches
+    in_flight: ReplayQueue
+    compiled: list[Compiled] = field(default_factory=list)
+    groups: Mapping[str, WorkerGroup] = field(default_factory=dict)  # that it is compiled on
+    replays: int = 0
+
+    @property
+    def shards(self) -> int:
+        """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
+        return sum(len(one.shards) for one in self.compiled)
+
+
+class Scheduler:
+    """Runs phases over worker groups; see the top of this file. Use it as a context manager, or call `close`."""
+
+    def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
+        check_groups_apart(groups)
+        self.groups = {group.role.name: group for group in groups}
+        self.options = options or SchedulerOptions()
+        self._entries: dict[str, _Entry] = {}
+        self._tickets = {role: [0] * group.layout.world_size for role, group in self.groups.items()}
+        self._executors: dict[str, Executor] = {}  # those of the live graphs
+        self._breakage = Breakage()
+        self._lock = threading.RLock()
+        _schedulers.add(self)
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def add(
+        self,
+        phase: Phase,
+        *,
+        buckets: Sequence[Bucket] = (),
+        scalars: Mapping[str, Scalar] | None = None,
+        token_ids: int | None = None,
+        warmup_value: object = None,
+        input_bytes: int | None = None,
+        result_bytes: int | None = None,
+        max_in_flight: int | None = None,
+    ) -> None:
+        """Traces a phase and stores the shapes at which it will be replayed.
+
+        A phase with `inputs` takes batches: give its `buckets` (of one shard), and the content of warm-up batches: `scalars`
+        and `tokens` below `token_ids` (all 1 without). Any other phase is warmed up with `warmup_value`. `input_bytes` and
+        `result_bytes` size its channels; by default the largest bucket sizes the input. `max_in_flight` overrides the
+        options'. Raises GraphError, also for a name that is taken.
+        """
+        if phase.name in self._entries:
+            raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
+        graph = phase.trace({name: group.role for name, group in self.groups.items()}, self.options.arity)
+        if phase.inputs is not None:
+            self._check_batch_phase(phase, buckets)
+        limits = GraphLimits(
+            input_bytes=input_bytes or channel_bytes(phase, buckets, scalars, warmup_value),
+            result_bytes=result_bytes or self.options.result_bytes,
+            max_in_flight=max_in_flight or self.options.in_flight(phase.name),
+            compile_s=self.options.compile_s,
+            replay_s=self.options.replay_s,
+            teardown_s=self.options.teardown_s,
+            overlap_communication=self.options.overlap_communication,
+            result_key=f"result_bytes of Scheduler.add({phase.name})" if result_bytes else GraphLimits.result_key,
+        )
+        fields = None if phase.inputs is None else field_types(phase.inputs)
+        carried = dict(scalars or {}), token_ids, warmup_value
+        self._entries[phase.name] = _Entry(
+            phase, graph, tuple(buckets), *carried, limits, fields, ReplayQueue(self._breakage)
+        )
+
+    def compile(self) -> None:
+        """Compiles every phase that is not compiled yet: one graph per shard, or per host with `fuse_shards`.
+
+        The first time, sets the workers' tickets to this scheduler's: another one may have used the workers. Raises
+        RunError while another one has graphs on them, and for `overlap_communication` without an accelerator edge.
+        """
+        self._check_overlap()
+        if not self._compiled:
+            self._check_free()
+            self._reset_tickets()
+            self._executors.clear()
+        self._compile_missing()
+
+    def _compile_missing(self) -> dict[str, list[int]]:
+        """Compiles the shards without a graph; returns them by phase."""
+        made: dict[str, list[int]] = {}
+        for name, entry in self._entries.items():
+            entry.groups = {role: self.groups[role] for role in entry.phase.roles}
+            kept = [shard for one in entry.compiled for shard in one.shards]
+            new = self._compile(entry, kept)
+            entry.compiled = sorted([*entry.compiled, *new], key=lambda one: one.shards)
+            if new:
+                made[name] = [shard for one in new for shard in one.shards]
+        return made
+
+    def _reset_tickets(self) -> None:
+        for role, group in self.groups.items():
+            group.reset_tickets(self._tickets[role], Deadline(self.options.compile_s, "timeouts.compile_s"))
+
+    def _check_overlap(self) -> None:
+        """Raises GraphError if transfers are to be overlapped but no phase has any between accelerators."""
+        entries = self._entries.values()
+        if self.options.overlap_communication and entries and not any(accelerated(entry.graph) for entry in entries):
+            raise GraphError(
+                "executor_cfg.overlap_communication is set, but no phase has an edge between accelerators. Send values with "
+                '.via("nccl"), or leave it out'
+            )
+
+    @property
+    def _compiled(self) -> list[str]:
+        """The names of the phases with live graphs."""
+        return [name for name, entry in self._entries.items() if entry.compiled]
+
+    def _check_free(self) -> None:
+        """Raises RunError if another scheduler has graphs on these actors: tickets would not order the two."""
+        mine = {actor._actor_id: role for role, group in self.groups.items() for actor in group.actors}
+        for other in list(_schedulers):
+            phases = other._compiled if other is not self else []
+            theirs = [actor._actor_id for group in other.groups.values() for actor in group.actors]
+            shared = sorted({mine[actor] for actor in theirs if actor in mine})
+            if phases and shared:
+                raise RunError(
+                    f"actors of {', '.join(shared)} run the phases {', '.join(phases)} of another Scheduler, and an "
+                    "actor follows one Scheduler; close that one first (close(), or the end of its `with`), or add all "
+                    "phases to one"
+                )
+
+    def warmup(self, before: Callable[[Phase], None] | None = None) -> None:
+        """Replays each phase at each of its buckets, largest first. Workers leave their state unchanged.
+
+        Short replays are repeated, so that the first real one finds mapped memory and specialized code, as later ones do.
+        `before` is called with each phase before its first replay.
+        """
+        for entry in self._entries.values():
+            if before is not None:
+                before(entry.phase)
+            for value in self._warmup_inputs(entry):
+                self._warm_up(entry, value)
+
+    def _warm_up(self, entry: _Entry, value: object) -> None:
+        """Replays one input, and repeats it while another replay fits `SETTLING_S`; the first one does not count."""
+        spent = 0.0
+        for number in range(SETTLING_REPLAYS):
+            started = time.perf_counter()
+            self._submit(entry, value, warmup=True, deadline_s=self.options.warmup_s).result()
+            last = time.perf_counter() - started
+            spent += last if number else 0.0
+            if last > SLOW_S or (number and spent + last > SETTLING_S):
+                break
+
+    def replay(
+        self,
+        phase: Phase,
+        value: object = None,
+        *,
+        rows: Sequence[npt.NDArray[np.intp]] | None = None,
+        deadline_s: float | None = None,
+    ) -> Replay:
+        """Starts a phase on all its shards; returns the future of its result.
+
+        `value`: a `Batch` of any number of rows for a phase with `inputs`; any other value is sent whole to every shard.
+        `rows`: the positions of each shard's rows, each row once; None: equally many rows, tokens balanced. Raises
+        DataError for a batch that does not fit the phase's `inputs`; PhaseError after a failure that broke a graph: call
+        `recover` first.
+        """
+        entry = self._entries.get(phase.name)
+        if entry is None or not entry.compiled or entry.phase is not phase:
+            other = "; another phase of that name was added" if entry is not None and entry.phase is not phase else ""
+            raise RunError(
+                f"phase {phase.name!r} is not compiled{other}; call scheduler.add(...) and scheduler.compile() first"
+            )
+        if deadline_s is None:
+            deadline_s = self.options.replay_s
+        elif not 0 < deadline_s < math.inf:
+            raise RunError(f"deadline_s is {deadline_s}; expected a finite number of seconds above 0")
+        return self._submit(entry, value, warmup=False, deadline_s=deadline_s, rows=rows)
+
+    def graphs(self) -> dict[str, PhaseGraph]:
+        """Returns the traced graph of each phase."""
+        return {name: entry.graph for name, entry in self._entries.items()}
+
+    def recover(self) -> dict[str, list[int]]:
+        """Recovers from a failure: compiles the broken graphs again, on the groups' actors, which must all be alive.
+
+        A graph is kept if its workers are the same actors, their loops are running, and all replays sent to it have ended.
+        Every other graph is torn down, and the replays under way fail. Returns the shards that were compiled again, by
+        phase. Warm up before the next replay.
+        """
+        with self._lock:
+            try:
+                self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups)))
+                self._executors.pop("eager", None)
+                self._reset_tickets()
+                made = self._compile_missing()
+            except BaseException as error:  # some shards may have no graph
+                text = f"the graphs could not be recovered: {error}"
+                self._breakage.error = self._breakage.error or PhaseError((), breaks=text)
+                raise
+            self._breakage.error = None
+        logger.info("compiled again, by phase and shard: %s", made or "nothing")
+        return made
+
+    def replace_group(self, group: WorkerGroup) -> None:
+        """Replaces a group that lost workers; call `recover` next to compile on the new one.
+
+        Raises LayoutError for an unknown role, or a layout other than the one that phases were traced for.
+        """
+        known = self.groups.get(group.role.name)
+        if known is None:
+            raise LayoutError(f"there is no group {group.role.name!r} to replace; there are {', '.join(self.groups)}")
+        if known.layout != group.layout:
+            raise LayoutError(
+                f"the group {group.role.name!r} has the layout {group.layout.describe()}, but phases were traced for "
+                f"{known.layout.describe()}; make one of that layout, or another scheduler"
+            )
+        check_groups_apart([group, *(other for other in self.groups.values() if other is not known)])
+        self.groups[group.role.name] = group
+
+    def close(self) -> None:
+        """Tears every graph down within the teardown deadline."""
+        self._teardown()
+        self._entries.clear()
+
+    def _check_batch_phase(self, phase: Phase, buckets: Sequence[Bucket]) -> None:
+        if not buckets:
+            raise GraphError(f"phase {phase.name!r} takes batches; add it with buckets=[Bucket(sequences, tokens), ...]")
+        shards = {role: self.groups[role].layout.dp for role in phase.roles}
+        if any(count != 1 for count in replicas_per_graph(shards).values()):
+            raise GraphError(
+                f"phase {phase.name!r} splits batches over shards, but its groups have different numbers of them: {shards}; "
+                "give them the same data-parallel size, or pass a value that is not a batch"
+            )
+
+    def _warmup_inputs(self, entry: _Entry) -> list[object]:
+        if entry.phase.inputs is None:
+            return [entry.warmup_value]
+        shards = entry.shards
+        largest_first = sorted(entry.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
+        whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
+        return [empty_batch(entry.phase.inputs, bucket, entry.scalars, entry.token_ids) for bucket in whole]
+
+    def _compile(self, entry: _Entry, without: Sequence[int]) -> list[Compiled]:
+        try:
+            return self._compile_with(self.options.executor, entry, without)
+        except (RayError, RuntimeError, ValueError, TimeoutError) as error:
+            if self.options.executor == "eager" or self.options.fallback == "error":
+                raise RunError(
+                    f"phase {entry.phase.name!r} could not be compiled: {error}. Set executor: eager, or fallback: eager"
+                ) from error
+            logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
+            return self._compile_with("eager", entry, without)
+
+    def _compile_with(self, name: str, entry: _Entry, without: Sequence[int]) -> list[Compiled]:
+        if name not in self._executors:
+            self._executors[name] = executor_of(name, self.options.engine)
+        limits = replace(entry.limits, may_kill=all(group.owned for group in entry.groups.values()))
+        fuse = self.options.fuse_shards
+        return compile_phase(self._executors[name], entry.phase, entry.graph, self.groups, limits, fuse, without)
+
+    def _submit(
+        self,
+        entry: _Entry,
+        value: object,
+        *,
+        warmup: bool,
+        deadline_s: float,
+        rows: Sequence[npt.NDArray[np.intp]] | None = None,
+    ) -> Replay:
+        """Starts a replay. With `max_in_flight` under way, waits for the oldest first."""
+        while True:
+            with self._lock:
+                broken = self._breakage.error
+                if broken is not None:
+                    advice = f"{broken.breaks}; call scheduler.recover() after the workers are whole again"
+                    raise PhaseError(broken.failures, advice, broken.breaks)
+                if not entry.compiled:  # another thread tore it down
+                    raise RunError(f"phase {entry.phase.name!r} is not compiled; call scheduler.compile() first")
+                if len(entry.in_flight) < entry.limits.max_in_flight:
+                    return self._start(entry, value, warmup, deadline_s, rows)
+                oldest = entry.in_flight.oldest
+            entry.in_flight.finish(oldest)  # without the lock: meanwhile other phases and threads may start replays
+
+    def _start(
+        self, entry: _Entry, value: object, warmup: bool, deadline_s: float, rows: Sequence[npt.NDArray[np.intp]] | None
+    ) -> Replay:
+        """Takes the tickets of a replay and sends it. The caller holds the scheduler's lock."""
+        values, split, padding = self._share_out(entry, value, rows)
+        self._check_size(entry, values[0], 1 if split is None else len(entry.compiled[0].shards))
+        number, submitted = entry.replays, []
+        try:
+            tickets = [self._take_tickets(one.workers) for one in entry.compiled]
+            for one, mine, item in zip(entry.compiled, tickets, values, strict=True):
+                packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
+                submitted.append((one, one.submit(packet)))
+            deadline = time.monotonic() + deadline_s
+            pending = PendingReplay(entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s)
+            replay = Replay(pending, entry.in_flight, [one.shards for one in entry.compiled], split, padding)
+            entry.replays += 1
+            entry.in_flight.append(replay)
+        except BaseException as error:  # some workers have their ticket; others would wait for theirs forever
+            text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
+            self._breakage.error = PhaseError((), breaks=text)
+            raise
+        return replay
+
+    def _check_size(self, entry: _Entry, value: object, shards: int) -> None:
+        """Raises RunError if the input of `shards` shards does not fit; every shard's input has the same size."""
+        needed = -(-payload_bytes(value) // shards) + ENVELOPE_BYTES
+        if needed > entry.limits.input_bytes:
+            raise RunError(
+                f"the input of phase {entry.phase.name!r} needs {needed} bytes per shard, but its channel was sized for "
+                f"{entry.limits.input_bytes} from the largest warmed-up input; add it with a larger bucket or input_bytes"
+            )
+
+    def _share_out(
+        self, entry: _Entry, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
+    ) -> tuple[list[object], Split | None, float | None]:
+        if entry.fields is None:
+            return [value] * len(entry.compiled), None, None
+        value = check_batch(entry.phase.name, value, entry.fields)
+        longest = longest_row(entry.phase.name, value)
+        lengths, shards = value["lengths"].astype("int64"), entry.shards
+        if rows is None:
+            rows = split_rows(lengths, shards)
+        else:
+            check_rows(entry.phase.name, rows, shards, value.rows)
+        bucket = choose_bucket(entry.buckets, max(map(len, rows)), longest)
+        split = Split(tuple(rows), bucket, value.tokens)
+        return [split.share(value, one.shards) for one in entry.compiled], split, padding_share(lengths, bucket, shards)
+
+    def _take_tickets(self, graph_workers: Sequence[GraphWorkers]) -> dict[str, int | tuple[int, ...]]:
+        """Returns the tickets of a graph's workers; advances those of the workers that the phase uses."""
+        mine: dict[str, int | tuple[int, ...]] = {}
+        for role_workers in graph_workers:
+            tickets = self._tickets[role_workers.role]
+            first, *others = [tickets[rank] for rank in role_workers.ranks]
+            mine[role_workers.role] = first if others.count(first) == len(others) else (first, *others)
+            for rank in role_workers.used:
+                tickets[rank] += 1
+        return mine
+
+    def _teardown(self, ends: Callable[[Compiled], bool] = lambda one: True) -> None:
+        """Tears down the graphs that `ends` selects, and fails the replays under way.
+
+        `ends` must select every graph that has not ended a replay: no later replay could read past its results.
+        """
+        with self._lock:
+            entries = list(self._entries.values())
+            if any(entry.in_flight for entry in entries):  # loops that wait for a ticket would block the teardown
+                for role, group in self.groups.items():
+                    group.pass_tickets(self._tickets[role])
+            for replay in [replay for entry in entries for replay in entry.in_flight]:
+                text = f"phase {replay.phase!r}, replay {replay.number} was under way when its graphs were torn down"
+                replay.fail(PhaseError((), f"{text}; replay it again"))
+            ended = [one for entry in entries for one in entry.compiled if ends(one)]
+            with ThreadPoolExecutor(max(1, len(ended)), thread_name_prefix="teardown") as threads:
+                list(threads.map(lambda one: one.teardown(self.options.teardown_s), ended))
+            for entry in entries:
+                entry.compiled = [one for one in entry.compiled if one not in ended]
+                entry.in_flight.clear()
+
+
+def channel_bytes(
+    phase: Phase, buckets: Sequence[Bucket], scalars: Mapping[str, Scalar] | None = None, warmup_value: object = None
+) -> int:
+    """Returns the room for one shard's input in its channel: that of the largest warm-up input."""
+    samples = [warmup_value] if phase.inputs is None else [empty_batch(phase.inputs, bucket, scalars) for bucket in buckets]
+    return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES

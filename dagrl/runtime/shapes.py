@@ -1,0 +1,225 @@
+"""Batches, and the padded shapes (buckets) that they are replayed at.
+
+A `Batch` is the input of a phase: arrays with one row per sequence, and scalars. Token fields are *token aligned*: entry `t`
+of a row belongs to token `t`. A log-probability at `t` is that of token `t` given the tokens before it, and entry 0 of a
+log-probability or a loss mask is 0. Rows are padded on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.errors import ConfigError, DataError, GraphError
+
+Array = npt.NDArray[Any]
+Scalar = int | float | str | bool | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a batch: its dtype, and whether a row holds one number (`row`) or one number per token (`token`)."""
+
+    dtype: str
+    extent: Literal["row", "token"] = "token"
+
+
+InputSpec = Mapping[str, Field]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A padded shape: `sequences` rows of `tokens` tokens on one shard."""
+
+    sequences: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences} x {self.tokens}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one replay: `fields` are `[rows]` or `[rows, tokens]` arrays, `scalars` are the same on every shard.
+
+    The fields must include `lengths` `[rows]`, the number of tokens in each row; 0 marks a padding row.
+    """
+
+    fields: Mapping[str, Array]
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if "lengths" not in self.fields:
+            raise DataError(f"a batch needs the field 'lengths' [rows]; found {sorted(self.fields)}")
+        for name, array in self.fields.items():
+            if not isinstance(array, np.ndarray) or not 1 <= array.ndim <= 2:
+                found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else f"the type {type(array).__name__}"
+                raise DataError(f"field {name!r} has {found}; fields are numpy arrays [rows] or [rows, tokens]")
+        rows = self.rows
+        for name, array in self.fields.items():
+            if len(array) != rows:
+                raise DataError(f"field {name!r} has {len(array)} rows, but 'lengths' has {rows}")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, including padding rows."""
+        return len(self.fields["lengths"])
+
+    @property
+    def tokens(self) -> int:
+        """Width of the token fields; 0 if there are none."""
+        return max((array.shape[1] for array in self.fields.values() if array.ndim == 2), default=0)
+
+    def __getitem__(self, name: str) -> Array:
+        return self.fields[name]
+
+    def select(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> Batch:
+        """Returns the rows at the given positions, in that order."""
+        index = np.asarray(rows, dtype=np.intp)
+        return Batch({name: array[index] for name, array in self.fields.items()}, self.scalars)
+
+    def share(self, index: int, count: int) -> Batch:
+        """Returns the rows of shard `index`, if the batch holds equally many rows of `count` shards, one after the other."""
+        rows = self.rows // count
+        mine = slice(index * rows, (index + 1) * rows)
+        return Batch({name: array[mine] for name, array in self.fields.items()}, self.scalars)
+
+    def with_fields(self, **fields: Array) -> Batch:
+        """Returns this batch with fields added or replaced."""
+        return Batch({**self.fields, **fields}, self.scalars)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a scalar as a float. Raises DataError if it is not a number, or missing without a default."""
+        value = self.scalars.get(name, default)
+        if not isinstance(value, int | float | np.number):
+            raise DataError(f"the scalar {name!r} of a batch is {value!r}; expected a number")
+        return float(value)
+
+    def with_scalars(self, **scalars: Scalar) -> Batch:
+        """Returns this batch with scalars added or replaced."""
+        return Batch(self.fields, {**self.scalars, **scalars})
+
+    def pad(self, bucket: Bucket) -> Batch:
+        """Returns the batch padded with zeros to the bucket's shape. Raises DataError if it does not fit."""
+        longest = int(self["lengths"].max(initial=0))
+        if self.rows > bucket.sequences or longest > bucket.tokens:
+            raise DataError(f"a batch of {self.rows} rows, the longest of {longest} tokens, does not fit bucket {bucket}")
+        return Batch({name: pad_rows(array, [self.rows], bucket) for name, array in self.fields.items()}, self.scalars)
+
+
+def pad_rows(array: Array, counts: Sequence[int], bucket: Bucket) -> Array:
+    """Returns a copy of the rows of several shards, each shard's padded to `bucket`.
+
+    `array` is `[rows]` or `[rows, tokens]`, one shard's rows after the other's; `counts` are the rows of each shard. Columns
+    beyond the bucket's width are cut.
+    """
+    wide = [bucket.tokens] if array.ndim == 2 else []
+    padded, start = np.zeros((len(counts), bucket.sequences, *wide), array.dtype), 0
+    for shard, count in enumerate(counts):
+        rows = array[start : start + count]
+        part = rows[:, : bucket.tokens] if wide else rows
+        place: tuple[int | slice, ...] = (shard, *map(slice, part.shape))
+        padded[place] = part
+        start += count
+    return padded.reshape(len(counts) * bucket.sequences, *wide)
+
+
+FieldTypes = Mapping[str, tuple[np.dtype[Any], int]]
+"""The dtype and the number of dimensions of each field."""
+
+
+def field_types(spec: InputSpec) -> FieldTypes:
+    """Returns the type of every field, always including `lengths`. Raises GraphError for an unknown dtype."""
+    spec = {"lengths": Field("int64", "row"), **spec}
+    return {name: (_dtype(name, item), 1 if item.extent == "row" else 2) for name, item in spec.items()}
+
+
+def _dtype(name: str, item: Field) -> np.dtype[Any]:
+    try:
+        return np.dtype(item.dtype)
+    except TypeError as error:
+        raise GraphError(
+            f"the field {name!r} of a phase's inputs has the dtype {item.dtype!r}, which numpy does not have; use one of "
+            "numpy's, such as int64 or float32, or uint8 for the bytes of another"
+        ) from error
+
+
+def check_batch(phase: str, value: object, expected: FieldTypes) -> Batch:
+    """Returns `value` if it is a batch of exactly the `expected` fields. Raises DataError otherwise."""
+    if not isinstance(value, Batch):
+        raise DataError(
+            f"phase {phase!r} takes a batch of {_types_text(expected)}; it was given a {type(value).__name__}. Make a "
+            "dagrl.Batch of the arrays"
+        )
+    found = {name: (array.dtype, array.ndim) for name, array in value.fields.items()}
+    if found != expected:
+        missing = {name: item for name, item in expected.items() if found.get(name) != item}
+        others = {name: item for name, item in found.items() if expected.get(name) != item}
+        raise DataError(
+            f"phase {phase!r} was given a batch without {_types_text(missing)} and with {_types_text(others)}. Convert, add "
+            "or remove these arrays, or correct the phase's `inputs`"
+        )
+    return value
+
+
+def longest_row(phase: str, batch: Batch) -> int:
+    """Returns the tokens of the longest row, 1 for a batch without rows. Raises DataError if `lengths` exceed a field."""
+    lengths = batch["lengths"].tolist()
+    longest = max(lengths, default=1)
+    if lengths and (
+        min(lengths) < 0 or any([array.shape[-1] < longest for array in batch.fields.values() if array.ndim == 2])
+    ):
+        widths = {name: array.shape[1] for name, array in batch.fields.items() if array.ndim == 2}
+        raise DataError(
+            f"phase {phase!r} was given `lengths` from {min(lengths)} to {longest}, but its fields hold this many tokens: "
+            f"{widths}. `lengths` must be the tokens of each row without padding"
+        )
+    return longest
+
+
+def _types_text(types: FieldTypes) -> str:
+    texts = [f"{name} {dtype} [rows{', tokens' * (dimensions - 1)}]" for name, (dtype, dimensions) in types.items()]
+    return ", ".join(texts) or "any other"
+
+
+def empty_batch(
+    spec: InputSpec, bucket: Bucket, scalars: Mapping[str, Scalar] | None = None, token_ids: int | None = None
+) -> Batch:
+    """Returns a batch of `bucket`'s shape for warm-up: every row full, all values 1.
+
+    With `token_ids`, the field `tokens` is drawn from that many ids, always the same. A mixture of experts would send equal
+    tokens to the same few experts, whose workers would then need more memory than they ever do in training.
+    """
+    fields = {
+        name: np.ones((bucket.sequences,) if item.extent == "row" else (bucket.sequences, bucket.tokens), item.dtype)
+        for name, item in spec.items()
+    }
+    fields["lengths"] = np.full(bucket.sequences, bucket.tokens, field_types(spec)["lengths"][0])
+    if token_ids is not None and "tokens" in fields:
+        shape = fields["tokens"].shape
+        fields["tokens"] = np.random.default_rng(0).integers(token_ids, size=shape).astype(spec["tokens"].dtype)
+    return Batch(fields, dict(scalars or {}))
+
+
+def choose_bucket(buckets: Sequence[Bucket], rows: int, tokens: int) -> Bucket:
+    """Returns the smallest bucket (by area) that holds `rows` rows of `tokens` tokens. Raises ConfigError if none does."""
+    fitting = [bucket for bucket in buckets if bucket.sequences >= rows and bucket.tokens >= tokens]
+    if not fitting:
+        raise ConfigError(
+            f"no bucket holds {rows} rows of {tokens} tokens on one shard; the largest is {max(buckets, key=_area)}. "
+            "Add a larger one (policy.sequence_buckets, or Scheduler.add(..., buckets=...)), or shorten the data"
+        )
+    return min(fitting, key=_area) if len(fitting) > 1 else fitting[0]
+
+
+def _area(bucket: Bucket) -> tuple[int, int]:
+    return bucket.sequences * bucket.tokens, bucket.tokens
+
+
+def padding_share(lengths: npt.NDArray[np.int64], bucket: Bucket, shards: int) -> float:
+    """Returns the share of the replayed tokens that are padding, 0 to 1."""
+    return 1.0 - float(lengths.sum()) / (bucket.sequences * bucket.tokens * shards)

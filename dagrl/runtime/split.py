@@ -1,0 +1,97 @@
+"""Splits the rows of a batch over the data-parallel shards, and joins the shards' results."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.errors import DataError, RunError
+from dagrl.runtime.shapes import Array, Batch, Bucket, pad_rows
+
+
+def split_rows(lengths: npt.NDArray[np.int64], shards: int) -> list[npt.NDArray[np.intp]]:
+    """Returns the row positions of each shard: equal counts (within one), balanced tokens, in input order.
+
+    Deals rows longest first, each to the shard with the fewest tokens among those that still have room.
+    """
+    if shards == 1:
+        return [np.arange(len(lengths))]
+    if len(lengths) == shards:  # one row each; takes a tenth of the time of the loop below
+        return list(np.argsort(-lengths, kind="stable").reshape(shards, 1))
+    room = [len(lengths) // shards + (shard < len(lengths) % shards) for shard in range(shards)]
+    taken: list[list[int]] = [[] for _ in range(shards)]
+    open_shards = [(0, shard) for shard in range(shards) if room[shard]]  # a heap of (tokens, shard)
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        tokens, shard = open_shards[0]
+        taken[shard].append(row)
+        if len(taken[shard]) < room[shard]:
+            heapq.heapreplace(open_shards, (tokens + int(lengths[row]), shard))
+        else:
+            heapq.heappop(open_shards)
+    return [np.array(sorted(rows), dtype=np.intp) for rows in taken]
+
+
+def check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, count: int) -> None:
+    """Raises RunError unless `rows` deals each of `count` rows to exactly one shard."""
+    if len(rows) != shards:
+        raise RunError(f"phase {phase!r} runs on {shards} shards, but `rows` has {len(rows)} arrays; give one per shard")
+    if not np.array_equal(np.sort(np.concatenate(rows)), np.arange(count)):
+        raise RunError(f"phase {phase!r}: `rows` must hold each row position from 0 to {count - 1} exactly once")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the rows of a batch were distributed: the rows of each shard, the bucket, and the width of the batch's tokens."""
+
+    rows: tuple[npt.NDArray[np.intp], ...]
+    bucket: Bucket
+    tokens: int
+
+    def share(self, batch: Batch, shards: Sequence[int]) -> Batch:
+        """Returns the rows of some shards of `batch`, one shard after the other, each shard's padded to the bucket.
+
+        Returns views if the batch's rows are in that order already.
+        """
+        parts = [self.rows[shard] for shard in shards]
+        order = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        numbers = order.tolist()
+        first, end = (numbers[0], numbers[0] + len(numbers)) if numbers else (0, 0)
+        dealt = slice(first, end) if numbers == list(range(first, end)) else order
+        return Batch({name: self._field(array, parts, dealt) for name, array in batch.fields.items()}, batch.scalars)
+
+    def _field(self, array: Array, parts: Sequence[npt.NDArray[np.intp]], order: slice | npt.NDArray[np.intp]) -> Array:
+        """Returns one field, `[rows]` or `[rows, tokens]`. `parts` are the rows of each shard, `order` all of them."""
+        wide = [self.bucket.tokens] if array.ndim == 2 else []
+        kept = array[:, : self.bucket.tokens] if wide else array
+        dealt = kept[order] if isinstance(order, slice) else kept.take(order, axis=0)  # copies whole rows, unlike indexing
+        if list(dealt.shape) == [len(parts) * self.bucket.sequences, *wide]:
+            return dealt
+        return pad_rows(dealt, list(map(len, parts)), self.bucket)
+
+    def restore(self, shards: Sequence[Batch]) -> Batch:
+        """Joins each shard's batch into one, in the order of the input's rows, without padding. Raises DataError."""
+        for shard in shards:
+            self._check_result(shard, shards[0])
+        order = np.argsort(np.concatenate(self.rows), kind="stable")
+        fields = {}
+        for name in shards[0].fields:
+            kept = [shard[name][: len(rows)] for shard, rows in zip(shards, self.rows, strict=True)]
+            joined = np.concatenate(kept)[order]
+            fields[name] = joined[:, : self.tokens] if joined.ndim == 2 else joined
+        return Batch(fields, shards[0].scalars)
+
+    def _check_result(self, shard: Batch, first: Batch) -> None:
+        """Raises DataError if a shard's batch does not have the bucket's shape, or not the fields of `first`."""
+        if shard.fields.keys() != first.fields.keys():
+            raise DataError(f"one shard returned the fields {sorted(first.fields)}, another {sorted(shard.fields)}")
+        narrow, wide = (self.bucket.sequences,), (self.bucket.sequences, self.bucket.tokens)
+        for name, array in shard.fields.items():
+            if array.shape not in (narrow, wide):
+                raise DataError(
+                    f"field {name!r} has the shape {list(array.shape)}, but the workers were given bucket {self.bucket}. "
+                    f"Return {list(narrow)} or {list(wide)}: one row per input row, including padding"
+                )

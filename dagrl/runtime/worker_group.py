@@ -1,0 +1,456 @@
+"""WorkerGroup: the actors of one role in a `ParallelLayout`, created from a class or wrapped around existing actors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dagrl import errors
+from dagrl.errors import DeadlineError, LayoutError, RunError, UserError, WorkerError, WorkerFailure, cause_first, error_text
+from dagrl.runtime.contract import check_worker_class
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
+from dagrl.runtime.graph import SHARED_MEMORY
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Role, group_transports, is_of_async, methods_of, of_async
+from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.worker import WorkerContext
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""How often `while_waiting` is called while workers start."""
+
+GRACE_S = 3.0
+"""How long to wait for other workers' reports after one failed in a plain call, or broke a graph."""
+
+HEALTH = "dagrl_health"
+"""Concurrency group with one thread, on which a worker answers while its other threads are busy."""
+
+
+class GpuBundles:
+    """Whole GPUs reserved from Ray. The workers of equal rank of several groups share one."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        from ray.util.placement_group import placement_group
+
+        self._group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
+        if not self._group.wait(timeout_s):
+            self.release()
+            raise DeadlineError(
+                f"Ray did not have {count} free GPUs within timeouts.start_s = {timeout_s:g} s; use smaller layouts, or wait"
+            )
+
+    def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """The placement of the worker of `rank`."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+
+    def release(self) -> None:
+        """Returns the GPUs to Ray."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker requests from Ray, from `bundles` if given. `graphs`: compiled graphs alive on it at once, at most."""
+
+    num_cpus: float = 0
+    num_gpus: float = 0
+    graphs: int = 12
+    bundles: GpuBundles | None = None
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Options for the actor of `rank`."""
+        return {"name": None} if self.bundles is None else {"name": None, "scheduling_strategy": self.bundles.of(rank)}
+
+
+@dataclass(frozen=True)
+class WorkerLocation:
+    """The host and process of a worker."""
+
+    host: str
+    pid: int
+    node: str  # Ray's node id
+
+
+class WorkerGroup:
+    """The actors of one role. Made by `create` or `from_actors`. Call `shutdown` on a created group."""
+
+    def __init__(
+        self,
+        role: Role,
+        actors: Sequence[ActorHandle],
+        *,
+        owned: bool,
+        deadline: Deadline,
+        health_group: str | None,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> None:
+        self.role = role
+        self.layout = role.layout
+        self.actors = tuple(actors)
+        self._owned = owned
+        self._deadline = deadline
+        self._health_group = health_group
+        self._while_waiting = while_waiting
+        self._start: Callable[[int], ActorHandle] | None = None  # of a group that `create` made
+        self.locations: tuple[WorkerLocation, ...] = ()
+        self._late_runs: list[tuple[Any, ...]] = [()] * len(self.actors)
+        self._install(range(len(self.actors)), deadline)
+
+    @classmethod
+    def create(
+        cls,
+        role: str,
+        worker_class: type,
+        layout: ParallelLayout,
+        config: object,
+        *,
+        protocols: Sequence[type] = (),
+        resources: Resources | None = None,
+        seed: int = 0,
+        start_timeout_s: float = 180.0,
+        collective_timeout_s: float = 60.0,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> WorkerGroup:
+        """Start one actor per rank, construct `worker_class(context, config)` in each, and set all of them up at once.
+
+        The class must fit `protocols` (see `contract.py`). `while_waiting` is called repeatedly until all are set up, and
+        may raise to give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
+        constructor or `setup` raised, with its rank; DeadlineError after the deadline. Leaves nothing running if it raises.
+        """
+        check_worker_class(worker_class, protocols)
+        resources = resources or Resources()
+        environment = worker_class.environment(config) if hasattr(worker_class, "environment") else {}
+        actor_class = ray.remote(
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+            max_restarts=0,
+            concurrency_groups={"_ray_system": resources.graphs, HEALTH: 1},
+            runtime_env={"env_vars": environment},
+        )(worker_class)
+
+        def start(rank: int) -> ActorHandle:
+            context = WorkerContext(role, rank, layout, seed, collective_timeout_s)
+            return actor_class.options(**resources.options(rank)).remote(context, config)
+
+        actors = [start(rank) for rank in range(layout.world_size)]
+        traced = Role(role, layout, methods_of(worker_class), group_transports(resources.num_gpus))
+        try:
+            group = cls(
+                traced,
+                actors,
+                owned=True,
+                deadline=Deadline(start_timeout_s, "timeouts.start_s"),
+                health_group=HEALTH,
+                while_waiting=while_waiting,
+            )
+            group._start = start
+            group.setup()
+            group._while_waiting = None
+        except BaseException:
+            for actor in actors:
+                ray.kill(actor)
+            raise
+        return group
+
+    @classmethod
+    def from_actors(
+        cls,
+        handles: Sequence[ActorHandle],
+        layout: ParallelLayout,
+        role: str = "train",
+        *,
+        transports: frozenset[str] = frozenset({SHARED_MEMORY}),
+        call_timeout_s: float = 60.0,
+        health_group: str | None = None,
+    ) -> WorkerGroup:
+        """A group around existing actors, in the layout's rank order. It never sets them up or kills them.
+
+        Several phases can be compiled on the actors if they were made with `concurrency_groups={"_ray_system": n}` for n
+        phases, and if their class has no `async` methods; such methods cannot be nodes. Nodes of one actor run one at a
+        time, however many threads (`max_concurrency`) it has. `health_group` names another of their concurrency groups,
+        which nothing else uses. Without it, the actors report what they run, and abort their collectives after a peer's
+        failure, only while their main thread is free. An actor belongs to one group at a time.
+        """
+        if len(handles) != layout.world_size:
+            raise LayoutError(
+                f"layout {layout.describe()} has {layout.world_size} workers, but {len(handles)} actors were given"
+            )
+        rank_of: dict[object, int] = {}
+        for rank, actor in enumerate(handles):
+            if (other := rank_of.setdefault(actor._actor_id, rank)) != rank:
+                raise LayoutError(f"ranks {other} and {rank} of role {role!r} are the same actor; give each rank its own")
+        signatures = handles[0]._ray_method_signatures
+        methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("_")}
+        traced = Role(role, layout, methods, transports)
+        deadline = Deadline(call_timeout_s, "call_timeout_s")
+        group = cls(traced, handles, owned=False, deadline=deadline, health_group=health_group)
+        known = {name: of_async(methods[name]) for name in group.call_function(_async_methods)[0] if name in methods}
+        group.role = dataclasses.replace(traced, methods=methods | known)
+        return group
+
+    def replace_workers(self, ranks: Sequence[int], timeout_s: float = 180.0) -> None:
+        """Starts the workers of `ranks` again in new actors, killing the old ones, and sets all workers up again.
+
+        Call `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a
+        group around existing actors: make new actors, and give `Scheduler.replace_group` a group of them and the others.
+        """
+        if self._start is None:
+            raise RunError(
+                f"the {self.role.name} group did not create its workers and cannot start them again; make a group of new "
+                "actors and the remaining ones, WorkerGroup.from_actors(...), and call Scheduler.replace_group with it"
+            )
+        deadline = Deadline(timeout_s, "timeout_s of replace_workers")
+        self.kill(ranks)
+        actors = list(self.actors)
+        for rank in ranks:
+            actors[rank] = self._start(rank)
+            self._late_runs[rank] = ()
+        self.actors = tuple(actors)
+        self._install(ranks, deadline)
+        self.setup()
+
+    def _install(self, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Prepares new workers for graphs, and finds out where they run."""
+        installs = [
+            actor.__ray_call__.remote(install, self.role.name, rank, str(self.layout.coordinates(rank)))
+            if rank in ranks
+            else actor.__ray_call__.remote(where)
+            for rank, actor in enumerate(self.actors)
+        ]
+        self.wait(installs, deadline, "start")
+        self.locations = tuple(WorkerLocation(*place) for place in self.call_function(where))
+
+    def setup(self) -> None:
+        """Calls `setup(address)` on every worker at once, if the class has it. Also rejoins a group after `abort`."""
+        if "setup" not in self.role.methods:
+            return
+        self.call("setup", self.call_function(free_address)[0])
+
+    def call(self, method: str, *args: object, deadline: Deadline | None = None) -> list[Any]:
+        """Calls `method(*args)` on every worker and returns the results in rank order."""
+        return self.call_each(method, [args] * len(self.actors), deadline=deadline)
+
+    def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, deadline: Deadline | None = None) -> list[Any]:
+        """Calls `method` on every worker, with its own arguments for each rank."""
+        return call_together([(self, method, args)], deadline=deadline or self._deadline)[0]
+
+    def call_function(self, function: Callable[..., Any], *args: object, deadline: Deadline | None = None) -> list[Any]:
+        """Calls `function(worker, *args)` in every worker's process and returns the results in rank order."""
+        refs = [actor.__ray_call__.remote(function, *args) for actor in self.actors]
+        return self.wait(refs, deadline or self._deadline, function.__name__)
+
+    def drain_runs(self, timeout_s: float = 2.0) -> list[list[NodeRun]]:
+        """Returns what each worker ran since the last call, for the trace; nothing for a dead worker.
+
+        The answer of a worker that is late comes with the next call.
+        """
+        asked = [(*late, self._health(actor, drain_runs)) for late, actor in zip(self._late_runs, self.actors, strict=True)]
+        refs = [ref for of_rank in asked for ref in of_rank]
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0])
+        self._late_runs = [tuple(ref for ref in of_rank if ref not in ready) for of_rank in asked]
+        return [self._drained(rank, [ref for ref in of_rank if ref in ready]) for rank, of_rank in enumerate(asked)]
+
+    def _drained(self, rank: int, answers: Sequence[Any]) -> list[NodeRun]:
+        try:
+            return [run for runs in ray.get(answers) for run in runs]
+        except ray.exceptions.RayActorError:
+            logger.debug("%s worker %d died; its part of the trace is lost", self.role.name, rank)
+            return []
+
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
+        """Sets the next ticket of each worker."""
+        refs = [self._health(actor, reset_tickets, ticket) for actor, ticket in zip(self.actors, tickets, strict=True)]
+        self.wait(refs, deadline, "reset_tickets")
+
+    def pass_tickets(self, tickets: Sequence[int]) -> None:
+        """Makes runs that wait for a turn before these tickets give up. Does not wait for an answer."""
+        for actor, ticket in zip(self.actors, tickets, strict=True):
+            self._health(actor, reset_tickets, ticket)
+
+    def reports(self, timeout_s: float) -> dict[int, Report]:
+        """Returns what the worker of each rank runs."""
+        refs = {self._health(actor, report): rank for rank, actor in enumerate(self.actors)}
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
+        reports = dict.fromkeys(refs.values(), NO_ANSWER)
+        for ref in ready:
+            try:
+                reports[refs[ref]] = ray.get(ref)
+            except ray.exceptions.RayActorError:
+                reports[refs[ref]] = DIED
+        return reports
+
+    def rank_of_actor(self, actor_id: str) -> int | None:
+        """Returns the rank of an actor by its id in hex, or None if it is not in this group."""
+        return next((rank for rank, actor in enumerate(self.actors) if actor._actor_id.hex() == actor_id), None)
+
+    def failure(self, rank: int, kind: str, node: str, message: str, traceback: str = "") -> WorkerFailure:
+        """A failure of the worker of `rank`, outside any phase."""
+        place = self.locations[rank] if self.locations else WorkerLocation("", 0, "")
+        coordinates = str(self.layout.coordinates(rank))
+        return WorkerFailure(
+            self.role.name, rank, coordinates, place.host, place.pid, "", 0, node, kind, message, traceback, time.time_ns()
+        )
+
+    def abort(self, ranks: Sequence[int]) -> None:
+        """Makes workers abort their collectives. Does not wait for them."""
+        for rank in ranks:
+            self._health(self.actors[rank], _abort)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kills workers that do not end by themselves, if this group created them."""
+        for rank in ranks if self.owned else ():
+            ray.kill(self.actors[rank])
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Ends the workers that this group created: calls their `shutdown()` within the deadline, then kills their
+        processes.
+        """
+        shutdown_groups([self], timeout_s)
+
+    @property
+    def owned(self) -> bool:
+        """Whether the group created its workers, and may end them."""
+        return self._owned
+
+    def _health(self, actor: ActorHandle, function: Any, *args: object) -> Any:
+        call = actor.__ray_call__
+        return (call.options(concurrency_group=self._health_group) if self._health_group else call).remote(function, *args)
+
+    def wait(self, refs: Sequence[Any], deadline: Deadline, doing: str) -> list[Any]:
+        """Returns the results of one call per rank. Raises the first error, with its rank, as soon as one fails;
+        DeadlineError if late.
+        """
+        return _gather([(self, doing, refs)], deadline, self._while_waiting)[0]
+
+
+Groups = Mapping[str, WorkerGroup]
+"""Worker groups by role."""
+
+
+def call_together(
+    calls: Sequence[tuple[WorkerGroup, str, Sequence[tuple[object, ...]]]], *, deadline: Deadline
+) -> list[list[Any]]:
+    """Calls methods on several groups at once: `(group, method, one tuple of arguments per rank)`.
+
+    For methods that wait for each other across groups. Returns results in the order of the calls, then of the ranks.
+    """
+    started = [
+        (group, method, [getattr(actor, method).remote(*mine) for actor, mine in zip(group.actors, args, strict=True)])
+        for group, method, args in calls
+    ]
+    return _gather(started, deadline)
+
+
+def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
+    """Calls `WorkerGroup.shutdown` on several groups at once."""
+    mine = [group for group in groups if group.owned]
+    ending = [group for group in mine if "shutdown" in group.role.methods]
+    refs = [actor.shutdown.remote() for group in ending for actor in group.actors]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    for group in mine:
+        group.kill(range(len(group.actors)))
+
+
+def _gather(
+    calls: Sequence[tuple[WorkerGroup, str, Sequence[Any]]],
+    deadline: Deadline,
+    while_waiting: Callable[[], None] | None = None,
+) -> list[list[Any]]:
+    callers = {ref: (group, rank, doing) for group, doing, refs in calls for rank, ref in enumerate(refs)}
+    until = time.monotonic() + deadline.seconds
+    waiting = list(callers)
+    results: dict[Any, Any] = {}
+    failures: list[WorkerFailure] = []
+    while waiting:
+        left = max(0.0, until - time.monotonic())
+        ready, waiting = ray.wait(waiting, timeout=min(left, POLL_S) if while_waiting else left)
+        if while_waiting:
+            while_waiting()
+        for ref in ready:
+            result = _result(ref, *callers[ref])
+            if isinstance(result, WorkerFailure):
+                failures.append(result)
+                until = min(until, time.monotonic() + GRACE_S)
+            else:
+                results[ref] = result
+        if not ready and time.monotonic() >= until:
+            break
+    if failures:
+        raise WorkerError(cause_first(failures))
+    if waiting:
+        late = [callers[ref] for ref in waiting]
+        names = [group.failure(rank, "hung", doing, deadline.missed).describe() for group, rank, doing in late]
+        raise DeadlineError("\n".join(names) + f"; raise {deadline.key} if it is slow")
+    return [[results[ref] for ref in refs] for _, _, refs in calls]
+
+
+def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
+    """Returns the worker's result, or its failure. Raises UserErrors unchanged."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as failed:
+        if isinstance(failed.cause, UserError):
+            raise failed.cause from None
+        return group.failure(rank, "raised", doing, error_text(failed.cause), str(failed))
+    except ray.exceptions.RayActorError as died:
+        if died.actor_init_failed:
+            return group.failure(rank, "raised", doing, *_raised_in_constructor(died))
+        return group.failure(rank, "died", doing, first_line(died))
+    except ray.exceptions.RayError as unread:  # its result or error cannot be unpickled here
+        return group.failure(rank, "raised", doing, f"its result cannot be read: {first_line(unread)}", str(unread))
+
+
+def _raised_in_constructor(died: ray.exceptions.RayActorError) -> tuple[str, str]:
+    """Returns what a worker's constructor raised, and its traceback. Raises UserErrors unchanged.
+
+    For an error while an actor is created, Ray keeps only coloured text.
+    """
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(died)).strip()
+    raised = re.split(r'^  File ".*\n(?:    .*\n)*', text, flags=re.MULTILINE)[-1]  # the text after the last frame
+    name, _, message = raised.partition(": ")
+    kind = getattr(errors, name.removeprefix(f"{errors.__name__}."), None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        raise kind(message)
+    return raised, text
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error of Ray's, without Ray's advice."""
+    return str(error).strip().splitlines()[0]
+
+
+def _abort(worker: object) -> None:
+    """Runs in the worker."""
+    abort = getattr(worker, "abort", None)
+    if abort is not None:
+        abort()
+
+
+def _async_methods(worker: object) -> list[str]:
+    """The names of the worker's `async` methods, which actor handles do not tell. Runs in the worker."""
+    return [name for name, signature in methods_of(type(worker)).items() if is_of_async(signature)]
+
+
+def free_address(worker: object) -> str:
+    """Returns `host:port` on the worker's host, with a port reserved for a rendezvous. Runs in the worker."""
+    return f"{ray.util.get_node_ip_address()}:{reserve_port()}"
+
+
+def _signature(flat: Sequence[Any]) -> Any:
+    import inspect
+
+    return inspect.Signature([parameter for parameter in flat if parameter.name != "self"])

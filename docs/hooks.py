@@ -1,0 +1,141 @@
+"""Hooks of the documentation site: the configuration reference, and files of the repository that pages link to.
+
+The reference is generated from the configuration's JSON schema, so it has every key. A page may link to any file of the
+repository by its relative path; the site has a copy of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from dagrl.config import Config
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+CONSTRAINTS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+Schema = dict[str, Any]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the generated reference, and the linked files from outside `docs/`."""
+    files.append(File.generated(config, "reference/configuration.md", content=configuration_reference()))
+    for page in files.documentation_pages():
+        if page.generated_by is not None:
+            continue
+        for target in outside_links(Path(page.abs_src_path or ""), page.content_string):
+            uri = site_path(target)
+            if target.is_file() and files.get_file_from_path(uri) is None:
+                files.append(File.generated(config, uri, abs_src_path=str(target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points links that leave `docs/` at the site's copies."""
+    source = page.file.abs_src_path
+    if page.file.generated_by is not None or source is None:
+        return markdown
+    up = "../" * page.file.src_uri.count("/")
+
+    def copied(link: re.Match[str]) -> str:
+        target = (Path(source).parent / link[1]).resolve()
+        return link[0] if target.is_relative_to(ROOT / "docs") else f"]({up}{site_path(target)})"
+
+    return LINK.sub(copied, markdown)
+
+
+def outside_links(page: Path, markdown: str) -> Iterator[Path]:
+    """Yields the files outside `docs/` that a page links to."""
+    for link in LINK.finditer(markdown):
+        target = (page.parent / link[1]).resolve()
+        if not target.is_relative_to(ROOT / "docs"):
+            yield target
+
+
+def site_path(target: Path) -> str:
+    """Where the site has a file of the repository; Markdown is shown as text, so that its own links stay unread."""
+    path = f"files/{target.relative_to(ROOT)}"
+    return f"{path}.txt" if path.endswith(".md") else path
+
+
+def configuration_reference() -> str:
+    """Returns the page of all configuration keys: a table per section."""
+    schema = Config.model_json_schema()
+    lines = [
+        "# Configuration",
+        "",
+        "Every key of a run's YAML file, by section. `a.b=c` on the command line overrides `b` of section `a`.",
+        "`dagrl config CONFIG` prints a resolved configuration, `dagrl config --schema` this page as JSON schema.",
+        "Keys without a default are required.",
+    ]
+    lines += section_lines("", schema, schema["$defs"])
+    return "\n".join(lines) + "\n"
+
+
+def section_lines(name: str, section: Schema, sections: dict[str, Schema]) -> Iterator[str]:
+    """Yields the Markdown of a section and then of the sections below it."""
+    if name:
+        yield from ("", f"## `{name}`", "", section.get("description", "").replace("\n", " "))
+    below: dict[str, Schema] = {}
+    rows = []
+    for key, field in section["properties"].items():
+        path = f"{name}.{key}" if name else key
+        child = section_of(field, sections)
+        if child is None:
+            default = default_of(field, key in section.get("required", ()))
+            rows.append(f"| `{key}` | {type_of(field)} | {default} | {meaning(field)} |")
+        else:
+            below[path] = child
+            if "properties" in child:
+                kind = "section, or null" if "anyOf" in field else "section"
+                link = f"[`{key}`](#{path.replace('.', '')})"
+                rows.append(f"| {link} | {kind} | | {meaning(field) or meaning(child)} |")
+    yield from ("", "| key | type | default | meaning |", "|---|---|---|---|", *rows)
+    for path, child in below.items():
+        yield from section_lines(path, child, sections)
+
+
+def section_of(field: Schema, sections: dict[str, Schema]) -> Schema | None:
+    """The section that a field holds, or None if it holds a value."""
+    for option in (field, *field.get("anyOf", ())):
+        found = sections.get(option.get("$ref", "").rpartition("/")[2])
+        if found is not None and "properties" in found:
+            return found
+    return None
+
+
+def type_of(field: Schema) -> str:
+    """A field's type in words, with its bounds."""
+    if "anyOf" in field:
+        return ", or ".join(type_of(option) for option in field["anyOf"])
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "$ref" in field:
+        return "any value"
+    if field["type"] == "array":
+        return f"list of {type_of(field['items'])}"
+    if field["type"] == "object":
+        values = field.get("additionalProperties", {})
+        return f"mapping to {type_of(values)}" if isinstance(values, dict) and values else "mapping"
+    bounds = " and ".join(f"{sign} {field[bound]}" for bound, sign in CONSTRAINTS.items() if bound in field)
+    return f"{field['type']} {bounds}".strip()
+
+
+def default_of(field: Schema, required: bool) -> str:
+    """A field's default as YAML, or nothing if it is required."""
+    return "" if required else f"`{json.dumps(field.get('default'))}`"
+
+
+def meaning(field: Schema) -> str:
+    """A field's description in one table cell."""
+    return " ".join(field.get("description", "").split()).replace("|", "\\|")

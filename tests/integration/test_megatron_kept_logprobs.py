@@ -1,0 +1,84 @@
+"""A step on log-probabilities that stayed with the workers equals, bit for bit, the step that is given them in its batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import GrpoConfig, LossConfig
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
+from tests.integration.test_megatron_accumulation import gradients_of
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, shard_batches, train
+
+LOSS = LossConfig(reference_policy_kl_penalty=0.1)
+CASES: dict[str, tuple[ParallelLayout, dict[str, Any]]] = {
+    "dp2pp2": (ParallelLayout(dp=2, pp=2), {}),
+    "tp2cp2-packed": (ParallelLayout(tp=2, cp=2), PACKED),
+}
+
+
+def keep(group: Group, batch: Batch, model: str, *, exchanged: bool = False) -> None:
+    """On the shards that train on the rows, or with `exchanged` on the others."""
+    shards = shard_batches(batch, group.layout)[:: -1 if exchanged else 1]
+    ranks = range(group.layout.world_size)
+    group.call("keep_logprobs", per_rank=[(shards[group.layout.coordinates(rank).dp], model) for rank in ranks])
+
+
+def identified(batch: Batch) -> Batch:
+    """The batch as the loops send it: row ids instead of columns."""
+    fields = {name: array for name, array in batch.fields.items() if name not in ("prev_logprobs", "reference_logprobs")}
+    ids = 100 + np.arange(batch.rows)
+    return Batch({**fields, "row_ids": ids}, {**batch.scalars, "step": 7})
+
+
+@pytest.mark.parametrize(("layout", "packed"), CASES.values(), ids=CASES)
+def test_losses_and_gradients_are_equal(
+    layout: ParallelLayout, packed: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED, **packed)
+    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)
+    with megatron_pool.group(layout, config.model_copy(update={"loss_fn": LOSS})) as group:
+        group.call("snapshot_reference")
+        policy = logprobs(group, batch)
+        columns = {
+            "prev_logprobs": policy["logprobs"],
+            "reference_logprobs": logprobs(group, batch, "reference")["logprobs"],
+        }
+        mask = batch["loss_mask"]
+        given = batch.with_fields(**{name: column * mask for name, column in columns.items()})
+        expected = train(group, given, "grpo"), gradients_of(group)
+        for model in ("policy", "reference"):
+            keep(group, identified(batch), model)
+        found = train(group, identified(batch), "grpo"), gradients_of(group)
+    entropy = found[0].pop("policy/entropy")
+    assert entropy == pytest.approx(float((policy["entropy"] * mask).sum() / mask.sum()), rel=1e-6)
+    assert found[0] == expected[0] and expected[0]["grad_norm"] > 0.01
+    for name, gradient in expected[1].items():
+        np.testing.assert_array_equal(found[1][name], gradient, err_msg=name)
+
+
+def test_a_row_may_train_on_another_shard_where_chunks_come_early(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """With `grpo.overlap_logprobs` alone: otherwise the rows that are missing are an error."""
+    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED).model_copy(update={"loss_fn": LOSS})
+    batch = identified(reference.make_batch(grpo=True).with_scalars(lr=0.0))
+    layout, found = ParallelLayout(dp=2), {}
+    for early in (False, True):
+        grpo = GrpoConfig(overlap_logprobs=early)
+        with megatron_pool.group(layout, config.model_copy(update={"grpo": grpo})) as group:
+            group.call("snapshot_reference")
+            for model in ("policy", "reference"):
+                keep(group, batch, model, exchanged=early)
+            found[early] = train(group, batch, "grpo")
+            if not early:
+                keep(group, batch.with_scalars(step=8), "policy", exchanged=True)
+                with pytest.raises(WorkerError, match="rows whose prev_logprobs this worker does not hold"):
+                    train(group, batch.with_scalars(step=8), "grpo")
+    assert found[True] == found[False]

@@ -1,0 +1,141 @@
+"""The wheel: its one top-level name, and a run from it in a directory whose own packages have the names of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.integration.main_job import ROOT
+
+SOURCES = ("dagrl", "graphs", "workers", "bench", "examples", "pyproject.toml", "README.md", "LICENSE")
+
+REWARD = """
+from pathlib import Path
+
+
+def score(prompts, completions, references):
+    with Path("reward_calls").open("a") as file:
+        file.write(f"{len(prompts)}\\n")
+    return [completion.count("1") / 4 for completion in completions]  # differs between samples of an untrained model
+"""
+
+WORKER = """
+from pathlib import Path
+
+from dagrl.workers.megatron import MegatronWorker
+
+
+class CountingWorker(MegatronWorker):
+    def train_step(self, batch, loss):
+        Path(f"train_step_{self.context.rank}").touch()
+        return super().train_step(batch, loss)
+"""
+
+PHASE = """
+from dagrl import Input, Shard, Value, phase
+from dagrl.graphs.train import GRPO_INPUTS
+
+
+@phase(inputs=GRPO_INPUTS)
+def my_step(train: Shard, batch: Input) -> Value:
+    return train.reduce("merge_metrics", train.map("train_step", batch, loss="grpo"))
+"""
+
+SHORT = ("sft.max_num_steps=4", "grpo.max_num_steps=2", "sft.max_val_samples=32", "grpo.max_val_samples=32")
+OWN = (
+    "reward.function=workers.reward:score",
+    "policy.worker=workers.counting:CountingWorker",
+    "phases.train_step=graphs.mine:my_step",
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this checkout, built from a copy, so that nothing of an earlier build gets in."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    _run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        str(copy),
+        cwd=out,
+    )
+    (built,) = out.glob("dagrl-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of a fresh environment that has the wheel, and sees the packages of this one except for its dagrl."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    # A path in a .pth file is searched, but .pth files in it are not read: an editable dagrl stays unseen.
+    (folder / "lib" / version / "site-packages" / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps")
+    _run(*pip, "--ignore-installed", str(wheel), cwd=folder)
+    return folder / "bin"
+
+
+def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0] for name in names} == {"dagrl", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
+    for folder in ("dagrl", "graphs", "workers", "bench"):
+        below = "dagrl" if folder == "dagrl" else f"dagrl/{folder}"
+        modules = {f"{below}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
+        assert modules - names == set()
+    assert {f"dagrl/examples/{path.name}" for path in (ROOT / "examples").glob("*.yaml")} <= names
+    assert "dagrl/examples/data/arithmetic.jsonl" in names and "dagrl/py.typed" in names
+
+
+def test_the_quickstart_trains_from_the_wheel_with_the_users_own_packages(installed: Path, tmp_path: Path) -> None:
+    """Their `workers` and `graphs` are imported by the driver, the actors and the reward's process, and ours still work."""
+    files = {"workers": {"reward": REWARD, "counting": WORKER}, "graphs": {"mine": PHASE}}
+    for package, modules in files.items():
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        for name, text in modules.items():
+            (tmp_path / package / f"{name}.py").write_text(text)
+    dagrl = str(installed / "dagrl")
+    where = _run(str(installed / "python"), "-c", "import dagrl; print(dagrl.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(installed.parent)
+
+    assert "grpo_quickstart" in _run(dagrl, "examples", cwd=tmp_path)
+    _run(dagrl, "examples", "grpo_quickstart", cwd=tmp_path)
+    _run(dagrl, "train", "grpo_quickstart.yaml", *SHORT, *OWN, cwd=tmp_path)
+
+    lines = [json.loads(line) for line in (tmp_path / "runs/grpo_quickstart/metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "loss" in line]
+    assert len(trained) == 6 and all(line["grad_norm"] > 0 for line in trained)
+    assert sum(map(int, (tmp_path / "reward_calls").read_text().split())) >= 2 * 128
+    assert {path.name for path in tmp_path.glob("train_step_*")} == {"train_step_0", "train_step_1"}
+    assert list((tmp_path / "runs/grpo_quickstart/final_model").glob("*.safetensors"))
+
+
+def _run(*command: str, cwd: Path) -> str:
+    """The output of a command, which sees nothing of this checkout."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

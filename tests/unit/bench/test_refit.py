@@ -1,0 +1,97 @@
+"""The refit benchmark: which cases fit, the groups of a layout, and errors for failed methods and wrong parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dagrl.bench.deadline import BenchDeadline
+from dagrl.bench.refit import check
+from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
+from dagrl.bench.refit_mappings import TABLE, RefitMapping
+from dagrl.bench.refit_plan import configuration
+from dagrl.bench.refit_rank import Rank
+from dagrl.bench.refit_report import report
+from dagrl.bench.refit_resharding import _along
+from dagrl.bench.report import BenchReport
+from dagrl.config import Config
+from dagrl.config.settings import check_settings
+from dagrl.errors import RunError
+from dagrl.run.preflight import check_model, worker_classes
+from dagrl.runtime.layout import ParallelLayout
+
+GOOD = {"name": "4B TP2->TP2", "dtype": "bf16", "method": "dagrl", "median_s": 0.01, "wrong_parameters": 0}
+
+
+def test_good_rows_pass() -> None:
+    check([GOOD, {"name": "4B TP2->TP2", "dtype": "bf16", "note": "built in 1 s"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({**GOOD, "wrong_parameters": 3}, r"1 methods .* failed, see their rows: 4B TP2->TP2 bf16 dagrl"),
+        ({"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"}, "30B fp8 prepare"),
+        ({"error": "2 ranks died"}, "2 ranks died"),
+    ],
+)
+def test_bad_rows_raise(row: dict[str, object], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        check([GOOD, row])
+
+
+def test_a_case_needs_the_gpus_of_both_sides() -> None:
+    wanted = "4B TP2PP2->TP4"
+    chosen, left_out = largest_that_fit(8, 140 << 30, [wanted])
+    assert [(case.name, case.to_megatron) for case in chosen] == [(wanted, False), (f"{wanted} Megatron", True)]
+    assert not left_out
+    chosen, left_out = largest_that_fit(4, 140 << 30, [wanted])
+    assert not chosen
+    assert left_out == dict.fromkeys((f"{wanted} bf16", f"{wanted} Megatron bf16"), "needs 8 GPUs, found 4")
+    assert len({(case.name, case.dtype) for case in CASES}) == len(CASES)
+    chosen, left_out = largest_that_fit(1, 24 << 30, ["4B TP1->TP1"])
+    assert [(case.name, case.dtype, case.ranks) for case in chosen] == [
+        ("4B TP1->TP1 colocated", dtype, 2) for dtype in ("bf16", "fp8")
+    ]
+    assert left_out["4B TP1->TP1 bf16"] == "needs 2 GPUs, found 1"
+    assert "needs 20 GB" in largest_that_fit(1, 16 << 30, ["4B TP1->TP1 colocated"])[1]["4B TP1->TP1 colocated bf16"]
+    assert [case.name for case in trials(["trial TP2PP2"])] == ["trial TP2PP2->TP4 Megatron"]
+
+
+@pytest.mark.parametrize("mapping", TABLE, ids=str)
+def test_every_mapping_can_be_planned(mapping: RefitMapping) -> None:
+    """`dagrl inspect` makes these checks first; it takes models that the train worker does not support."""
+    config = Config.model_validate(configuration(mapping))
+    check_settings(config)
+    check_model(config, mapping.model, worker_classes(config))
+
+
+def test_groups_are_the_ranks_along_an_axis() -> None:
+    layout = ParallelLayout(tp=2, pp=2, dp=2)
+    assert list(_along(layout, "tp")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(_along(layout, "dp")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert list(_along(layout, "pp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_report_lists_left_out_and_failed_cases(tmp_path: Path) -> None:
+    rows = [GOOD, {"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"}]
+    report(rows, "command", {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}).write(tmp_path / "refit.json", rows="cases")
+    found = BenchReport.read(tmp_path / "refit.json")
+    assert found.rows == [GOOD]
+    assert found.left_out == {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}
+    assert found.failed == {"30B fp8 prepare": "rank 1: out of memory"}
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_methods_without_time_are_left_out_on_all_ranks(others: bool) -> None:
+    """Even if this rank alone has enough time."""
+    said: list[dict[str, Any]] = []
+    rank = Rank.__new__(Rank)
+    rank._deadline = BenchDeadline(60.0 if not others else -1.0)
+    rank._say = said.append
+    rank.control = SimpleNamespace(gather=lambda mine: [mine, others])  # type: ignore[assignment]
+    assert rank._is_late(TRIALS[0], "dagrl")
+    assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "dagrl", "left_out": "the time is up"}]

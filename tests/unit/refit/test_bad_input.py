@@ -1,0 +1,261 @@
+"""Errors of a refit that are named before any byte is sent: families, configurations, dtypes, ranks, parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.errors import CheckpointError, ConfigError, RefitPlanError, RunError
+from dagrl.refit import RefitReceiver, RefitSender, plan_refit
+from dagrl.refit.connect import check_configs
+from dagrl.refit.slices import Box, Scales, WeightSlice
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.families.hf_config import model_keys
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.megatron.hf_load import load_hf
+from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm import VllmWorker
+from dagrl.workers.vllm.experts import held_experts
+from dagrl.workers.vllm.quantization import check_form, in_fp8
+from dagrl.workers.vllm.weights import vllm_weight_slices
+from tests.families import FAMILIES
+from tests.unit.refit.memory_channel import MemoryChannel
+from tests.unit.refit.test_plan import held
+from tests.unit.refit.weight_reference import model_config
+
+BOX = ((0, 128), (0, 128))
+
+
+def test_quantized_sources_are_rejected() -> None:
+    quantized = WeightSlice("p", BOX, "t", BOX, "float8_e4m3fn", Scales("s", ((0, 1), (0, 1))))
+    with pytest.raises(
+        RefitPlanError, match=r"'p' is quantized in the sources .*, which a refit cannot send; train in float32"
+    ):
+        plan_refit([[quantized]], [[quantized]], dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", None])
+def test_a_model_type_without_rules_is_named(kind: str | None) -> None:
+    config = model_config(model_type=kind)  # type: ignore[arg-type]
+    message = rf"model_type is {kind!r}, which has no weight layout rules; the known types are llama, .*nemotron_h"
+    for describe in (
+        lambda: megatron_weight_slices(config, ParallelLayout(), 0),
+        lambda: vllm_weight_slices(config, VllmRank()),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            describe()
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("qwen3", "hidden_size", "wide"),
+        ("qwen3", "vocab_size", None),
+        ("deepseek_v3", "kv_lora_rank", None),
+        ("nemotron_h", "ssm_state_size", 1.5),
+        ("nemotron_h", "hybrid_override_pattern", "M*"),
+        ("qwen3_moe", "moe_intermediate_size", True),
+    ],
+)
+def test_a_missing_or_wrong_configuration_key_is_named(family: str, key: str, value: object) -> None:
+    config = {**FAMILIES[family], key: value}
+    with pytest.raises(ConfigError, match=key):
+        megatron_weight_slices(config, ParallelLayout(), 0)
+    with pytest.raises(ConfigError, match=key):
+        vllm_weight_slices(config, VllmRank())
+
+
+def test_different_configurations_name_the_keys() -> None:
+    train = model_keys(FAMILIES["qwen3"])
+    other = {**train, "intermediate_size": 96, "tie_word_embeddings": False}
+    with pytest.raises(
+        RefitPlanError,
+        match=r"train worker 0 and generation worker 1 differ: intermediate_size is 48 and 96; "
+        r"tie_word_embeddings is True and False; give both the same model directory",
+    ):
+        check_configs([train, train], [train, other])
+    with pytest.raises(RefitPlanError, match=r"train worker 0 and train worker 1 differ: hidden_size is 32 and missing"):
+        check_configs([train, {key: value for key, value in train.items() if key != "hidden_size"}], [train])
+    check_configs([train], [dict(train)])
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_theta", 5e5), ("rms_norm_eps", 1e-3), ("num_experts_per_tok", 7)])
+def test_keys_that_change_no_shape_are_compared(key: str, value: float) -> None:
+    config = FAMILIES["qwen3_moe"]
+    with pytest.raises(RefitPlanError, match=f"differ: {key} is .* and {value}; give both"):
+        check_configs([model_keys(config)], [model_keys({**config, key: value})])
+    written = {
+        "_name_or_path": "elsewhere",
+        "torch_dtype": "float32",
+        "transformers_version": "5",
+        "quantization_config": {},
+    }
+    check_configs([model_keys(config)], [model_keys({**config, **written, "sliding_window": None})])
+
+
+def target(dtype: str, scales: bool) -> WeightSlice:
+    return WeightSlice("p", BOX, "t", BOX, dtype, Scales("s", ((0, 1), (0, 1))) if scales else None)
+
+
+@pytest.mark.parametrize(
+    ("sent", "dtype", "scales", "message"),
+    [
+        (
+            "float8_e4m3fn",
+            "bfloat16",
+            False,
+            "'p' is float8_e4m3fn in the sources and cannot become bfloat16 without",
+        ),
+        ("bfloat16", "float8_e4m3fn", False, "cannot become float8_e4m3fn without scales in tensor 't'"),
+        ("int64", "float8_e4m3fn", True, "'p' is int64 in the sources and cannot become float8_e4m3fn"),
+        ("bfloat16", "int32", False, "cannot become int32"),
+        ("float8_e4m3fn", "float8_e4m3fn", True, "'p' is float8_e4m3fn in the sources and cannot"),
+        ("complex64", "", False, "a refit cannot send dtype 'complex64'"),
+    ],
+)
+def test_dtypes_that_cannot_be_cast_are_named(sent: str, dtype: str, scales: bool, message: str) -> None:
+    with pytest.raises(RefitPlanError, match=message):
+        plan_refit([[held(BOX)]], [[target(dtype, scales)]], dtype=sent)
+
+
+@pytest.mark.parametrize(("sent", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "")])
+def test_dtypes_that_can_be_cast(sent: str, dtype: str) -> None:
+    plan_refit([[held(BOX)]], [[target(dtype, False)]], dtype=sent)
+
+
+def test_scales_of_another_dtype_are_rejected_when_bound() -> None:
+    plan = plan_refit([[held(BOX)]], [[target("float8_e4m3fn", True)]], dtype="bfloat16")
+    tensors = {"t": torch.zeros(128, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(1, 1, dtype=torch.bfloat16)}
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    with pytest.raises(RefitPlanError, match=r"the scales 's' of 'p' are torch.bfloat16; expected torch\.float32"):
+        RefitReceiver(plan.for_rank(1), tensors, MemoryChannel(1, 2, queues))
+
+
+def test_an_fp8_source_is_rejected_by_a_plan_that_quantizes() -> None:
+    plan = plan_refit([[held(BOX)]], [[target("float8_e4m3fn", True)]], dtype="bfloat16")
+    tensors = {"t": torch.zeros(128, 128, dtype=torch.float8_e4m3fn)}
+    with pytest.raises(RefitPlanError, match=r"float8_e4m3fn, but the plan was made for float64, float32, bfloat16 or"):
+        RefitSender(plan.for_rank(0), tensors, MemoryChannel(0, 2, {}))
+
+
+def test_a_channel_of_another_size_than_the_plan_is_rejected() -> None:
+    plan = plan_refit([[held(BOX)]], [[held(BOX)]], dtype="float32")
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    with pytest.raises(RefitPlanError, match=r"the plan is for rank 1 of 2, the channel is rank 1 of 3; make the plan"):
+        RefitReceiver(plan.for_rank(1), {"t": torch.zeros(128, 128)}, MemoryChannel(1, 3, queues))
+    with pytest.raises(RefitPlanError, match="the plan is for rank 1 of 2, the channel is rank 0 of 2"):
+        RefitReceiver(plan.for_rank(1), {"t": torch.zeros(128, 128)}, MemoryChannel(0, 2, queues))
+    with pytest.raises(RefitPlanError, match="the rank is 2; expected 0 to 1 in a refit of 2 ranks"):
+        plan.for_rank(2)
+
+
+def test_a_parameter_that_one_side_lacks_is_named() -> None:
+    config = FAMILIES["deepseek_v3"]
+    sources = [megatron_weight_slices(config, ParallelLayout(), 0)]
+    wanted = vllm_weight_slices({**config, "topk_method": "greedy"}, VllmRank())
+    with pytest.raises(RefitPlanError, match=r"destinations lack: 'model.layers.1.mlp.gate.e_score_correction_bias'"):
+        plan_refit(sources, [wanted], dtype="bfloat16")
+    fewer = vllm_weight_slices({**config, "n_routed_experts": 3}, VllmRank())
+    with pytest.raises(RefitPlanError, match=r"mlp\.gate\.weight' is \(\(0, 4\), .* in the sources but \(\(0, 3\)"):
+        plan_refit(sources, [fewer], dtype="bfloat16")
+
+
+def engine_config(trained_in: str = "bfloat16", **vllm: str) -> Config:
+    policy = {"model_name": "m", "precision": trained_in, "generation": {"vllm_cfg": vllm}}
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [
+        ({**BLOCKS, "weight_block_size": None}, r"'weight_block_size': None"),
+        ({**BLOCKS, "activation_scheme": "static"}, "'activation_scheme': 'static'"),
+        ({"quant_method": "awq", "bits": 4}, "'quant_method': 'awq'"),
+    ],
+)
+def test_a_checkpoint_in_another_quantization_format_is_rejected(form: dict[str, object], found: str) -> None:
+    hf_config = {**FAMILIES["qwen3"], "quantization_config": form}
+    with pytest.raises(
+        ConfigError, match=rf"quantization_config has .*{found}.*; a refit writes models without one, or with"
+    ):
+        VllmWorker.check(engine_config(), hf_config)
+    assert in_fp8(engine_config(), {**FAMILIES["qwen3"], "quantization_config": {**BLOCKS, "modules_to_not_convert": []}})
+
+
+def test_a_loaded_model_in_an_unsupported_format_is_rejected() -> None:
+    class Fp8Config:
+        weight_block_size, activation_scheme, is_checkpoint_fp8_serialized = None, "dynamic", True
+
+    with pytest.raises(ConfigError, match=r"holds the generation model as Fp8Config with \{'weight_block_size': None"):
+        check_form(Fp8Config())
+
+
+def test_a_worker_that_cannot_be_written_to_aborts_the_channel() -> None:
+    """Senders would otherwise wait for it until their deadline."""
+    channel = Mock()
+    worker = VllmWorker(WorkerContext("generation", 0, ParallelLayout()), engine_config())
+    with pytest.raises(RunError, match="engine is not running"), worker.writing_weights(1, channel):
+        pytest.fail("the block must not run")
+    (reason,) = channel.abort.call_args.args
+    assert reason.startswith("RunError: ") and "engine is not running" in reason
+
+
+def test_unsupported_fp8_kv_caches_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8, but the engine computes in float32; set .*precision to"):
+        VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8"), FAMILIES["qwen3"])
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype is fp8, but mla models do not cache plain keys .* set kv_cache_dtype to"
+    ):
+        VllmWorker.check(engine_config(kv_cache_dtype="fp8"), FAMILIES["deepseek_v3"])
+    VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8", precision="bfloat16"), FAMILIES["qwen3"])
+
+
+def test_moving_or_inconsistent_experts_are_rejected() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, mapping: list[int]) -> None:
+            super().__init__()
+            self.register_buffer("_expert_map", torch.tensor(mapping))
+
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
+    same = torch.nn.ModuleList([Layer([-1, 1, -1, 0]), Layer([-1, 1, -1, 0])])
+    assert held_experts(same, config) == (3, 1)
+    with pytest.raises(
+        ConfigError, match=r"'1' holds the experts \(0, 1\), but '0' holds \(3, 1\); a refit needs one placement"
+    ):
+        held_experts(torch.nn.ModuleList([Layer([-1, 1, -1, 0]), Layer([0, 1, -1, -1])]), config)
+    with pytest.raises(ConfigError, match="EPLB moves experts at run time"):
+        held_experts(same, SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True)))
+
+
+def test_training_does_not_start_from_quantized_weights(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4, 4, dtype=torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    box = ((0, 4), (0, 4))
+    with pytest.raises(CheckpointError, match=r"parameter 'w' is stored as F8_E4M3; training starts from F64, F32"):
+        load_hf(tmp_path, [WeightSlice("w", box, "t", box)], {"w": (4, 4)}, {"t": torch.ones(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "local", "message"),
+    [
+        ("p", "t", ((0, 3),), r"'p': the box \(\(0, 4\),\) has extents \[4\], but .* has \[3\]"),
+        ("p", "t", (), r"'p': the box \(\(0, 4\),\) has extents \[4\], but \(\) in tensor 't' has \[\]"),
+        ("p", "t", ((0, 2), (0, 4)), r"has \[2, 4\]; expected the same, apart from leading dimensions of size one"),
+        ("p", "t.*", ((0, 4),), r"'t\.\*' is a stack, but the parameter 'p' in it is not"),
+    ],
+)
+def test_a_slice_that_does_not_fit_its_tensor_is_rejected(name: str, tensor: str, local: Box, message: str) -> None:
+    with pytest.raises(RefitPlanError, match=message):
+        WeightSlice(name, ((0, 4),), tensor, local)

@@ -1,0 +1,130 @@
+"""Connecting two groups: equal slice lists are sent once, and impossible channels are rejected before they are opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dagrl.config import Config
+from dagrl.errors import RefitPlanError
+from dagrl.refit import TIED_HEAD, plan_refit
+from dagrl.refit.connect import ChannelKind, check_devices, choose_kind, device_of, distinct_slices
+from dagrl.refit.slices import WeightSlice
+from dagrl.runtime.executors.node import install
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.vllm import VllmWorker
+from dagrl.workers.vllm.weights import vllm_weight_slices
+from tests.families import FAMILIES
+from tests.unit.refit.memory_channel import run_refit
+
+
+class Worker:
+    def __init__(self, slices: Sequence[WeightSlice]) -> None:
+        self.slices = slices
+
+    def weight_slices(self) -> list[WeightSlice]:
+        return list(self.slices)
+
+
+class Group:
+    """Has `call_function` like a worker group, and counts the returned slices."""
+
+    def __init__(self, slices: Sequence[Sequence[WeightSlice]]) -> None:
+        self.workers = [Worker(one) for one in slices]
+        self.returned = 0
+        for rank, worker in enumerate(self.workers):
+            install(worker, "generation", rank, "")
+
+    def call_function(self, function: Callable[..., Any], *args: object) -> list[Any]:
+        results = [function(worker, *args) for worker in self.workers]
+        self.returned += sum(len(result) for result in results if isinstance(result, list))
+        return results
+
+
+def test_replicas_send_their_slices_once() -> None:
+    config = FAMILIES["qwen3_moe"]
+    two = [vllm_weight_slices(config, VllmRank(2, rank)) for rank in range(2)]
+    group = Group(two * 4)
+    found = distinct_slices(cast(WorkerGroup, group))
+    assert found == two * 4
+    assert group.returned == sum(map(len, two))
+    assert all(found[rank] is found[rank % 2] for rank in range(8))  # one object, so that the plan intersects it once
+    plan = plan_refit([vllm_weight_slices(config, VllmRank())], found, dtype="float32")
+    assert plan.destinations == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "devices", "message"),
+    [
+        (
+            "ipc",
+            [0, 1],
+            ["a", "a"],
+            "an ipc channel joins processes of one host, but the workers are on 2 hosts; put",
+        ),
+        (
+            "nccl",
+            [0, 0, 0],
+            ["a", "b", "a"],
+            "ranks 0 and 2 of the refit share GPU a, which NCCL does not support; set",
+        ),
+        ("nccl", [0, 0], ["a", ""], "an nccl channel joins GPUs, but rank 1 of the refit has its weights on a CPU; put the"),
+    ],
+)
+def test_a_channel_that_cannot_join_the_ranks_is_rejected(
+    kind: ChannelKind, hosts: list[int], devices: list[str], message: str
+) -> None:
+    with pytest.raises(RefitPlanError, match=message):
+        check_devices(kind, hosts, devices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices"), [("ipc", ["a", "a"]), ("ipc", ["", ""]), ("gloo", ["", ""]), ("nccl", ["a", "b"])]
+)
+def test_channels_that_can_join_the_ranks(kind: ChannelKind, devices: list[str]) -> None:
+    check_devices(kind, [0, 0], devices)
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind"), [(["", ""], "gloo"), (["a", "b"], "nccl"), (["a", "b", "a"], "ipc"), (["a", ""], "nccl")]
+)
+def test_the_kind_follows_from_the_devices(devices: list[str], kind: ChannelKind) -> None:
+    assert choose_kind(devices) == kind
+
+
+def test_a_worker_without_tensors_is_on_no_gpu() -> None:
+    assert device_of(Worker([])) == ""
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, vpp=2, dp=2)], ids=ParallelLayout.describe
+)
+def test_scales_of_an_fp8_cache_are_sent_like_weights(layout: ParallelLayout) -> None:
+    """Every rank of an engine gets the scales of all layers, from all pipeline stages."""
+    hf_config = {**FAMILIES["qwen3"], "num_hidden_layers": 4}
+    engine = {"kv_cache_dtype": "fp8", "tensor_parallel_size": 2}
+    policy = {"precision": "bfloat16", "generation": {"vllm_cfg": engine}}
+    config = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
+    sources = [MegatronWorker.describe(config, hf_config, layout, rank) for rank in range(layout.world_size)]
+    wanted = [VllmWorker.describe(config, hf_config, ParallelLayout(tp=2), rank) for rank in range(2)]
+    plan_refit(sources, wanted, dtype="bfloat16", aliases=TIED_HEAD)  # together with all weights, which have another dtype
+
+    def scales(slices: list[WeightSlice]) -> list[WeightSlice]:
+        return [one for one in slices if one.name.endswith("_scale")]
+
+    def value(one: WeightSlice) -> torch.Tensor:
+        return torch.tensor([int(one.name.split(".")[2]) + (0.25 if "k_scale" in one.name else 0.5)])
+
+    plan = plan_refit([scales(mine) for mine in sources], [scales(mine) for mine in wanted], dtype="bfloat16")
+    held = [{one.tensor: value(one) for one in scales(mine)} for mine in sources]
+    received = [{one.tensor: torch.zeros(1) for one in scales(mine)} for mine in wanted]
+    run_refit(plan, [*held, *received], verify="bitwise")
+    for mine, tensors in zip(wanted, received, strict=True):
+        assert len(tensors) == 8
+        assert all(torch.equal(tensors[one.tensor], value(one)) for one in scales(mine))

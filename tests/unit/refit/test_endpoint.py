@@ -1,0 +1,418 @@
+"""Replaying a refit: packing, direct messages, casts, and errors before any byte is sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from queue import Queue
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.channels import ChannelSpec, open_channel
+from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
+from dagrl.refit import (
+    RefitPlan,
+    RefitReceiver,
+    RefitReport,
+    RefitSender,
+    Verify,
+    WeightSlice,
+    commit_together,
+    merge_reports,
+    plan_refit,
+)
+from dagrl.refit.carry.pack import BucketMemory, bind_staging
+from dagrl.refit.carry.rounds import RefitRounds
+from dagrl.refit.connect import ChannelKind
+from dagrl.refit.kernels.batched_copy import BatchedCopy
+from dagrl.refit.slices import Box, Scales
+from tests.unit.refit.memory_channel import Done, MemoryChannel, Queues, run_refit
+
+WHOLE: Box = ((0, 6), (0, 10))
+
+
+def matrix(tensor: str = "t", box: Box = WHOLE, local: Box | None = None) -> WeightSlice:
+    return WeightSlice("p", box, tensor, local or tuple((0, stop - start) for start, stop in box))
+
+
+def plan_of(*wanted: WeightSlice, dtype: str = "float32", bucket_bytes: int = 1 << 20) -> RefitPlan:
+    return plan_refit([[matrix("s")]], [list(wanted)], dtype=dtype, bucket_bytes=bucket_bytes)
+
+
+def source(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(60, dtype=dtype).view(6, 10)
+
+
+def columns() -> tuple[WeightSlice, WeightSlice]:
+    """The left and right halves, stacked in one tensor with a leading dimension."""
+    left = WeightSlice("p", ((0, 6), (0, 5)), "t", ((1, 2), (0, 6), (0, 5)))
+    return left, WeightSlice("p", ((0, 6), (5, 10)), "t", ((0, 1), (0, 6), (0, 5)))
+
+
+def rounds(plan: RefitPlan, rank: int, tensors: dict[str, Tensor], kind: ChannelKind = "gloo") -> RefitRounds:
+    channel = MemoryChannel(rank, 2, {})
+    channel.spec = replace(channel.spec, kind=kind)
+    return RefitRounds(plan.for_rank(rank), tensors, channel)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "uint8", "int64"])
+def test_strided_parts_are_written_into_a_stacked_tensor(dtype: str, bucket_bytes: int) -> None:
+    kind = getattr(torch, dtype)
+    target = torch.zeros(2, 6, 5, dtype=kind)
+    run_refit(plan_of(*columns(), dtype=dtype, bucket_bytes=bucket_bytes), [{"s": source(kind)}, {"t": target}])
+    assert torch.equal(target, torch.stack([source(kind)[:, 5:], source(kind)[:, :5]]))
+
+
+@pytest.mark.parametrize(("sent", "held"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")])
+def test_the_receiver_casts(sent: str, held: str) -> None:
+    weights = torch.randn(6, 10, dtype=getattr(torch, sent))
+    target = torch.zeros(6, 10, dtype=getattr(torch, held))
+    run_refit(plan_of(matrix(), dtype=sent), [{"s": weights}, {"t": target}])
+    assert torch.equal(target, weights.to(target.dtype))
+
+
+def test_live_parameters_and_inference_tensors_are_written_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(6, 10))
+    with torch.inference_mode():
+        frozen = torch.zeros(6, 10)
+    for target in (parameter, frozen):
+        run_refit(plan_of(matrix()), [{"s": torch.nn.Parameter(source())}, {"t": target}])
+        assert torch.equal(target, source())
+        run_refit(
+            plan_of(*[matrix(box=((r, r + 1), (0, 10)), local=((r, r + 1), (0, 10))) for r in range(6)]),
+            [{"s": torch.nn.Parameter(source() + 1)}, {"t": target}],
+        )
+        assert torch.equal(target, source() + 1)
+
+
+def test_a_contiguous_part_is_not_staged() -> None:
+    tensor = torch.zeros(6, 10)
+    direct, cast, strided = (
+        rounds(plan_of(matrix()), 1, {"t": target}).receives[0]
+        for target in (tensor, tensor.bfloat16(), tensor.view(10, 6).t())
+    )
+    assert direct.staged_bytes == 0 and direct.messages[0].data_ptr() == tensor.data_ptr()
+    assert cast.staged_bytes == strided.staged_bytes == tensor.nbytes
+
+
+def whole(name: str, tensor: Tensor) -> WeightSlice:
+    box = tuple((0, size) for size in tensor.shape)
+    return WeightSlice(name, box, name, box, str(tensor.dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("verify", ["off", "checksum", "bitwise"])
+@pytest.mark.parametrize("direct_bytes", [1, 1 << 20], ids=["direct", "staged"])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16], ids=["same dtype", "cast"])
+def test_scalars_are_sent_with_matrices(verify: Verify, direct_bytes: int, held: torch.dtype) -> None:
+    sent = {"scale": torch.tensor(2.5), "w": source(), "count": torch.tensor(7), "byte": torch.tensor(3, dtype=torch.uint8)}
+    sent |= {"odd": torch.arange(3).bfloat16(), "wide": torch.arange(3).double()}  # messages that end inside a word
+    got = {name: torch.zeros_like(one, dtype=held if one.is_floating_point() else None) for name, one in sent.items()}
+    sides = [[[whole(*item) for item in tensors.items()]] for tensors in (sent, got)]
+    plan = plan_refit(*sides, dtype="float32", direct_bytes=direct_bytes)
+    run_refit(plan, [sent, got], verify=verify)
+    assert all(torch.equal(one, sent[name].to(one.dtype)) for name, one in got.items())
+
+
+def test_a_parameter_without_elements_is_not_sent() -> None:
+    sent, got = ({"none": torch.zeros(0, 4), "w": fill(6, 10)} for fill in (torch.ones, torch.zeros))
+    plan = plan_refit(*([[whole(*item) for item in tensors.items()]] for tensors in (sent, got)), dtype="float32")
+    run_refit(plan, [sent, got], verify="checksum")
+    assert torch.equal(got["w"], sent["w"])
+    assert {move.name for bucket in plan.for_rank(0).sends for move in bucket.moves} == {"w"}
+    nothing = WeightSlice("p", ((0, 6), (10, 10)), "t", ((0, 6), (0, 0)))  # on a rank that holds none of it
+    plan = plan_refit([[matrix("s")]], [[matrix()], [nothing]], dtype="float32")
+    assert plan.for_rank(1).receives and not plan.for_rank(2).receives
+
+
+def test_large_whole_parts_are_first_and_last_and_not_staged() -> None:
+    """A table of 480 bytes in two buckets of whole rows, before and after four small matrices that must be packed."""
+    table = WeightSlice("embed", ((0, 12), (0, 10)), "e", ((0, 12), (0, 10)))
+    others = [WeightSlice(f"p{i}", ((0, 6), (0, 5)), f"t{i}", ((0, 6), (0, 5))) for i in range(4)]
+    plan = plan_refit([[*others, table]], [[*others, table]], dtype="float32", bucket_bytes=300)
+    tensors = {one.tensor: torch.zeros([stop for _, stop in one.local]) for one in (*others, table)}
+    for rank in range(2):
+        bound = rounds(plan, rank, tensors)
+        memories = bound.sends or bound.receives
+        assert [memory.staged_bytes == 0 for memory in memories] == [True, False, False, True]
+        assert [memory.bucket.nbytes for memory in memories] == [240, 240, 240, 240]
+
+
+def test_staging_is_two_buckets() -> None:
+    plan = plan_of(*columns(), bucket_bytes=64)
+    memories = rounds(plan, 0, {"s": source()}).sends
+    storages = [message.untyped_storage() for memory in memories for message in memory.messages]
+    buffers = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert len(memories) == 4 and len(buffers) == 2
+    assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
+
+
+@pytest.mark.parametrize(("kind", "beside"), [("nccl", True), ("ipc", False)])
+def test_only_the_first_pack_and_the_last_unpack_use_the_whole_gpu(kind: ChannelKind, beside: bool) -> None:
+    """If messages are not kernels, no bucket shares the GPU with them."""
+    plan = plan_of(*columns(), bucket_bytes=64)
+    sent = rounds(plan, 0, {"s": source()}, kind).sends
+    received = rounds(plan, 1, {"t": torch.zeros(2, 6, 5)}, kind).receives
+    others = [not beside] * 3
+    assert [memory.alone for memory in sent] == [True, *others]
+    assert [memory.alone for memory in received] == [*others, True]
+
+
+def test_a_bucket_is_packed_while_the_previous_one_is_sent() -> None:
+    events: list[str] = []
+
+    class Channel(MemoryChannel):
+        def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
+            number = sum(event.startswith("post") for event in events)
+            events.append(f"post {number}")
+            return [Travelling(number)]
+
+    class Travelling(Done):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            events.append(f"wait {self.number}")
+
+    plan = plan_of(*columns(), bucket_bytes=64)
+    bound = RefitRounds(plan.for_rank(0), {"s": source()}, Channel(0, 2, {}))
+    bound.run(lambda memory: events.append("packed"), lambda memory: None)
+    begun = ["packed", "post 0", "packed", "post 1"]  # and no more, as staging holds two buckets
+    assert events == [*begun, "wait 0", "packed", "post 2", "wait 1", "packed", "post 3", "wait 2", "wait 3"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, "the plan needs the tensor 's', but this worker has"),
+        ({"s": torch.zeros(6, 9)}, r"its shape is \(6, 9\)"),
+        ({"s": torch.zeros(60)}, r"its shape is \(60,\)"),
+        ({"s": torch.zeros(6, 10, dtype=torch.bfloat16)}, "is torch.bfloat16, but the plan was made for float32"),
+    ],
+)
+def test_a_source_that_does_not_fit_the_plan(tensors: dict[str, Tensor], words: str) -> None:
+    with pytest.raises(RefitPlanError, match=words):
+        RefitSender(plan_of(matrix()).for_rank(0), tensors, MemoryChannel(0, 2, {}))
+
+
+@pytest.mark.parametrize(
+    ("sent", "held"), [("float32", torch.int64), ("int64", torch.float32), ("bfloat16", torch.float8_e4m3fn)]
+)
+def test_dtypes_that_cannot_be_cast(sent: str, held: torch.dtype) -> None:
+    target = {"t": torch.zeros(6, 10, dtype=held)}
+    with pytest.raises(RefitPlanError, match=f"'p' is received as {sent} and cannot be cast to the {held}"):
+        RefitReceiver(plan_of(matrix(), dtype=sent).for_rank(1), target, MemoryChannel(1, 2, {}))
+
+
+def test_a_tensor_with_new_memory_is_bound_again() -> None:
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    sent, held = torch.nn.Parameter(source()), torch.nn.Parameter(torch.zeros(2, 6, 5))
+    plan = plan_of(*columns(), bucket_bytes=64)
+    sender = RefitSender(plan.for_rank(0), {"s": sent}, MemoryChannel(0, 2, queues))
+    receiver = RefitReceiver(plan.for_rank(1), {"t": held}, MemoryChannel(1, 2, queues))
+    for version in range(4):
+        if version > 1:
+            sent.data, held.data = source() * version, torch.zeros(2, 6, 5)
+        sender.send(version)
+        receiver.receive(version)
+        assert torch.equal(held, torch.stack([sent[:, 5:], sent[:, :5]]))
+
+
+def test_scales_with_new_memory_are_bound_again() -> None:
+    """The FP8 weight itself does not move."""
+    box: Box = ((0, 128), (0, 256))
+    wanted = WeightSlice("p", box, "t", box, "float8_e4m3fn", Scales("s", ((0, 1), (0, 2))))
+    plan = plan_refit([[WeightSlice("p", box, "t", box)]], [[wanted]], dtype="float32")
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    weights, scales = torch.full((128, 256), 448.0), torch.nn.Parameter(torch.zeros(1, 2))
+    sender = RefitSender(plan.for_rank(0), {"t": weights}, MemoryChannel(0, 2, queues))
+    held = {"t": torch.zeros(128, 256, dtype=torch.float8_e4m3fn), "s": scales}
+    receiver = RefitReceiver(plan.for_rank(1), held, MemoryChannel(1, 2, queues))
+    for version in (1, 2):
+        scales.data = torch.zeros(1, 2)
+        weights.mul_(version)
+        sender.send(version)
+        receiver.receive(version)
+        assert scales.tolist() == [[version, version]]
+
+
+def test_old_staging_is_freed_before_moved_tensors_are_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    sent = torch.nn.Parameter(source())
+    sender = RefitSender(plan_of(*columns(), bucket_bytes=64).for_rank(0), {"s": sent}, MemoryChannel(0, 2, queues))
+    before = [weakref.ref(message) for memory in sender.rounds.sends for message in memory.messages]
+    there: list[int] = []
+
+    def bind(memories: list[BucketMemory]) -> int:
+        there.append(sum(message() is not None for message in before))
+        return bind_staging(memories)
+
+    monkeypatch.setattr("dagrl.refit.carry.rounds.bind_staging", bind)
+    sender.send(1)
+    assert before[0]() is not None and not there
+    sent.data = source()
+    sender.send(2)
+    assert len(before) == 4 and set(there) == {0}
+
+
+def test_a_tensor_that_no_longer_fits_is_rejected_until_it_fits() -> None:
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    sent, first = torch.nn.Parameter(source()), source()
+    sent.data = first
+    sender = RefitSender(plan_of(matrix()).for_rank(0), {"s": sent}, MemoryChannel(0, 2, queues))
+    for _ in range(2):
+        sent.data = torch.zeros(3, 3)
+        with pytest.raises(RefitPlanError, match=r"its shape is \(3, 3\)"):
+            sender.send(1)
+    sent.data = first  # the memory it was bound to first
+    sender.send(2)
+    *_, message = queues[0, 1].queue
+    assert torch.equal(message.view(torch.float32), first.flatten())
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["first", "moved"])
+def test_all_copies_of_a_verified_refit_are_made_before_its_first_message(
+    moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs this uploads tables, which would otherwise wait for messages without the channel's deadline."""
+    events: list[str] = []
+
+    class Channel(MemoryChannel):
+        def receive(self, tensor: Tensor, peer: int) -> Done:
+            events.append("header" if tensor.dtype == torch.int64 and tensor.numel() == 2 else "message")
+            return super().receive(tensor, peer)
+
+        def synchronize(self) -> None:
+            events.append("synchronized")
+
+    class Copy(BatchedCopy):
+        def __init__(self, *sides: list[Tensor]) -> None:
+            events.append("copy")
+            super().__init__(*sides)
+
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    plan = plan_of(*columns())
+    held = torch.nn.Parameter(torch.zeros(2, 6, 5))
+    monkeypatch.setattr("dagrl.refit.carry.pack.BatchedCopy", Copy)
+    receiver = RefitReceiver(plan.for_rank(1, "checksum"), {"t": held}, Channel(1, 2, queues))
+    assert events == ["copy"]
+    if moved:
+        held.data = torch.zeros(2, 6, 5)
+    events.clear()
+    RefitSender(plan.for_rank(0, "checksum"), {"s": source()}, MemoryChannel(0, 2, queues)).send(1)
+    ours = len(events)
+    receiver.receive(1)
+    received = events[ours:]
+    assert received[: received.index("message")] == [*(["copy"] if moved else []), "header", "synchronized"]
+    assert "copy" not in received[received.index("message") :]
+
+
+def test_another_plan_is_rejected() -> None:
+    plans = [plan_of(*columns(), bucket_bytes=bytes_) for bytes_ in (64, 128)]
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    RefitSender(plans[0].for_rank(0), {"s": source()}, MemoryChannel(0, 2, queues)).send(1)
+    target = torch.zeros(2, 6, 5)
+    with pytest.raises(ChannelError, match="rank 0 has another refit plan"):
+        RefitReceiver(plans[1].for_rank(1), {"t": target}, MemoryChannel(1, 2, queues)).receive(1)
+    assert not target.any()
+
+
+@pytest.mark.parametrize(
+    "error", [ChannelError("no memory"), RefitPlanError("it moved"), ValueError("x"), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_an_error_of_one_rank_breaks_its_channel(error: BaseException, at_the_end: bool) -> None:
+    """Also an error while memory is freed. Peers do not wait for messages until the deadline."""
+    channel = RecordingChannel(0, 2, {})
+    if at_the_end:
+        channel.at_release = error
+    with pytest.raises(type(error)), commit_together(channel, wait=True):
+        if not at_the_end:
+            raise error
+    assert channel.told == [("abort", f"{type(error).__name__}: {error}")]
+
+
+def test_an_error_after_the_last_message_is_a_refusal_and_keeps_the_channel() -> None:
+    channel = RecordingChannel(0, 2, {})
+    with pytest.raises(RunError), commit_together(channel, wait=True):
+        raise RunError("p is not what rank 0 sent")
+    assert channel.told == [("agree and wait", "RunError: p is not what rank 0 sent")]
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_finished_part_releases_memory_and_votes(wait: bool) -> None:
+    channel = RecordingChannel(0, 2, {})
+    with commit_together(channel, wait=wait):
+        assert not channel.told
+    assert channel.told == [("release", ""), ("agree and wait" if wait else "agree", "")]
+
+
+class RecordingChannel(MemoryChannel):
+    """Records votes and aborts; `release` raises `at_release`."""
+
+    def __init__(self, rank: int, size: int, queues: Queues) -> None:
+        super().__init__(rank, size, queues)
+        self.told: list[tuple[str, str]] = []
+        self.at_release: BaseException | None = None
+
+    def abort(self, reason: str) -> None:
+        self.told.append(("abort", reason))
+
+    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
+        self.told.append(("agree and wait" if wait else "agree", refusal))
+
+    def release(self) -> None:
+        if self.at_release is not None:
+            raise self.at_release
+        self.told.append(("release", ""))
+
+
+class GuardedChannel(MemoryChannel):
+    """Records which messages were posted inside `guarded`."""
+
+    def __init__(self, rank: int, size: int, queues: Queues) -> None:
+        super().__init__(rank, size, queues)
+        self.inside, self.posted = False, list[bool]()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
+        self.posted.append(self.inside)
+        return super().exchange(sends, receives)
+
+
+def test_rounds_run_inside_the_deadline() -> None:
+    """A stuck GPU also blocks launches and stream waits on the host. The header is a single message."""
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    channel = GuardedChannel(0, 2, queues)
+    sender = RefitSender(plan_of(matrix()).for_rank(0), {"s": source()}, channel)
+    for version in (1, 2):
+        sender.send(version)
+    assert channel.posted == [False, True] * 2
+
+
+def test_reports_merge() -> None:
+    parts = [RefitReport(3, 10, 0, 0.5), RefitReport(3, 0, 10, 0.7, 0.9)]
+    assert merge_reports(parts) == RefitReport(3, 10, 10, 0.7, 0.9)
+    assert merge_reports([merge_reports(parts[:1]), parts[1]]) == merge_reports(parts)
+    with pytest.raises(RunError, match=r"versions \[3, 4\]"):
+        merge_reports([parts[0], RefitReport(4, 0, 0, 0.0)])
+
+
+def test_an_nccl_channel_without_cupy_names_the_extra() -> None:
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        with pytest.raises(MissingDependencyError, match=r"dagrl\[cu13\]"):
+            open_channel(ChannelSpec("nccl", "127.0.0.1:1", 0, 1))
+    else:
+        pytest.skip("cupy is installed")

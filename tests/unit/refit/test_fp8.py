@@ -1,0 +1,102 @@
+"""Random refits into blockwise FP8 engines: bytes and scales equal those of the whole model, quantized and then split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.errors import RefitPlanError
+from dagrl.refit import plan_refit
+from dagrl.refit.slices import WeightSlice, expand
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.megatron import MegatronModules
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm.weights import vllm_weight_slices
+from tests.unit.refit.fp8_reference import cuts_a_block, fp8_configs, fp8_tensors, quantized_model, random_weights
+from tests.unit.refit.memory_channel import run_refit
+from tests.unit.refit.weight_reference import Config, Weights, megatron_layouts, megatron_tensors, vllm_sizes
+
+FP8 = torch.float8_e4m3fn
+Slices = list[list[WeightSlice]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Uses one thread: with these tensor sizes torch would use all cores, which mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None:
+    """Equals the whole model's quantization bit for bit; rejected exactly if a shard of either side splits a block."""
+    config, dtype = data.draw(fp8_configs()), data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    whole, modules = random_weights(config, dtype), MegatronModules(data.draw(st.booleans()), data.draw(st.booleans()))
+    for _ in range(data.draw(st.sampled_from([6, 6, 6, 1]))):  # usually until one fits
+        layout = data.draw(megatron_layouts(config, limit=4))
+        tp, ep = data.draw(st.sampled_from(vllm_sizes(config)[::-1])), data.draw(st.booleans())
+        held = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
+        fits = not is_cut(whole, config, held, tp, ep)
+        if fits:
+            break
+    ranks = [VllmRank(tp, rank, expert_parallel=ep, fp8=True) for rank in range(tp)] * data.draw(st.integers(1, 2))
+    size, in_host = layout.world_size + len(ranks), data.draw(st.sampled_from([1, 2, 8]))
+    options = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "bucket_bytes": data.draw(st.sampled_from([40_000, 1 << 20])),
+        "hosts": [rank // in_host for rank in range(size)],
+    }
+    if not fits:
+        with pytest.raises(RefitPlanError, match="inside an FP8 block"):
+            plan_refit(held, [vllm_weight_slices(config, rank) for rank in ranks], **options)
+        return
+    wanted = [vllm_weight_slices(config, rank) for rank in ranks]
+    plan = plan_refit(held, wanted, **options)
+    sources = sources_of(whole, config, layout, modules)
+    model = quantized_model(whole)
+    expected = [expected_on(rank, model, config, mine, dtype) for rank, mine in zip(ranks, wanted, strict=True)]
+    built = [{name: empty_like(tensor) for name, tensor in tensors.items()} for tensors in expected]
+    run_refit(plan, [*sources, *built], verify=data.draw(st.sampled_from(["off", "checksum", "bitwise"])))
+    for ours, theirs in zip(built, expected, strict=True):
+        assert [name for name in theirs if not torch.equal(as_stored(ours[name]), theirs[name])] == []
+
+
+def is_cut(whole: Weights, config: Config, held: Slices, tp: int, ep: bool) -> bool:
+    """Whether a shard of either side splits a block."""
+    plain = [vllm_weight_slices(config, VllmRank(tp, rank, expert_parallel=ep)) for rank in range(tp)]
+    sides = ((held, False), (plain, True))
+    return any(cuts_a_block(whole, mine, local) for ranks, local in sides for mine in ranks)
+
+
+def sources_of(whole: Weights, config: Config, layout: ParallelLayout, modules: MegatronModules) -> list[Weights]:
+    return [megatron_tensors(whole, config, layout, rank, modules) for rank in range(layout.world_size)]
+
+
+def expected_on(
+    rank: VllmRank, model: tuple[Weights, Weights], config: Config, slices: list[WeightSlice], dtype: torch.dtype
+) -> Weights:
+    """The tensors that vLLM holds. Unquantized ones have the engine's dtype, or the one in their slices."""
+    tensors = fp8_tensors(model, config, rank.tp, rank.tp_rank, rank.expert_parallel)
+    kept = {one.tensor for one in expand(slices) if one.dtype}
+    for name, tensor in tensors.items():
+        if name not in kept and not name.endswith("_scale_inv"):
+            tensors[name] = tensor.to(dtype)
+    return tensors
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Allocates an engine's memory for the tensors of `fp8_tensors`."""
+    zeros = torch.zeros_like(tensor)
+    return zeros.view(FP8) if tensor.dtype == torch.uint8 else zeros
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor

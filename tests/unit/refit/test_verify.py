@@ -1,0 +1,298 @@
+"""Verified refits: any wrong byte is found and its parameter named; correct refits pass."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from queue import Queue
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.channels.base import as_bytes
+from dagrl.errors import ChannelError, RefitPlanError, RunError
+from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, Verify, plan_refit
+from dagrl.refit.carry.verify import checksum, compare_checksums, contiguous_bytes
+from dagrl.refit.slices import Scales, WeightSlice
+from dagrl.refit.transfers import DIRECT_BYTES
+from dagrl.runtime.layout import ParallelLayout
+from tests.unit.refit.memory_channel import Done, MemoryChannel, run_refit
+from tests.unit.refit.test_plan import check_megatron_to_vllm, held
+from tests.unit.refit.weight_reference import model_config
+
+MODES: tuple[Verify, ...] = ("checksum", "bitwise")
+
+
+class FlippingChannel(MemoryChannel):
+    """Changes one bit of the `at`-th byte of the first message of at least `least` bytes that it sends."""
+
+    least, at, flipped = 32, 17, False
+
+    def send(self, tensor: Tensor, peer: int) -> Done:
+        if not type(self).flipped and tensor.nbytes >= self.least and tensor.dtype == torch.uint8:
+            type(self).flipped = True
+            tensor = tensor.clone()
+            tensor[self.at] ^= 4
+        return super().send(tensor, peer)
+
+
+def two_parameters(bucket_bytes: int, direct_bytes: int = DIRECT_BYTES) -> tuple[RefitPlan, list[dict[str, Tensor]]]:
+    """`p` strided into columns of a stack, `q` contiguous; float32."""
+    p, q = held(((0, 6), (0, 10))), WeightSlice("q", ((0, 40),), "u", ((0, 40),))
+    halves = [WeightSlice("p", ((0, 6), (5 * i, 5 * i + 5)), "t", ((i, i + 1), (0, 6), (0, 5))) for i in range(2)]
+    plan = plan_refit([[p, q]], [[*halves, q]], dtype="float32", bucket_bytes=bucket_bytes, direct_bytes=direct_bytes)
+    return plan, [{"t": torch.randn(6, 10), "u": torch.randn(40)}, {"t": torch.zeros(2, 6, 5), "u": torch.zeros(40)}]
+
+
+@pytest.mark.parametrize("verify", MODES)
+@pytest.mark.parametrize("bucket_bytes", [64, 200, 1 << 20])
+@pytest.mark.parametrize("direct_bytes", [1, 150, DIRECT_BYTES], ids=["all direct", "q direct", "one message"])
+def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int, direct_bytes: int) -> None:
+    FlippingChannel.flipped = False
+    plan, tensors = two_parameters(bucket_bytes, direct_bytes)
+    with pytest.raises(RunError, match=r"refit to version 7: parameter '[pq]' .* differs from what rank 0 sent"):
+        run_refit(plan, tensors, 7, verify, FlippingChannel)
+    assert FlippingChannel.flipped
+    run_refit(plan, tensors, 8, verify, FlippingChannel)  # the next complete refit succeeds
+    assert torch.equal(tensors[1]["u"], tensors[0]["u"])
+
+
+class SpoilingChannel(MemoryChannel):
+    """Changes one bit of each of the first two buckets that rank 1 sends."""
+
+    spoiled = 0
+
+    def send(self, tensor: Tensor, peer: int) -> Done:
+        if self.spec.rank == 1 and tensor.dtype == torch.uint8 and self.spoiled < 2:
+            self.spoiled += 1
+            tensor = tensor.clone()
+            tensor[3] ^= 4
+        return super().send(tensor, peer)
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_differences_are_counted_and_the_first_is_named_with_its_sender(verify: Verify) -> None:
+    box = ((0, 6), (0, 10))
+    held = [WeightSlice(name, box, name, box) for name in "abcqr"]
+    plan = plan_refit([held[:3], held[3:]], [held], dtype="float32", bucket_bytes=240)
+    weights = {one.name: torch.randn(6, 10) for one in held}
+    tensors = [weights, weights, {name: torch.zeros(6, 10) for name in weights}]
+    assert plan.buckets[0].source == 0 and len(plan.buckets) == 5
+    with pytest.raises(RunError, match=r"parameter 'q' .* in tensor 'q' differs from what rank 1 sent, and 1 more parts;"):
+        run_refit(plan, tensors, 1, verify, SpoilingChannel)
+
+
+def test_a_single_element_of_a_strided_tensor_has_a_checksum() -> None:
+    """Torch calls the view contiguous, although it has the stride of the tensor it is taken from."""
+    rows = torch.randn(3, 128)
+    one = rows[1:2, 5:6].T
+    assert one.is_contiguous() and one.stride() != (1, 1)
+    assert torch.equal(checksum(contiguous_bytes([(0, one)])), checksum(as_bytes(one.clone())))
+    assert as_bytes(one).data_ptr() == one.data_ptr()
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_the_channel_stays_usable_after_a_difference(verify: Verify) -> None:
+    """No message of the failed refit is left in the channel for the next."""
+    FlippingChannel.flipped = False
+    plan, tensors = two_parameters(64)
+    assert len(plan.buckets) > 2
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    sender = RefitSender(plan.for_rank(0, verify), tensors[0], FlippingChannel(0, 2, queues))
+    receiver = RefitReceiver(plan.for_rank(1, verify), tensors[1], MemoryChannel(1, 2, queues))
+    sender.send(1)
+    with pytest.raises(RunError, match="differs from what rank 0 sent"):
+        receiver.receive(1)
+    sender.send(2)
+    receiver.receive(2)
+    assert torch.equal(tensors[1]["u"], tensors[0]["u"])
+
+
+def test_without_verification_it_is_not_found() -> None:
+    FlippingChannel.flipped = False
+    plan, tensors = two_parameters(64)
+    run_refit(plan, tensors, 7, "off", FlippingChannel)
+    assert FlippingChannel.flipped
+    same = torch.equal(torch.cat(list(tensors[1]["t"]), 1), tensors[0]["t"]) and torch.equal(
+        tensors[1]["u"], tensors[0]["u"]
+    )
+    assert not same
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_a_byte_that_changes_in_the_live_tensor_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums cover the live tensors after unpacking, not the received message."""
+    from dagrl.refit.carry.pack import BucketMemory
+
+    plan, tensors = two_parameters(1 << 20)
+    unpack = BucketMemory.unpack
+
+    def spoil(memory: BucketMemory) -> None:
+        unpack(memory)
+        tensors[1]["t"][1, 2, 3] += 1
+
+    monkeypatch.setattr(BucketMemory, "unpack", spoil)
+    with pytest.raises(RunError, match=r"parameter 'p' .* in tensor 't'"):
+        run_refit(plan, tensors, 1, verify)
+
+
+def test_bitwise_finds_a_byte_that_a_later_bucket_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums are computed bucket by bucket, so they miss what a later bucket overwrites."""
+    from dagrl.refit.carry.pack import BucketMemory
+
+    plan, tensors = two_parameters(64)
+    unpack, landed = BucketMemory.unpack, list[Tensor]()
+
+    def spoil(memory: BucketMemory) -> None:
+        unpack(memory)
+        if len(landed) == 1:
+            landed[0].view(torch.uint8)[..., 0] ^= 1
+        landed.append(memory.live[0][0])
+
+    monkeypatch.setattr(BucketMemory, "unpack", spoil)
+    with pytest.raises(RunError, match="differs from what rank 0 sent"):
+        run_refit(plan, tensors, 1, "bitwise")
+
+
+@pytest.mark.parametrize("direct_bytes", [1, DIRECT_BYTES], ids=["all direct", "one message"])
+def test_a_byte_that_packing_changes_is_found(direct_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checksums cover the sent tensors, not the packed message, so they find packing errors that repeat."""
+    from dagrl.refit.carry.pack import BucketMemory
+
+    plan, tensors = two_parameters(1 << 20, direct_bytes)
+    pack, spoiled = BucketMemory.pack, []
+
+    def spoil(memory: BucketMemory) -> None:
+        pack(memory)
+        message = memory.messages[0]  # of `p`, which is split into columns
+        spoiled.append(message.data_ptr() not in [tensor.data_ptr() for tensor in tensors[0].values()])
+        message[21] ^= 1
+
+    monkeypatch.setattr(BucketMemory, "pack", spoil)
+    with pytest.raises(RunError, match=r"refit to version 1: parameter 'p' .* differs from what rank 0 sent"):
+        run_refit(plan, tensors, 1, "checksum")
+    assert spoiled == [True]  # staging, not the weights
+
+
+def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends the old content of staging, an earlier version of the weights, equal on both sides."""
+    from dagrl.refit.carry.pack import BucketMemory
+
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    plan, tensors = two_parameters(1 << 20)
+    sender = RefitSender(plan.for_rank(0, "checksum"), tensors[0], MemoryChannel(0, 2, queues))
+    receiver = RefitReceiver(plan.for_rank(1, "checksum"), tensors[1], MemoryChannel(1, 2, queues))
+    for version in (1, 2):
+        sender.send(version)
+        receiver.receive(version)
+    tensors[0]["t"] += 1
+    monkeypatch.setattr(BucketMemory, "pack", lambda memory: None)
+    sender.send(3)
+    with pytest.raises(RunError, match="parameter 'p'"):
+        receiver.receive(3)
+
+
+@pytest.mark.parametrize("verify", MODES)
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+def test_casts_and_stacks_pass(verify: Verify, target: torch.dtype) -> None:
+    plan, tensors = two_parameters(100)
+    tensors[1] = {name: tensor.to(target) for name, tensor in tensors[1].items()}
+    run_refit(plan, tensors, 1, verify)
+    assert torch.equal(tensors[1]["u"], tensors[0]["u"].to(target))
+    check_megatron_to_vllm(model_config("deepseek_v3"), ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2, 1, 500, verify=verify)
+
+
+@pytest.mark.parametrize("verify", MODES)
+def test_fp8_and_its_scales_are_verified(verify: Verify) -> None:
+    target = WeightSlice(
+        "p", ((0, 256), (0, 128)), "t", ((0, 256), (0, 128)), "float8_e4m3fn", Scales("s", ((0, 2), (0, 1)))
+    )
+    plan = plan_refit([[held(((0, 256), (0, 128)))]], [[target]], dtype="bfloat16")
+    tensors = [
+        {"t": torch.randn(256, 128).bfloat16()},
+        {"t": torch.zeros(256, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(2, 1)},
+    ]
+    run_refit(plan, tensors, 1, verify)
+    FlippingChannel.flipped = False
+    FlippingChannel.at, kept = 256 * 128 + 1, FlippingChannel.at  # a byte of the first scale
+    try:
+        with pytest.raises(RunError, match="parameter 'p'"):
+            run_refit(plan, tensors, 2, verify, FlippingChannel)
+    finally:
+        FlippingChannel.at = kept
+
+
+@pytest.mark.parametrize(("sends", "receives"), [("off", "checksum"), ("checksum", "bitwise"), ("bitwise", "off")])
+def test_both_sides_need_the_same_verify_mode(sends: Verify, receives: Verify) -> None:
+    plan, tensors = two_parameters(1 << 20)
+    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    RefitSender(plan.for_rank(0, sends), tensors[0], MemoryChannel(0, 2, queues)).send(1)
+    with pytest.raises(ChannelError, match=r"another refit plan or another refit\.verify"):
+        RefitReceiver(plan.for_rank(1, receives), tensors[1], MemoryChannel(1, 2, queues)).receive(1)
+
+
+def test_an_unknown_verify_mode_is_rejected() -> None:
+    plan, tensors = two_parameters(1 << 20)
+    with pytest.raises(RefitPlanError, match=r"refit\.verify is 'md5'; choose one of off, checksum, bitwise"):
+        RefitSender(plan.for_rank(0, "md5"), tensors[0], MemoryChannel(0, 2, {}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 1024), (0, 1024), (0, 512 << 10), (1024, 513 << 10)])
+def test_checksums_detect_two_swapped_words(first: int, second: int) -> None:
+    """Also of words at equal distance from the first column and the first row, and of rows that are summed separately."""
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (600 << 10,))
+    exchanged = words.clone()
+    exchanged[[first, second]] = words[[second, first]]
+    assert not torch.equal(checksum(as_bytes(exchanged)), checksum(as_bytes(words)))
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["plain", "weighted"])
+def test_one_different_sum_is_enough(place: int) -> None:
+    plan, _ = two_parameters(64)
+    moves = [move for bucket in plan.for_rank(1).receives for move in bucket.moves]
+    sent = torch.arange(2 * len(moves)).view(-1, 2)
+    held = sent.clone()
+    compare_checksums(moves, sent, held, 0, 1)
+    held[2, place] += 1
+    with pytest.raises(RunError, match=re.escape(f"parameter {moves[2].name!r} {moves[2].box} in") + ".* sent; replay"):
+        compare_checksums(moves, sent, held, 0, 1)
+
+
+@pytest.mark.parametrize("bit", [63, 62, 61, 31])
+def test_checksums_detect_a_bit_flipped_in_two_words(bit: int) -> None:
+    """Flipping an even number of the highest bits, the signs, does not change a plain sum."""
+    generator = torch.Generator().manual_seed(bit)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (4096,), generator=generator)
+    first = checksum(as_bytes(words))
+    for _ in range(200):
+        changed = words.clone()
+        changed[torch.randperm(len(words), generator=generator)[:2]] ^= -(1 << 63) if bit == 63 else 1 << bit
+        assert not torch.equal(checksum(as_bytes(changed)), first)
+
+
+@pytest.mark.parametrize(("dtype", "period"), [(torch.bfloat16, 4), (torch.float32, 2), (torch.float32, 1)])
+def test_checksums_detect_a_lane_of_lost_or_flipped_signs(dtype: torch.dtype, period: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        values = torch.randn(64, 256, generator=generator).to(dtype)
+        lost, turned = values.clone(), values.clone()
+        lost.view(-1)[period - 1 :: period].abs_()
+        turned.view(-1)[period - 1 :: period].neg_()
+        for changed in (lost, turned):
+            assert not torch.equal(checksum(as_bytes(changed)), checksum(as_bytes(values)))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 64, 16 * 1024, 16 * 1024 * 3 + 7, 70_000])
+def test_checksums_detect_single_bytes_and_swaps(size: int) -> None:
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    first = checksum(raw)
+    for at in {0, size // 2, size - 1}:
+        changed = raw.clone()
+        changed[at] ^= 1
+        assert not torch.equal(checksum(changed), first)
+    if size >= 64:
+        rows = raw[: size // 4 * 4].view(-1, 4).clone()
+        rows[[0, -1]] = rows[[-1, 0]]
+        exchanged = torch.cat([rows.flatten(), raw[size // 4 * 4 :]])
+        assert torch.equal(exchanged, raw) or not torch.equal(checksum(exchanged), first)

@@ -1,0 +1,528 @@
+"""Whole models and how Megatron-Core and vLLM split them, written in plain torch: the reference for weight layouts.
+
+Every element of a model has a number of its own, so that any element that lands in a wrong place is seen. What is written
+here is held to the real modules by `megatron_shapes.py` and `tests/integration/vllm_loads.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dagrl.errors import LayoutError
+from dagrl.refit.slices import WeightSlice, expand
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.megatron import MegatronModules
+from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm.weights import vllm_weight_slices
+
+Config = dict[str, Any]
+Weights = dict[str, Tensor]
+DENSE = ("llama", "qwen2", "qwen3")
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral")
+LATENT = ("deepseek_v3", "deepseek_v2")
+TYPES = (*DENSE, *MOE, *LATENT, "nemotron_h")
+FLOAT32 = ("e_score_correction_bias", "A_log", "mixer.D")
+
+
+def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
+    config: Config = {
+        "model_type": model_type,
+        "hidden_size": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 16,
+        "vocab_size": 300,
+        "tie_word_embeddings": False,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 1}
+    if model_type in ("qwen3_moe", "qwen2_moe"):
+        config |= experts
+    if model_type == "qwen2_moe":
+        config["shared_expert_intermediate_size"] = 8
+    if model_type == "mixtral":
+        config["num_local_experts"] = 4
+    if model_type in LATENT:
+        config |= {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+        config |= {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 2}
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    if model_type == "nemotron_h":
+        config |= {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8, "ssm_state_size": 2}
+        config |= {"moe_shared_expert_intermediate_size": 12, "mamba_num_heads": 4, "mamba_head_dim": 2, "n_groups": 4}
+        config |= {"conv_kernel": 4, "hybrid_override_pattern": "M*-E"}
+    return config | changes
+
+
+@st.composite
+def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    model_type = draw(st.sampled_from(types))
+    layers = draw(st.sampled_from([1, 2, 3, 4]))
+    config = model_config(
+        model_type,
+        hidden_size=4 * draw(st.integers(1, 3)),
+        num_hidden_layers=layers,
+        num_key_value_heads=kv_heads,
+        num_attention_heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
+        head_dim=draw(st.sampled_from([2, 4])),
+        intermediate_size=4 * draw(st.integers(1, 4)),
+        vocab_size=draw(st.integers(1, 700)),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    experts, width = draw(st.sampled_from([2, 4])), 4 * draw(st.integers(1, 3))
+    if model_type in ("qwen3_moe", "qwen2_moe"):
+        sparse = {"decoder_sparse_step": draw(st.sampled_from([1, 2])), "mlp_only_layers": draw(st.sampled_from([[], [0]]))}
+        config |= {"num_experts": experts, "moe_intermediate_size": width} | sparse
+    if model_type == "mixtral":
+        config["num_local_experts"] = experts
+    if model_type in (*LATENT, "nemotron_h"):
+        shared = draw(st.sampled_from([None, 1, 2]))
+        config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": shared}
+    if model_type in LATENT:
+        latent = {"q_lora_rank": draw(st.sampled_from([None, 4, 8])), "kv_lora_rank": draw(st.sampled_from([4, 12]))}
+        config |= {
+            "first_k_dense_replace": draw(st.integers(0, 2)),
+            "num_key_value_heads": config["num_attention_heads"],
+        } | latent
+    if model_type == "nemotron_h":
+        groups = draw(st.sampled_from([1, 2, 4]))
+        config["moe_latent_size"] = draw(st.sampled_from([None, 4]))
+        config |= {"n_groups": groups, "mamba_num_heads": groups * draw(st.sampled_from([1, 2, 4]))}
+        config["hybrid_override_pattern"] = "".join(draw(st.sampled_from("M*-E")) for _ in range(layers))
+    return config
+
+
+@st.composite
+def megatron_layouts(draw: st.DrawFn, config: Config, limit: int = 8) -> ParallelLayout:
+    """A valid layout of at most `limit` ranks, with uneven pipelines among them."""
+    choices = random.Random(draw(st.integers(0, 1 << 30)))  # noqa: S311
+    has_experts, hybrid = "expert" in str(config), config["model_type"] == "nemotron_h"
+    for _ in range(60):
+        tp, pp, dp, cp = (choices.choice(sizes) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2), (1, 2)))
+        ep, etp = (choices.choice((1, 2, 4)), choices.choice((None, 1, 2))) if has_experts else (1, None)
+        vpp = 1 if hybrid else choices.choice((1, 1, 2))  # MambaStack refuses virtual stages
+        first, last = choices.choice((None, None, 1)), choices.choice((None, None, 1))
+        if tp * pp * dp * cp > limit:
+            continue
+        try:
+            sizes = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "etp": etp, "vpp": vpp}
+            layout = ParallelLayout(**sizes, first_stage_layers=first, last_stage_layers=last)
+            for stage in range(layout.pp):
+                megatron_weight_slices(config, layout, stage * layout.stage_size)
+        except LayoutError:
+            continue
+        return layout
+    return ParallelLayout()
+
+
+def vllm_sizes(config: Config) -> list[int]:
+    """Tensor-parallel sizes up to 4 that vLLM can use."""
+    sizes = []
+    for tp in (1, 2, 4):
+        try:
+            vllm_weight_slices(config, VllmRank(tp))
+        except LayoutError:
+            continue
+        sizes.append(tp)
+    return sizes
+
+
+def layer_kind(config: Config, layer: int) -> str:
+    """Letters of a Mamba hybrid; for others D (attention and MLP) or E (attention and experts)."""
+    if config["model_type"] == "nemotron_h":
+        return str(config["hybrid_override_pattern"][layer])
+    if config["model_type"] in LATENT:
+        return "E" if layer >= config["first_k_dense_replace"] else "D"
+    if config["model_type"] not in MOE or layer in config.get("mlp_only_layers", []):
+        return "D"
+    return "E" if (layer + 1) % config.get("decoder_sparse_step", 1) == 0 else "D"
+
+
+def hf_weights(config: Config) -> Weights:
+    """A model with Hugging Face names. All elements are distinct integers, exact in float32."""
+    weights: Weights = {}
+    start = 1
+    for name, shape in hf_shapes(config):
+        count = torch.Size(shape).numel()
+        weights[name] = torch.arange(start, start + count, dtype=torch.float32).view(shape)
+        start += count
+    return weights
+
+
+def hf_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hybrid, vocabulary = config["model_type"] == "nemotron_h", (config["vocab_size"], config["hidden_size"])
+    yield ("backbone.embeddings.weight" if hybrid else "model.embed_tokens.weight"), vocabulary
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"{'backbone' if hybrid else 'model'}.layers.{layer}."
+        yield from _hybrid_shapes(config, prefix, layer) if hybrid else _layer_shapes(config, prefix, layer)
+    yield ("backbone.norm_f.weight" if hybrid else "model.norm.weight"), (config["hidden_size"],)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", vocabulary
+
+
+def _layer_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, kind = c["hidden_size"], c["model_type"]
+    yield f"{p}input_layernorm.weight", (hidden,)
+    yield f"{p}post_attention_layernorm.weight", (hidden,)
+    yield from _latent_shapes(c, f"{p}self_attn.") if kind in LATENT else _attention_shapes(c, f"{p}self_attn.")
+    if layer_kind(c, layer) == "D":
+        yield from _mlp_shapes(f"{p}mlp.", hidden, c["intermediate_size"])
+        return
+    block = f"{p}{'block_sparse_moe' if kind == 'mixtral' else 'mlp'}."
+    count = c.get("n_routed_experts") or c.get("num_experts") or c["num_local_experts"]
+    yield f"{block}gate.weight", (count, hidden)
+    width = c["intermediate_size"] if kind == "mixtral" else c["moe_intermediate_size"]
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    for expert in range(count):
+        yield from _mlp_shapes(f"{block}experts.{expert}.", hidden, width, names)
+    if kind == "qwen2_moe":
+        yield from _mlp_shapes(f"{block}shared_expert.", hidden, c["shared_expert_intermediate_size"])
+        yield f"{block}shared_expert_gate.weight", (1, hidden)
+    if kind == "deepseek_v3":
+        yield f"{block}gate.e_score_correction_bias", (count,)
+    if kind in LATENT and c["n_shared_experts"]:
+        yield from _mlp_shapes(f"{block}shared_experts.", hidden, width * c["n_shared_experts"])
+
+
+def _attention_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, dim = c["hidden_size"], c["head_dim"]
+    for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
+        yield f"{p}{letter}_proj.weight", (c[heads] * dim, hidden)
+        if c["model_type"].startswith("qwen2"):
+            yield f"{p}{letter}_proj.bias", (c[heads] * dim,)
+    yield f"{p}o_proj.weight", (hidden, c["num_attention_heads"] * dim)
+    if c["model_type"].startswith("qwen3"):
+        yield f"{p}q_norm.weight", (dim,)
+        yield f"{p}k_norm.weight", (dim,)
+
+
+def _latent_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, heads, rope, nope, value = (
+        c[key] for key in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    if c["q_lora_rank"]:
+        yield f"{p}q_a_proj.weight", (c["q_lora_rank"], hidden)
+        yield f"{p}q_a_layernorm.weight", (c["q_lora_rank"],)
+        yield f"{p}q_b_proj.weight", (heads * (nope + rope), c["q_lora_rank"])
+    else:
+        yield f"{p}q_proj.weight", (heads * (nope + rope), hidden)
+    yield f"{p}kv_a_proj_with_mqa.weight", (c["kv_lora_rank"] + rope, hidden)
+    yield f"{p}kv_a_layernorm.weight", (c["kv_lora_rank"],)
+    yield f"{p}kv_b_proj.weight", (heads * (nope + value), c["kv_lora_rank"])
+    yield f"{p}o_proj.weight", (hidden, heads * value)
+
+
+def _mlp_shapes(
+    p: str, hidden: int, width: int, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name in names[:-1]:
+        yield f"{p}{name}.weight", (width, hidden)
+    yield f"{p}{names[-1]}.weight", (hidden, width)
+
+
+def _hybrid_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, kind, mixer, plain = c["hidden_size"], layer_kind(c, layer), f"{p}mixer.", ("up_proj", "down_proj")
+    yield f"{p}norm.weight", (hidden,)
+    if kind == "*":
+        yield from _attention_shapes(c, mixer)
+    elif kind == "-":
+        yield from _mlp_shapes(mixer, hidden, c["intermediate_size"], plain)
+    elif kind == "M":
+        heads, inner, state = (
+            c["mamba_num_heads"],
+            c["mamba_num_heads"] * c["mamba_head_dim"],
+            c["n_groups"] * c["ssm_state_size"],
+        )
+        yield f"{mixer}in_proj.weight", (2 * inner + 2 * state + heads, hidden)
+        yield f"{mixer}conv1d.weight", (inner + 2 * state, 1, c["conv_kernel"])
+        yield f"{mixer}conv1d.bias", (inner + 2 * state,)
+        yield from ((f"{mixer}{name}", (heads,)) for name in ("dt_bias", "A_log", "D"))
+        yield f"{mixer}norm.weight", (inner,)
+        yield f"{mixer}out_proj.weight", (hidden, inner)
+    else:
+        yield f"{mixer}gate.weight", (c["n_routed_experts"], hidden)
+        yield f"{mixer}gate.e_score_correction_bias", (c["n_routed_experts"],)
+        latent = c.get("moe_latent_size") or hidden
+        for expert in range(c["n_routed_experts"]):
+            yield from _mlp_shapes(f"{mixer}experts.{expert}.", latent, c["moe_intermediate_size"], plain)
+        if c.get("moe_latent_size"):
+            yield f"{mixer}fc1_latent_proj.weight", (latent, hidden)
+            yield f"{mixer}fc2_latent_proj.weight", (hidden, latent)
+        if c["n_shared_experts"]:
+            width = c["n_shared_experts"] * c["moe_shared_expert_intermediate_size"]
+            yield from _mlp_shapes(f"{mixer}shared_experts.", hidden, width, plain)
+
+
+def pad_rows(weight: Tensor, multiple: int) -> Tensor:
+    rows = -(-len(weight) // multiple) * multiple
+    return torch.cat([weight, weight.new_zeros(rows - len(weight), *weight.shape[1:])])
+
+
+def megatron_tensors(
+    w: Weights, config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules | None = None
+) -> Weights:
+    """What Megatron-Core holds on `rank`: parameters and the router's bias. Padding rows are 0, up to multiples of 128."""
+    return _Megatron(w, config, layout, rank, modules or MegatronModules()).tensors()
+
+
+class _Megatron:
+    def __init__(self, w: Weights, config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules) -> None:
+        self.w, self.c, self.layout, self.modules = w, config, layout, modules
+        # tp-cp-ep-dp-pp with tp fastest; experts have the same stage, cut as etp-ep-edp
+        stage_size = layout.tp * layout.cp * layout.dp
+        inside, self.pp = rank % stage_size, rank // stage_size
+        self.etp = layout.tp if layout.etp is None else layout.etp
+        self.tp_rank, self.etp_rank, self.ep_rank = inside % layout.tp, inside % self.etp, inside // self.etp % layout.ep
+        self.out: Weights = {}
+
+    def cut(self, weight: Tensor, dim: int = 0) -> Tensor:
+        return weight.chunk(self.layout.tp, dim)[self.tp_rank]
+
+    def tensors(self) -> Weights:
+        c, tied = self.c, self.c["tie_word_embeddings"]
+        hybrid, chunks = c["model_type"] == "nemotron_h", stage_chunks(c["num_hidden_layers"], self.layout)
+        embedding = self.w["backbone.embeddings.weight" if hybrid else "model.embed_tokens.weight"]
+        for vp in range(self.layout.vpp):
+            prefix = f"vp{vp}." if self.layout.vpp > 1 else ""
+            chunk = vp * self.layout.pp + self.pp
+            if chunk == 0:
+                self.out[f"{prefix}embedding.word_embeddings.weight"] = self.cut(pad_rows(embedding, 128 * self.layout.tp))
+            for index, number in enumerate(chunks[chunk]):
+                self.layer(number, f"{prefix}decoder.layers.{index}.")
+            if chunk == len(chunks) - 1:
+                norm = "final_norm" if hybrid else "final_layernorm"
+                self.out[f"{prefix}decoder.{norm}.weight"] = self.w[
+                    "backbone.norm_f.weight" if hybrid else "model.norm.weight"
+                ]
+                if not tied or chunk > 0:
+                    head = embedding if tied else self.w["lm_head.weight"]
+                    self.out[f"{prefix}output_layer.weight"] = self.cut(pad_rows(head, 128 * self.layout.tp))
+        return self.out
+
+    def norm(self, source: str, module: str, fused: str) -> None:
+        name = f"{fused}.layer_norm_weight" if self.modules.transformer_engine and fused else f"{module}.weight"
+        self.out[name] = self.w[source]
+
+    def layer(self, number: int, to: str) -> None:
+        kind = layer_kind(self.c, number)
+        if self.c["model_type"] == "nemotron_h":
+            self.hybrid(kind, f"backbone.layers.{number}.", to)
+            return
+        p, mla = f"model.layers.{number}.", self.c["model_type"] in LATENT
+        block = f"{p}{'block_sparse_moe' if self.c['model_type'] == 'mixtral' else 'mlp'}."
+        self.norm(f"{p}input_layernorm.weight", f"{to}input_layernorm", "" if mla else f"{to}self_attention.linear_qkv")
+        fused = f"{to}mlp.linear_fc1" if kind == "D" else ""
+        self.norm(f"{p}post_attention_layernorm.weight", f"{to}pre_mlp_layernorm", fused)
+        self.latent(f"{p}self_attn.", f"{to}self_attention.") if mla else self.attention(
+            f"{p}self_attn.", f"{to}self_attention."
+        )
+        if kind == "D":
+            self.mlp(block, f"{to}mlp.", True)
+        else:
+            self.experts(block, f"{to}mlp.")
+
+    def attention(self, p: str, to: str) -> None:
+        for kind in ("weight", "bias"):
+            if f"{p}q_proj.{kind}" in self.w:
+                parts = [self.w[f"{p}{letter}_proj.{kind}"] for letter in "qkv"]
+                groups = [part.reshape(self.c["num_key_value_heads"], -1, *part.shape[1:]) for part in parts]
+                self.out[f"{to}linear_qkv.{kind}"] = self.cut(torch.cat(groups, 1).flatten(0, 1))
+        self.out[f"{to}linear_proj.weight"] = self.cut(self.w[f"{p}o_proj.weight"], 1)
+        for letter in "qk":
+            if f"{p}{letter}_norm.weight" in self.w:
+                self.out[f"{to}{letter}_layernorm.weight"] = self.w[f"{p}{letter}_norm.weight"]
+
+    def latent(self, p: str, to: str) -> None:
+        down = (lambda weight: weight) if self.modules.transformer_engine else self.cut
+        if self.c["q_lora_rank"]:
+            self.out[f"{to}linear_q_down_proj.weight"] = down(self.w[f"{p}q_a_proj.weight"])
+            self.norm(f"{p}q_a_layernorm.weight", f"{to}q_layernorm", f"{to}linear_q_up_proj")
+            self.out[f"{to}linear_q_up_proj.weight"] = self.cut(self.w[f"{p}q_b_proj.weight"])
+        else:
+            self.out[f"{to}linear_q_proj.weight"] = self.cut(self.w[f"{p}q_proj.weight"])
+        self.out[f"{to}linear_kv_down_proj.weight"] = down(self.w[f"{p}kv_a_proj_with_mqa.weight"])
+        self.norm(f"{p}kv_a_layernorm.weight", f"{to}kv_layernorm", f"{to}linear_kv_up_proj")
+        self.out[f"{to}linear_kv_up_proj.weight"] = self.cut(self.w[f"{p}kv_b_proj.weight"])
+        self.out[f"{to}linear_proj.weight"] = self.cut(self.w[f"{p}o_proj.weight"], 1)
+
+    def mlp(self, p: str, to: str, gated: bool) -> None:
+        names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        self.out[f"{to}linear_fc1.weight"] = torch.cat([self.cut(self.w[f"{p}{name}.weight"]) for name in names])
+        self.out[f"{to}linear_fc2.weight"] = self.cut(self.w[f"{p}down_proj.weight"], 1)
+
+    def experts(self, p: str, to: str) -> None:
+        gated, mixtral = self.c["model_type"] != "nemotron_h", self.c["model_type"] == "mixtral"
+        router = self.w[f"{p}gate.weight"]
+        self.out[f"{to}router.weight"] = router
+        if f"{p}gate.e_score_correction_bias" in self.w:
+            self.out[f"{to}router.expert_bias"] = self.w[f"{p}gate.e_score_correction_bias"]
+        up = ("w1", "w3") if mixtral else (("gate_proj", "up_proj") if gated else ("up_proj",))
+        local = len(router) // self.layout.ep
+        for index in range(local):
+            source = f"{p}experts.{self.ep_rank * local + index}."
+            parts = [self.w[f"{source}{name}.weight"].chunk(self.etp)[self.etp_rank] for name in up]
+            down = self.w[f"{source}{'w2' if mixtral else 'down_proj'}.weight"].chunk(self.etp, 1)[self.etp_rank]
+            for fc, value in ((1, torch.cat(parts)), (2, down)):
+                name = f"local_experts.{index}.linear_fc{fc}.weight"
+                grouped = f"linear_fc{fc}.weight{index}"
+                self.out[f"{to}experts.{grouped if self.modules.grouped_experts else name}"] = value
+        for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
+            if f"{p}{name}" in self.w:
+                self.out[f"{to}{name}"] = self.w[f"{p}{name}"]
+        for shared in ("shared_expert.", "shared_experts."):
+            if f"{p}{shared}up_proj.weight" in self.w:
+                self.mlp(f"{p}{shared}", f"{to}shared_experts.", gated)
+        if f"{p}shared_expert_gate.weight" in self.w:
+            self.out[f"{to}shared_experts.gate_weight"] = self.w[f"{p}shared_expert_gate.weight"]
+
+    def hybrid(self, kind: str, p: str, to: str) -> None:
+        module, fused = {
+            "M": ("norm", "mixer.in_proj"),
+            "*": ("input_layernorm", "self_attention.linear_qkv"),
+            "-": ("pre_mlp_layernorm", "mlp.linear_fc1"),
+            "E": ("pre_mlp_layernorm", ""),
+        }[kind]
+        self.norm(f"{p}norm.weight", f"{to}{module}", fused and f"{to}{fused}")
+        if kind == "M":
+            self.mixer(f"{p}mixer.", f"{to}mixer.")
+        elif kind == "*":
+            self.attention(f"{p}mixer.", f"{to}self_attention.")
+        elif kind == "-":
+            self.mlp(f"{p}mixer.", f"{to}mlp.", False)
+        else:
+            self.experts(f"{p}mixer.", f"{to}mlp.")
+
+    def mixer(self, p: str, to: str) -> None:
+        for name in ("in_proj.weight", "conv1d.weight", "conv1d.bias"):
+            parts = split_mixer(self.w[f"{p}{name}"], self.c, with_z="in_proj" in name)
+            self.out[f"{to}{name}"] = torch.cat([self.cut(part) for part in parts])
+        for name in ("dt_bias", "A_log", "D", "norm.weight"):
+            self.out[f"{to}{name}"] = self.cut(self.w[f"{p}{name}"])
+        self.out[f"{to}out_proj.weight"] = self.cut(self.w[f"{p}out_proj.weight"], 1)
+
+
+def split_mixer(weight: Tensor, c: Config, with_z: bool) -> tuple[Tensor, ...]:
+    """z, x, B, C, dt of in_proj; x, B, C of the convolution."""
+    inner, state = c["mamba_num_heads"] * c["mamba_head_dim"], c["n_groups"] * c["ssm_state_size"]
+    return weight.split([inner, inner, state, state, c["mamba_num_heads"]] if with_z else [inner, state, state])
+
+
+def stage_chunks(layers: int, layout: ParallelLayout) -> list[list[int]]:
+    """The layers of each chunk, in the order of the model: `vpp` rounds over the pipeline's ranks."""
+    counts = [None] * layout.pp
+    ends = [count for count in (layout.first_stage_layers, layout.last_stage_layers) if count is not None]
+    middle = (layers - sum(ends)) // max(layout.pp - len(ends), 1)
+    sizes = [middle for _ in counts]
+    if layout.first_stage_layers is not None:
+        sizes[0] = layout.first_stage_layers
+    if layout.last_stage_layers is not None:
+        sizes[-1] = layout.last_stage_layers
+    numbers = iter(range(layers))
+    return [[next(numbers) for _ in range(size // layout.vpp)] for _ in range(layout.vpp) for size in sizes]
+
+
+def vllm_tensors(w: Weights, config: Config, tp: int, rank: int, expert_parallel: bool = False) -> Weights:
+    """What vLLM's model holds on tensor-parallel `rank`. Padding rows are 0; has `A_log` instead of the derived `A`."""
+    return _Vllm(w, config, tp, rank, expert_parallel).tensors()
+
+
+class _Vllm:
+    def __init__(self, w: Weights, config: Config, tp: int, rank: int, expert_parallel: bool) -> None:
+        self.w, self.c, self.tp, self.rank, self.ep = w, config, tp, rank, expert_parallel
+
+    def cut(self, weight: Tensor, dim: int = 0) -> Tensor:
+        return weight.chunk(self.tp, dim)[self.rank]
+
+    def tensors(self) -> Weights:
+        out: Weights = {}
+        for name, weight in self.w.items():
+            made = self.fused(name, weight)
+            if made is not None:
+                target, value = made
+                out[target.replace("backbone.embeddings", "model.embed_tokens").replace("backbone.", "model.")] = value
+        for layer in range(self.c["num_hidden_layers"]):
+            if layer_kind(self.c, layer) == "E":
+                out |= self.experts(layer)
+        return out
+
+    def fused(self, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
+        """The merged tensor whose first part is the parameter `name`; None for later parts and experts."""
+        skipped = ("k_proj", "v_proj", "kv_a_proj_with_mqa" if self.c.get("q_lora_rank") else "-")
+        gated = "nemotron" not in self.c["model_type"]
+        if ".experts." in name or any(part in name for part in skipped) or (gated and ".up_proj" in name):
+            return None
+        if name.startswith(("model.embed", "backbone.embed", "lm_head")):
+            return name, self.cut(pad_rows(weight, 64))
+        if ".q_proj." in name and self.c["model_type"] not in LATENT:
+            k, v = (self.heads(self.w[name.replace(".q_proj.", f".{letter}_proj.")]) for letter in "kv")
+            return name.replace(".q_proj.", ".qkv_proj."), torch.cat([self.cut(weight), k, v])
+        if ".gate_proj." in name:
+            up = self.cut(self.w[name.replace("gate_proj", "up_proj")])
+            return name.replace("gate_proj", "gate_up_proj"), torch.cat([self.cut(weight), up])
+        if ".q_a_proj." in name:
+            other = self.w[name.replace("q_a_proj", "kv_a_proj_with_mqa")]
+            return name.replace("q_a_proj", "fused_qkv_a_proj"), torch.cat([weight, other])
+        if ".mixer.in_proj" in name or ".conv1d." in name:
+            parts = split_mixer(weight, self.c, with_z="in_proj" in name)
+            return name, torch.cat([self.mixer_part(index, part, len(parts)) for index, part in enumerate(parts)])
+        if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+            return name, self.cut(weight, 1)
+        rows = (".q_proj.", ".q_b_proj.", ".kv_b_proj.", ".up_proj.", "dt_bias", "A_log", ".D", "mixer.norm.weight")
+        return name, self.cut(weight) if any(part in name for part in rows) else weight
+
+    def mixer_part(self, index: int, part: Tensor, parts: int) -> Tensor:
+        """A single group's B and C are whole on every rank."""
+        group = index in (parts - 3, parts - 2) if parts == 5 else index > 0
+        return part if group and self.c["n_groups"] % self.tp else self.cut(part)
+
+    def heads(self, weight: Tensor) -> Tensor:
+        count = self.c["num_key_value_heads"]
+        if count >= self.tp:
+            return self.cut(weight)
+        return weight.view(count, self.c["head_dim"], *weight.shape[1:])[self.rank * count // self.tp]
+
+    def experts(self, layer: int) -> Weights:
+        kind = self.c["model_type"]
+        base, block = ("backbone", "mixer") if kind == "nemotron_h" else ("model", "mlp")
+        prefix = f"{base}.layers.{layer}.{'block_sparse_moe' if kind == 'mixtral' else block}."
+        count = len(self.w[f"{prefix}gate.weight"])
+        parts, down = (("w1", "w3"), "w2") if kind == "mixtral" else (("gate_proj", "up_proj"), "down_proj")
+        parts = ("up_proj",) if kind == "nemotron_h" else parts
+        held = torch.arange(count).tensor_split(self.tp)[self.rank].tolist() if self.ep else range(count)
+        up = [torch.cat([self.expert_cut(self.w[f"{prefix}experts.{e}.{part}.weight"], 0) for part in parts]) for e in held]
+        rows = [self.expert_cut(self.w[f"{prefix}experts.{e}.{down}.weight"], 1) for e in held]
+        to = prefix.replace("backbone.", "model.")
+        return {f"{to}experts.w13_weight": torch.stack(up), f"{to}experts.w2_weight": torch.stack(rows)} if up else {}
+
+    def expert_cut(self, weight: Tensor, dim: int) -> Tensor:
+        return weight if self.ep else self.cut(weight, dim)
+
+
+def zeros_like(tensors: Weights, dtype: torch.dtype = torch.float32) -> Weights:
+    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in tensors.items()}
+
+
+def read(tensors: Weights, held: WeightSlice) -> Tensor:
+    part = tensors[held.tensor][tuple(slice(a, b) for a, b in held.local)]
+    return part.reshape([b - a for a, b in held.box]) if part.dim() != len(held.box) else part
+
+
+def filled(weights: Weights, slices: list[WeightSlice], like: Weights) -> Weights:
+    """Tensors shaped like `like`, filled from `weights` as the slices say, otherwise 0."""
+    built = zeros_like(like)
+    for held in expand(slices):
+        target = built[held.tensor][tuple(slice(a, b) for a, b in held.local)]
+        target.copy_(weights[held.name][tuple(slice(a, b) for a, b in held.box)].view(target.shape))
+    return built
+
+
+def equal(first: Weights, second: Weights) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,322 @@
+"""Rollouts over simulated engines: which requests are sent when, and the state of sequences at any pause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import Config
+from dagrl.config.policy import VllmConfig
+from dagrl.data.tokenization import Prompt
+from dagrl.rl.environments import FAILED, Reply
+from dagrl.rl.rollout.dispatch import LengthHistory
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup
+from dagrl.rl.rollout.rollouts import ABORTED, IN_FLIGHT, Rollouts
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from tests.unit.run.simulated_run import Run, engines_of
+from tests.unit.run.test_async_loop import configuration
+
+PROMPT = Prompt("1+", np.array([4, 5]), "", "row 0")
+LIMIT, ROOM = 10, 40
+KEY = 100
+"""The key of group 0."""
+
+
+class Asked:
+    """An environment that answers when the test calls `answer`."""
+
+    max_turns = 2
+
+    def __init__(self, workers: int = 1) -> None:
+        self.workers = workers
+        self.asked: list[tuple[list[str], Future[list[Reply]]]] = []
+
+    def submit(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> Future[list[Reply]]:
+        self.asked.append((list(texts), Future()))
+        return self.asked[-1][1]
+
+    def encode(self, text: str, most: int) -> list[int]:
+        return [4] * len(text)
+
+    def answer(self, *replies: Reply) -> None:
+        self.asked.pop(0)[1].set_result(list(replies))
+
+
+class Bench:
+    """Rollouts and the `batches` they sent, in order."""
+
+    def __init__(self, environment: Asked | None = None, **generation: Any) -> None:
+        self.run = Run(configured(**generation), seed=0)
+        self.engines, self.batches = self.run.engines, list[Batch]()
+        submit = self.run.submit
+
+        def kept(name: str, batch: Batch, rows: Any = ()) -> Any:
+            self.batches.append(batch)
+            return submit(name, batch, rows)
+
+        self.run.submit = kept  # type: ignore[method-assign]
+        run, tokenizer = self.run, self.run.inputs.tokenizer
+        self.rollouts = Rollouts(run.config, engines_of(run), tokenizer, environment)  # type: ignore[arg-type]
+
+    def finish(self) -> list[RolloutGroup]:
+        """Runs all groups to their end."""
+        complete: list[RolloutGroup] = []
+        for _ in range(100):
+            complete += self.rollouts.advance() if self.rollouts.generating else []
+        return complete
+
+
+def configured(**generation: Any) -> Config:
+    config = configuration({}, room=ROOM)
+    assert config.policy.generation is not None
+    changed = config.policy.generation.model_copy(update=generation)
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": changed})})
+
+
+def group(number: int, *episodes: Episode, cohort: int = 0) -> RolloutGroup:
+    return RolloutGroup(number, KEY + number, list(episodes), cohort)
+
+
+def fresh(seed: int, limit: int = LIMIT) -> Episode:
+    return Episode(PROMPT, seed, limit)
+
+
+def begun(count: int, **fields: Any) -> Episode:
+    """A sequence that has tokens of its current turn."""
+    columns = [4] * count, [-1.0] * count, [0] * count, [True] * count
+    return Episode(PROMPT, 7, LIMIT, *columns, **fields)
+
+
+def start_many(bench: Bench) -> list[Episode]:
+    """Starts more sequences than the engines hold, most longer than a quantum."""
+    episodes = [fresh(seed) for seed in range(12)]
+    for number in range(6):
+        bench.rollouts.start(group(number, *episodes[2 * number : 2 * number + 2], cohort=3))
+    return episodes
+
+
+def check_whole(episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        columns = episode.tokens, episode.logprobs, episode.versions, episode.sampled
+        assert 0 < len(episode.tokens) <= LIMIT and len({len(column) for column in columns}) == 1
+        assert episode.finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_withdrawn_requests_continue_from_their_tokens(tp: int) -> None:
+    bench = Bench()
+    report_by_rank(bench, tp)
+    episodes = start_many(bench)
+    complete = bench.rollouts.advance()
+    complete += bench.rollouts.withdraw()
+    assert not any(bench.engines.requests), "engines hold nothing while they sleep"
+    before = [list(episode.tokens) for episode in episodes]
+    running = [episode for episode in episodes if episode.tokens and not episode.finish_reason]
+    assert running and not all(before), "some were under way, others still waited"
+    complete += bench.finish()
+    assert sorted(done.number for done in complete) == list(range(6)) and not bench.rollouts.busy
+    assert not bench.rollouts.generating, "each is one request again"
+    check_whole(episodes)
+    assert [one.tokens[: len(tokens)] for one, tokens in zip(episodes, before, strict=True)] == before
+
+
+def report_by_rank(bench: Bench, tp: int) -> None:
+    """Makes a call return one answer per rank; only the first rank of a shard reports requests."""
+    layout, call = ParallelLayout(dp=bench.engines.layout.dp, tp=tp), bench.engines.call
+    first = {layout.shard(dp)[0]: dp for dp in range(layout.dp)}
+
+    def of_ranks(*words: Any, **keys: Any) -> list[Any]:
+        found = call(*words, **keys)
+        return [found[first[rank]] if rank in first else [] for rank in range(layout.world_size)]
+
+    bench.engines.layout, bench.engines.call = layout, of_ranks  # type: ignore[method-assign]
+
+
+def test_a_snapshot_has_all_tokens_so_far_and_no_later_ones() -> None:
+    bench = Bench()
+    report_by_rank(bench, 2)
+    episodes = start_many(bench)
+    bench.rollouts.advance()
+    bench.rollouts.settle()
+    made = {request: len(held["made"]) for shard in bench.engines.requests for request, held in shard.items()}
+    copies = bench.rollouts.snapshot()
+    under_way = {copy.number for copy in copies}
+    assert all(copy.cohort == 3 for copy in copies) and under_way == bench.rollouts.numbers
+    by_seed = {copy.seed: copy for found in copies for copy in found.episodes}
+    running = [one for one in by_seed.values() if one.tokens and not one.finish_reason]
+    assert sorted(len(one.tokens) for one in running) == sorted(made.values())
+    before = {seed: (list(one.tokens), list(one.versions), list(one.sampled)) for seed, one in by_seed.items()}
+    bench.engines.version = 1
+    bench.finish()
+    assert before == {seed: (one.tokens, one.versions, one.sampled) for seed, one in by_seed.items()}
+    for episode in episodes:
+        assert episode.seed not in by_seed or episode.tokens[: len(before[episode.seed][0])] == before[episode.seed][0]
+    check_whole(episodes)
+
+
+def test_a_quantum_without_steps_brings_engines_to_rest() -> None:
+    bench = Bench()
+    start_many(bench)
+    bench.rollouts.advance()
+    bench.rollouts.settle()
+    assert any(bench.engines.requests)
+    assert [batch.scalars["engine_steps"] for batch in bench.batches] == [(3, 3)] * IN_FLIGHT + [(0, 0)]
+    bench.finish()
+    sent = len(bench.batches)
+    bench.rollouts.settle()
+    assert len(bench.batches) == sent, "those that hold none are at rest"
+
+
+def test_aborted_groups_leave_engines_and_queue_and_finished_episodes_keep_their_reason() -> None:
+    bench = Bench()
+    ended, one, other = begun(3, finish_reason="stop"), fresh(1), fresh(2)
+    bench.rollouts.start(group(0, ended, *map(fresh, range(10, 20))))
+    bench.rollouts.start(group(1, one, other))
+    bench.rollouts.advance()
+    bench.rollouts.settle()
+    bench.rollouts.abort([0])
+    assert bench.rollouts.numbers == {1} and ended.finish_reason == "stop"
+    bench.finish()
+    bench.rollouts.settle()
+    check_whole([one, other])
+    assert not any(bench.engines.requests)
+    bench.rollouts.start(group(2, last := fresh(3)))
+    bench.rollouts.abort([2])
+    assert last.finish_reason == ABORTED and not bench.rollouts.busy and not bench.rollouts.generating
+
+
+def test_an_awaiting_sequence_is_sent_to_the_environment_and_not_generated() -> None:
+    environment = Asked()
+    bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    assert not bench.rollouts.generating and len(bench.rollouts.pending) == 1
+    assert environment.asked[0][0] == [bench.run.inputs.tokenizer.decode(episode.tokens)]
+    environment.answer(Reply("00"))
+    assert bench.rollouts.advance() == [] and len(bench.batches) == IN_FLIGHT, "it is in the first quantum after the answer"
+    assert bench.batches[0]["lengths"].tolist() == [len(PROMPT) + 2 + 2]
+    bench.finish()
+    assert not episode.awaiting and episode.turns == 2 and episode.sampled[:5] == [True, True, False, False, True]
+
+
+def test_an_awaiting_sequence_ends_if_the_run_has_no_environment() -> None:
+    bench, episode = Bench(), begun(2, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    assert [found.number for found in bench.rollouts.settle()] == [0] and not bench.batches
+    assert (episode.finish_reason, episode.awaiting, episode.tokens) == ("stop", False, [4, 4])
+
+
+def test_the_overhead_of_quanta_is_recorded() -> None:
+    bench = Bench(quantum_engine_steps=None)
+    collect = bench.run.collect
+
+    def costly(name: str, replay: Any, busy_s: Any = None) -> Any:
+        results, counted = collect(name, replay)
+        return results, replace(counted, overhead_s=0.25)
+
+    bench.run.collect = costly  # type: ignore[method-assign]
+    bench.rollouts.start(group(0, fresh(0), fresh(1)))
+    bench.rollouts.advance()
+    assert bench.rollouts.quantum_size.overhead_s == 0.25
+
+
+def test_settle_takes_finished_answers() -> None:
+    """A checkpoint then does not save their questions as open."""
+    environment = Asked()
+    bench, ends, fails, goes_on = Bench(environment), *(begun(2, awaiting=True, turns=1) for _ in range(3))
+    bench.rollouts.start(group(0, ends, fails, goes_on))
+    environment.answer(Reply(None), Reply(None, FAILED, "it raised"), Reply("0"))
+    assert bench.rollouts.settle() == []
+    assert not any(episode.awaiting for episode in (ends, fails, goes_on)) and not bench.rollouts.pending
+    assert (ends.finish_reason, fails.finish_reason, fails.failure) == ("stop", FAILED, "it raised")
+    assert goes_on.tokens == [4] * 3 and goes_on.turn_start == 3 and bench.rollouts.generating
+
+
+def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
+    environment = Asked()
+    bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    bench.rollouts.abort([0])
+    environment.answer(Reply("00"))
+    bench.rollouts.settle()
+    assert episode.tokens == [4] * 2 and episode.finish_reason == ABORTED and not bench.rollouts.generating
+
+
+def test_questions_are_split_over_the_environment_processes() -> None:
+    environment = Asked(workers=3)
+    bench = Bench(environment)
+    bench.rollouts.start(group(0, *(begun(count, awaiting=True, turns=1) for count in (1, 2, 3, 4))))
+    assert [[len(text) for text in texts] for texts, _ in environment.asked] == [[1, 4], [2], [3]]
+    bench.rollouts.start(group(1, begun(1, awaiting=True, turns=1)))
+    assert len(environment.asked) == 4, "no call about nothing"
+
+
+@pytest.mark.parametrize(("words", "reason"), [(ROOM - 2 - 5, "length"), (ROOM - 2 - 5 - 1, "")])
+def test_an_answer_that_fills_the_context_ends_the_sequence(words: int, reason: str) -> None:
+    environment = Asked()
+    bench, episode = Bench(environment), begun(5, awaiting=True, turns=1)
+    bench.rollouts.start(group(0, episode))
+    environment.answer(Reply("0" * words))
+    bench.rollouts.settle()
+    assert episode.finish_reason == reason
+    if not reason:
+        bench.finish()
+        assert bench.batches[0]["max_new_tokens"].tolist() == [1] and len(episode) == ROOM
+
+
+def test_a_request_is_limited_to_the_rest_of_its_turn() -> None:
+    bench = Bench()
+    bench.rollouts.start(group(0, begun(6), begun(6, turn_start=4)))
+    bench.rollouts.look_ahead()
+    assert sorted(bench.batches[0]["max_new_tokens"].tolist()) == [LIMIT - 6, LIMIT - 2]
+
+
+@pytest.mark.parametrize(("order", "sent"), [("longest_first", [1, 2, 9, 3]), ("fifo", [9, 2, 1, 3])])
+def test_requests_are_ordered_by_cohort_and_then_by_expected_length(order: str, sent: list[int]) -> None:
+    """Prompt 2 had a completion of 5 tokens; the mean of all completions is the limit."""
+    bench = Bench(request_order=order, vllm_cfg=VllmConfig(max_num_seqs=3))
+    bench.rollouts.history = LengthHistory(LIMIT)
+    bench.rollouts.history.record(KEY + 2, 5)
+    bench.rollouts.history.record(KEY, 2 * LIMIT - 5)
+    for count, cohort in ((3, 1), (9, 0), (2, 0), (1, 0)):
+        bench.rollouts.start(group(count, begun(count), cohort=cohort))
+    bench.rollouts.look_ahead()
+    assert (bench.batches[0]["lengths"] - len(PROMPT)).tolist() == sent
+
+
+def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
+    """The whole length of a turn counts, including tokens of an earlier process, but not earlier turns."""
+    environment = Asked()
+    bench, episodes = Bench(environment), [begun(4) for _ in range(6)]
+    for seed, episode in enumerate(episodes):
+        episode.seed = seed
+    bench.rollouts.start(group(5, *episodes))
+    bench.finish()
+    bench.rollouts.settle()
+    lengths = [len(episode.tokens) for episode in episodes]
+    assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
+    answered = [episode for episode in episodes if episode.awaiting]
+    cut = [episode.finish_reason for episode in episodes if not episode.awaiting]
+    assert answered and cut and set(cut) == {"length"}, "the environment has nothing to say to half a turn"
+    before = [len(episode.tokens) for episode in answered]
+    while environment.asked:
+        environment.answer(*[Reply("000")] * len(environment.asked[0][0]))
+    bench.rollouts.settle()
+    bench.finish()
+    assert not environment.asked and not bench.rollouts.busy, "two turns are the most"
+    lengths += [len(episode.tokens) - count - 3 for episode, count in zip(answered, before, strict=True)]
+    assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
+
+
+def test_a_prefix_of_a_stop_string_is_generated_again_within_the_turn() -> None:
+    """Tokens of the environment stay."""
+    bench, seven = Bench(stop_strings=("78",)), 4 + 7
+    own, answered = begun(2), begun(2, turn_start=2)
+    own.tokens[-1] = answered.tokens[-1] = seven
+    bench.rollouts.start(group(0, own, answered))
+    assert (own.tokens, answered.tokens) == ([4], [4, seven])

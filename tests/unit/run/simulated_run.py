@@ -1,0 +1,371 @@
+"""A session without workers, for tests of the loops: durations are random, and every token can be checked.
+
+Engines, training, rewards and the environment run in ticks of a clock that advances only when the loop waits. An engine step
+makes one token of each running request. Its log-probability tells which policy version made it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ALL_COMPLETED, Future
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.config import Config
+from dagrl.config.settings import generation_config
+from dagrl.data.tokenization import Prompt
+from dagrl.errors import StopRequestedError
+from dagrl.rl.environments import FAILED, Reply
+from dagrl.rl.functions.answers import Failed
+from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_steps
+from dagrl.rl.rewards import Rewards, check_failures
+from dagrl.rl.rollout import experience
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.checkpoints import Checkpoint, TrainState
+from dagrl.run.engines import WorkerEngines
+from dagrl.run.loops import async_grpo, grpo, grpo_step
+from dagrl.run.model import character_tokenizer
+from dagrl.run.replay_times import CountedReplay
+from dagrl.run.session import Session
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.replay import ReplayTiming
+from dagrl.runtime.shapes import Batch
+
+TOKENS = 16
+UNANSWERED = "?"
+"""A prompt whose samples get no rewards."""
+
+
+class World:
+    """The clock, and the futures that complete as time passes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)  # noqa: S311  # not cryptography
+        self._sudden = random.Random(seed)  # noqa: S311
+        self.now, self._idle = 0, 0
+        self._due: list[tuple[int, Future[Any], Callable[[], Any]]] = []
+
+    def later(self, most: int, make: Callable[[], Any]) -> Future[Any]:
+        """Returns a future that completes within `most` ticks, or just after a caller found it incomplete."""
+        future = Sudden(self)
+        self._due.append((self.now + self.random.randint(0, most), future, make))
+        return future
+
+    def tick(self) -> None:
+        """Advances the clock."""
+        self.now += 1
+        for item in [item for item in self._due if item[0] <= self.now]:
+            self._end(item)
+
+    def end_early(self, future: Future[Any]) -> None:
+        """Completes the future early, in one of ten calls."""
+        if self._sudden.random() < 0.1:
+            for item in [item for item in self._due if item[1] is future]:
+                self._end(item)
+
+    def _end(self, item: tuple[int, Future[Any], Callable[[], Any]]) -> None:
+        self._due.remove(item)
+        try:
+            item[1].set_result(item[2]())
+        except StopRequestedError as error:
+            item[1].set_exception(error)
+
+    def wait(self, futures: Sequence[Future[Any]], timeout: float, return_when: str = ALL_COMPLETED) -> None:
+        """Replaces `concurrent.futures.wait`. A wait for all futures times out in half of the cases."""
+        if return_when == ALL_COMPLETED and self.random.random() < 0.5:
+            return
+        self._idle = 0 if futures else self._idle + 1
+        assert self._idle < 3, "the loop spins without waiting"
+        enough = all if return_when == ALL_COMPLETED else any
+        while futures and not enough(map(Future.done, futures)):  # without completing futures early
+            assert self._due, "nothing is in flight"
+            self.tick()
+
+
+class Sudden(Future[Any]):
+    """May complete just after it was found incomplete, like a future completed by another thread."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def done(self) -> bool:
+        found = super().done()
+        if not found:
+            self._world.end_early(self)
+        return found
+
+
+class Engines:
+    """The generation group: shards of `max_num_seqs` running requests each, at one policy version."""
+
+    def __init__(self, config: Config) -> None:
+        vllm = generation_config(config).vllm_cfg
+        self.layout, self.role = ParallelLayout(dp=vllm.data_parallel_size), SimpleNamespace(name="generation")
+        self.slots, self.version = vllm.max_num_seqs, 0
+        self.requests: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layout.dp)]
+
+    def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> list[Any]:
+        """Runs one quantum on every shard."""
+        for shard, mine in zip(self.requests, rows, strict=True):
+            for row in mine.tolist():
+                names = ("request_ids", "seeds", "max_new_tokens", "lengths")
+                number, seed, limit, length = (int(batch[name][row]) for name in names)
+                assert limit > 0 and length > 0 and number not in shard
+                drawn = random.Random(seed)  # noqa: S311
+                shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
+        return [self._quantum(shard, quantum_steps(batch, number)) for number, shard in enumerate(self.requests)]
+
+    def _quantum(self, shard: dict[int, dict[str, Any]], steps: int) -> Any:
+        finished = []
+        for _ in range(steps):
+            for number in list(shard)[: self.slots]:
+                request = shard[number]
+                request["made"].append((request["drawn"].randrange(4, TOKENS), self.version))
+                if len(request["made"]) >= min(request["ends"], request["limit"]):
+                    reason = "stop" if request["ends"] <= request["limit"] else "length"
+                    finished.append(self._made(number, shard.pop(number), reason))
+        return pack_generated(finished, map(RequestProgress, shard), steps)
+
+    def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
+        """Answers the plain calls of the group."""
+        assert deadline.key == "timeouts.replay_s", "not the start timeout"
+        if method == "abort_requests":
+            return [[shard.pop(number, None) for number in numbers] for shard in self.requests]
+        assert method == "unfinished_requests"
+        return [[self._made(number, request, "unfinished") for number, request in shard.items()] for shard in self.requests]
+
+    @staticmethod
+    def _made(number: int, request: dict[str, Any], reason: str) -> FinishedRequest:
+        tokens, versions = ([item[at] for item in request["made"]] for at in (0, 1))
+        return FinishedRequest(number, tokens, [logprob_of(version) for version in versions], versions, reason)
+
+
+def logprob_of(version: int) -> float:
+    """The log-probability of every token of a version."""
+    return -1.0 - version
+
+
+class Reward:
+    """Scores after a while. Some groups get equal rewards, some samples none."""
+
+    def __init__(self, world: World, max_failed_share: float) -> None:
+        self._world, self._max_failed_share, self.closed = world, max_failed_share, False
+        self.asked: list[tuple[str, ...]] = []  # completions by call
+        self.answers: list[Sequence[float | Failed]] = []  # answers by call
+        self.checked: list[int] = []  # samples of each check of a training step
+
+    def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Any]:
+        assert not self.closed, "the reward processes have ended"
+        self.asked.append(tuple(completions))
+        most = 60 if self._world.random.random() < 0.1 else 3  # some scores are late
+        return self._world.later(most, lambda: self._score_all(prompts, completions))
+
+    def _score_all(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[float | Failed]:
+        self.answers.append([self._score(*pair) for pair in zip(prompts, completions, strict=True)])
+        return self.answers[-1]
+
+    def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
+        """Like `RewardRunner.check`."""
+        total, limit = len(rewards.values), self._max_failed_share
+        self.checked += [] if may_all_fail else [total]
+        check_failures("reward", rewards.failed, total, rewards.message, limit, may_all_fail=may_all_fail)
+
+    @staticmethod
+    def _score(prompt: str, text: str) -> float | Failed:
+        if text.endswith("9") or prompt == UNANSWERED:
+            return Failed("no nines")
+        return 0.5 if prompt.startswith("3") else float(len(text))
+
+
+class Environment:
+    """Answers `00` to every other completion after a while. Calls open when it closes fail."""
+
+    max_turns, workers = 3, 2
+
+    def __init__(self, world: World) -> None:
+        self._world, self._closed = world, False
+
+    def __enter__(self) -> Environment:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closed = True
+
+    def submit(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> Future[list[Reply]]:
+        return self._world.later(4, lambda: [self._reply(text) for text in texts])
+
+    def _reply(self, text: str) -> Reply:
+        if self._closed:
+            return Reply(None, FAILED, "the process that runs it ended")
+        return Reply("00" if len(text) % 2 else None)
+
+    def encode(self, text: str, most: int) -> list[int]:
+        return [4] * len(text)
+
+
+class Stop:
+    """The stop signal of a run. It counts how often it is checked."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def requested(self) -> bool:
+        return self._run.look()
+
+    def check(self) -> None:
+        if self.requested:
+            raise StopRequestedError
+
+
+class SimulatedReplays:
+    """Replaces `Replays`; forwards to the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self.shared = run, None
+
+    def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
+        """Does nothing: workers do not share memory."""
+
+    def submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
+        return self._run.submit(name, value, rows)
+
+    def collect(
+        self, name: str, replay: Any, busy_s: Callable[[Any], float | None] | None = None
+    ) -> tuple[Any, CountedReplay]:
+        return self._run.collect(name, replay, busy_s)
+
+    def replay(self, name: str, value: Any, rows: Any = None) -> Any:
+        return self._run.replay(name, value, rows)
+
+    def exclude_wait(self, role: str) -> None:
+        """Does nothing: nothing is timed."""
+
+    def close_step(self, tokens: int) -> dict[str, float]:
+        return {}
+
+
+class Run:
+    """One process of a run. `trained` are the batches by step, `metrics` those recorded.
+
+    `stop_at`: the check of the stop signal, counted after the first step, that finds a stop requested.
+    """
+
+    def __init__(self, config: Config, seed: int, *, stop_at: int | None = None, resumed: Checkpoint | None = None) -> None:
+        self.config, self.world, self.engines = config, World(seed), Engines(config)
+        self.trained: dict[int, list[ScoredGroup]] = {}
+        self.metrics: list[dict[str, float]] = []
+        self.replays: list[tuple[str, bool]] = []  # what was submitted (True) and read, in order
+        self.experience: Any = None
+        self.stop_at, self._checks = stop_at, 0
+        tokenizer = character_tokenizer("0123456789+=")
+        prompts = [Prompt(f"{n}=", np.array([4 + n % 10, 5]), str(n), f"row {n}") for n in range(9)]
+        progress = SimpleNamespace(step=lambda *words, **keys: None, status=lambda text: None)
+        self.checkpoints = SimpleNamespace(
+            resumed=resumed, state=resumed.state if resumed else TrainState(0), parts=[], finish_step=self._take_state
+        )
+        self.inputs = SimpleNamespace(prompts=prompts, validation_prompts=prompts[:2], tokenizer=tokenizer)
+        self.simulated = SimulatedReplays(self)
+        self.session = Session(
+            config=config,
+            inputs=cast(Any, self.inputs),
+            train=cast(Any, SimpleNamespace(call=lambda method, *, deadline: None)),
+            generation=cast(Any, self.engines),
+            replays=cast(Any, self.simulated),
+            recorder=cast(Any, SimpleNamespace(progress=progress, step=self._record, record=SimpleNamespace(log=self.log))),
+            checkpoints=cast(Any, self.checkpoints),
+            stop=cast(Any, Stop(self)),
+        )
+
+    def train(self) -> TrainState | None:
+        """Runs all steps. Returns the state of the checkpoint if the run was stopped."""
+        loop = async_grpo.train_async if self.config.grpo.async_grpo.enabled else grpo.train_grpo
+        self.reward = reward = Reward(self.world, self.config.reward.max_failed_share)
+        with self._simulated():
+            try:
+                loop(self.session, reward)  # type: ignore[arg-type]
+            except StopRequestedError:
+                return self.session.checkpoints.state
+            finally:
+                reward.closed = True
+        return None
+
+    def save(self, directory: Path) -> None:
+        """Writes the unfinished groups as a checkpoint does."""
+        for write in self.checkpoints.parts:
+            write(directory)
+
+    @contextmanager
+    def _simulated(self) -> Iterator[None]:
+        def opened(*words: Any, **keys: Any) -> Experience:
+            self.experience = Experience(*words, **keys)
+            return self.experience
+
+        thread = SimpleNamespace(submit=lambda work, *words: self.world.later(12, lambda: work(*words)))
+        with ExitStack() as stack:
+            for target, name, value in (
+                (grpo_step, "Experience", opened),
+                (grpo_step, "EnvironmentRunner", lambda *words: Environment(self.world)),
+                (experience, "wait", self.world.wait),
+                (async_grpo, "training_thread", lambda: nullcontext(thread)),
+                (async_grpo, "learn", self._learn),
+                (grpo, "learn", self._learn),
+            ):
+                stack.enter_context(patch.object(target, name, value))
+            yield
+
+    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any) -> dict[str, float]:
+        assert step == session.step + 1
+        session.stop.check()
+        self.trained[step] = list(groups)
+        return {"trained_tokens": 1.0}
+
+    def look(self) -> bool:
+        """Whether a stop is requested."""
+        self._checks += self.session.step > 0
+        return self.stop_at is not None and self._checks >= self.stop_at
+
+    def submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
+        """Runs the phase at once, in the order of submission."""
+        self.replays.append((name, True))
+        if name == "generate":
+            return self.engines.generate(value, rows)
+        assert name == "refit"
+        self.engines.version = value
+        return []
+
+    def collect(
+        self, name: str, results: Any, busy_s: Callable[[Any], float | None] | None = None
+    ) -> tuple[Any, CountedReplay]:
+        self.replays.append((name, False))
+        if name == "generate":
+            self.world.tick()
+        return results, CountedReplay(name, ("generation",), ReplayTiming(0.0, 1.0, (1.0,) * len(results), None), 1.0, 0.0)
+
+    def replay(self, name: str, value: Any, rows: Any = None) -> Any:
+        """Raises: tests that replay training phases override it."""
+        raise AssertionError(f"{name} is not simulated")
+
+    def log(self, step: int, stage: str, metrics: dict[str, float]) -> None:
+        """Receives the validation before the first step."""
+
+    def _record(self, stage: str, step: int, position: int, total: int, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+
+    def _take_state(self, state: TrainState) -> None:
+        self.checkpoints.state = state
+
+
+def engines_of(run: Run) -> WorkerEngines:
+    """Returns the engines of a run as its loop sees them."""
+    return WorkerEngines(cast(Any, run.engines), cast(Any, run.simulated), run.config.timeouts.replay)

@@ -1,0 +1,505 @@
+"""Both GRPO loops at random timings of engines, rewards, environment and training, without workers (`simulated_run`).
+
+Whatever takes how long: no token is older than the maximal age, nothing is lost or trained on twice, also over a stop and a
+resume at any moment; log-probabilities are those of the version noted; metrics are what a count of our own gives.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.config import Config, RewardConfig, RewardShapingConfig
+from dagrl.data.tokenization import Prompt
+from dagrl.errors import CheckpointError, RunError
+from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
+from dagrl.rl.functions.answers import Failed
+from dagrl.rl.generation import FIRST_QUANTUM, Generated, RequestProgress, pack_generated
+from dagrl.rl.rollout.episodes import Episode, new_group
+from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.rl.rollout.trajectory_file import read_trajectories
+from dagrl.run.checkpoints import Checkpoint, TrainState
+from dagrl.run.loops.grpo_step import refit
+from dagrl.runtime.shapes import Batch
+from tests.unit.run.simulated_run import UNANSWERED, Reward, Run, engines_of, logprob_of
+
+STEPS, PROMPTS, GENERATIONS = 4, 3, 2
+seeds = st.integers(0, 1 << 30)
+Trained = Mapping[int, Sequence[ScoredGroup]]
+
+
+def configuration(
+    loop: Mapping[str, Any], *, turns: bool = False, dynamic: bool = False, generations: int = GENERATIONS, room: int = 40
+) -> Config:
+    return Config.model_validate(
+        {
+            "name": "simulated",
+            "algorithm": "grpo",
+            "data": {},
+            "policy": {
+                "max_total_sequence_length": room,
+                "generation": {
+                    "max_new_tokens": 10,
+                    "quantum_engine_steps": 3,
+                    "vllm_cfg": {"data_parallel_size": 2, "max_num_seqs": 3},
+                },
+            },
+            "sft": {"max_num_steps": 0},
+            "grpo": {
+                "num_prompts_per_step": PROMPTS,
+                "num_generations_per_prompt": generations,
+                "max_num_steps": STEPS,
+                "val_period": 2,
+                "val_at_start": False,
+                "use_dynamic_sampling": dynamic,
+                "async_grpo": dict(loop),
+            },
+            "environment": {"function": "simulated:environment" if turns else None},
+            "reward": {"max_failed_share": 1.0},
+        }
+    )
+
+
+def asynchronous(age: int, in_flight: bool, on_checkpoint: str = "save") -> dict[str, Any]:
+    return {
+        "enabled": True,
+        "max_trajectory_age_steps": age,
+        "in_flight_weight_updates": in_flight,
+        "on_checkpoint": on_checkpoint,
+    }
+
+
+def numbers_of(trained: Trained) -> list[int]:
+    return [group.group.number for groups in trained.values() for group in groups]
+
+
+def episodes_of(groups: Sequence[ScoredGroup]) -> list[Episode]:
+    return [episode for group in groups for episode in group.group.episodes]
+
+
+def check_tokens(trained: Trained, max_age: int, in_flight: bool = True) -> None:
+    """Step `s` trains version `s - 1`: no token is newer, or older by more than `max_age`."""
+    for step, groups in trained.items():
+        assert len(groups) == PROMPTS and len({group.group.number for group in groups}) == PROMPTS
+        for episode in episodes_of(groups):
+            assert len(episode.tokens) == len(episode.logprobs) == len(episode.versions) == len(episode.sampled)
+            assert episode.versions == sorted(episode.versions)
+            made = [version for version, sampled in zip(episode.versions, episode.sampled, strict=True) if sampled]
+            assert made and 0 <= step - 1 - max(made) and step - 1 - min(made) <= max_age
+            assert in_flight or len(set(made)) == 1, "running sequences finish before an update"
+            expected = [logprob_of(v) if s else 0.0 for v, s in zip(episode.versions, episode.sampled, strict=True)]
+            assert episode.logprobs == expected
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=seeds, age=st.integers(0, 3), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
+def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, turns: bool, dynamic: bool) -> None:
+    run = Run(configuration(asynchronous(age, in_flight), turns=turns, dynamic=dynamic), seed)
+    assert run.train() is None
+    assert list(run.trained) == list(range(1, STEPS + 1))
+    check_tokens(run.trained, age, in_flight)
+    numbers, counts = numbers_of(run.trained), run.experience.buffer.counts()
+    assert len(set(numbers)) == len(numbers) == counts.trained
+    assert counts.started == counts.trained + counts.generating + counts.finished + sum(counts.dropped.values())
+    if not dynamic:
+        assert sorted(numbers) == list(range(STEPS * PROMPTS)), "no group is started and not trained"
+        assert run.reward.checked == [PROMPTS * GENERATIONS] * STEPS, "failures are a share of the step that has them"
+    else:
+        assert not any(group.samples[0].prompt.text == "3=" for groups in run.trained.values() for group in groups)
+    assert not run.session.checkpoints.parts[1:]
+    check_metrics(run)
+
+
+def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:
+    """It is submitted before the refit has ended. The number of quanta in flight stays bounded."""
+    run = Run(slow(configuration(asynchronous(2, True), room=80)), seed=0)
+    assert run.train() is None
+    asked, behind, in_flight = False, [], 0
+    for name, submitted in run.replays:
+        if name == "refit":
+            asked = submitted
+            behind += [0] if submitted else []
+        else:
+            in_flight += 1 if submitted else -1
+            behind[-1] += asked and submitted
+            assert in_flight <= IN_FLIGHT
+    assert len(behind) == STEPS + 1 and behind[0] == 0, "no quantum before the first weights"
+    assert behind[1:3] == [1, 1], "the groups of all remaining steps are started by the third"
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_validation_prompts_are_scored_in_parallel(loop: Mapping[str, Any]) -> None:
+    """Each in its own call with its own deadline, and once."""
+    run = Run(configuration(loop), seed=3)
+    assert run.train() is None
+    texts = [completions[0] for completions in run.reward.asked if len(completions) == 1]
+    found = [metrics for metrics in run.metrics if "validation/reward" in metrics]
+    assert len(found) == STEPS // 2 and len(texts) == 2 * len(found)
+    for step, metrics in enumerate(found):
+        counted = [len(text) for text in texts[2 * step : 2 * step + 2] if not text.endswith("9")]
+        assert metrics["validation/reward"] == pytest.approx(np.mean(counted) if counted else 0.0)
+        assert metrics["validation/reward_failures"] == 2 - len(counted)
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_validation_without_rewards_ends_a_run_only_above_the_failed_share(loop: Mapping[str, Any]) -> None:
+    """With a single validation prompt, one failed sample is all of them."""
+    config = configuration(loop)
+    tolerant, strict = Run(config, seed=3), Run(config.model_copy(update={"reward": RewardConfig(max_failed_share=0.9)}), 3)
+    for run in (tolerant, strict):
+        run.inputs.validation_prompts = [Prompt(UNANSWERED, np.array([4, 5]), "", "row 0")]
+    assert tolerant.train() is None
+    found = [metrics for metrics in tolerant.metrics if "validation/reward" in metrics]
+    assert len(found) == STEPS // 2
+    assert all((line["validation/reward"], line["validation/reward_failures"]) == (0.0, 1.0) for line in found)
+    with pytest.raises(RunError, match=r"1 of 1 samples, more than reward\.max_failed_share = 0\.9"):
+        strict.train()
+
+
+@pytest.mark.parametrize("generations", [2, 4])
+def test_drop_reasons_are_counted(generations: int) -> None:
+    """Equal rewards, or fewer than two rewards, counted from the answers of the reward function."""
+    reasons: Counter[str] = Counter()
+    for seed in range(3):
+        config = configuration({}, dynamic=True, generations=generations)
+        run = Run(config.model_copy(update={"seed": seed}), seed)
+        run.inputs.prompts[4] = Prompt(UNANSWERED, np.array([8, 5]), "", "row 4")
+        assert run.train() is None
+        expected: Counter[str] = Counter()
+        for answers in run.reward.answers:
+            values = [value for value in answers if not isinstance(value, Failed)]
+            if len(answers) > 1 and len(set(values)) < 2:  # none is of a held-out prompt
+                expected["failed" if len(values) < 2 else "zero_variance"] += 1
+        assert run.experience.buffer.counts().dropped == expected
+        assert {reason: run.metrics[-1].get(f"dropped/{reason}", 0) for reason in expected} == expected
+        reasons += expected
+    assert reasons["failed"] and reasons["zero_variance"]
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_run_that_drops_all_groups_for_failures_ends_with_the_reason(
+    loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two samples in each group has a reward, which `max_failed_share` allows."""
+    monkeypatch.setattr(Reward, "_score_all", lambda *_: [1.0, Failed("no words")])
+    match = (
+        r"(\d+) of \1 groups .*: 0 because their rewards are equal .*, \1 because .* failed for all of their samples but one"
+    )
+    with pytest.raises(RunError, match=match):
+        Run(configuration(loop, dynamic=True), seed=0).train()
+
+
+def test_a_run_whose_samples_all_fail_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with dynamic sampling, which drops every group."""
+    monkeypatch.setattr(Reward, "_score_all", lambda *_: [Failed("no words")] * GENERATIONS)
+    with pytest.raises(RunError, match=r"reward\.function failed for all \d+ samples: no words"):
+        Run(configuration({}, dynamic=True), seed=0).train()
+
+
+def check_metrics(run: Run) -> None:
+    for metrics, (step, groups) in zip(run.metrics, run.trained.items(), strict=True):
+        made = [v for e in episodes_of(groups) for v, sampled in zip(e.versions, e.sampled, strict=True) if sampled]
+        ages = step - 1 - np.array(made)
+        assert metrics["staleness/policy_age_max"] == ages.max()
+        assert metrics["staleness/policy_age_mean"] == pytest.approx(ages.mean())
+        texts = [(sample.prompt.text, sample.text) for group in groups for sample in group.samples]
+        good = [0.5 if prompt.startswith("3") else len(text) for prompt, text in texts if not text.endswith("9")]
+        assert metrics["reward/mean"] == pytest.approx(np.mean(good) if good else 0.0)
+        assert metrics["reward/failures"] == len(texts) - len(good)
+        assert metrics["timing_s/exposed_generation"] >= 0, "also where nothing was waited for"
+    assert run.metrics[-1].get("dropped/zero_variance", 0) <= run.experience.buffer.counts().dropped.get("zero_variance", 0)
+
+
+@settings(deadline=None, max_examples=15)
+@given(timings=st.tuples(seeds, seeds), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
+def test_age_zero_is_the_synchronous_run_at_any_timing(
+    timings: tuple[int, int], in_flight: bool, turns: bool, dynamic: bool
+) -> None:
+    """Batches, tokens and rewards are equal, so losses are equal."""
+    both = [
+        Run(configuration(loop, turns=turns, dynamic=dynamic), seed)
+        for loop, seed in zip(({}, asynchronous(0, in_flight)), timings, strict=True)
+    ]
+    for run in both:
+        assert run.train() is None
+    sync, other = ([described(groups) for groups in run.trained.values()] for run in both)
+    assert sync == other and len(sync) == STEPS
+
+
+def described(groups: Sequence[ScoredGroup]) -> list[Any]:
+    return [
+        (group.group.number, group.values.tolist(), [(episode.tokens, episode.versions) for episode in group.group.episodes])
+        for group in groups
+    ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    timings=st.tuples(seeds, seeds),
+    age=st.integers(0, 3),
+    in_flight=st.booleans(),
+    turns=st.booleans(),
+    stop_at=st.integers(1, 15),
+    on_checkpoint=st.sampled_from(["save", "regenerate"]),
+)
+def test_a_stop_at_any_moment_loses_nothing(
+    timings: tuple[int, int], age: int, in_flight: bool, turns: bool, stop_at: int, on_checkpoint: str
+) -> None:
+    config = configuration(asynchronous(age, in_flight, on_checkpoint), turns=turns)
+    first = Run(config, timings[0], stop_at=stop_at)
+    state = first.train()
+    if state is None:  # it had ended by then
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        first.save(Path(directory))
+        second = Run(config, timings[1], resumed=Checkpoint(Path(directory), state))
+        assert second.train() is None
+    done = {step: groups for step, groups in first.trained.items() if step <= state.step} | second.trained
+    assert list(done) == list(range(1, STEPS + 1)), "no step is counted twice"
+    assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
+    reasons = {episode.finish_reason for groups in done.values() for episode in episodes_of(groups)}
+    assert ENVIRONMENT_FAILED not in reasons, "what the environment had not answered is asked again"
+    check_tokens(done, age, in_flight)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_resumed_run_with_fewer_steps_saves_the_remaining_groups(tmp_path: Path, turns: bool) -> None:
+    """Its last step ends while quanta, rewards and the environment still work on groups of the removed steps."""
+    left = 0
+    for seed in range(10):
+        config = slow(configuration(asynchronous(3, True), turns=turns, room=80))
+        first = Run(config, seed, stop_at=6)
+        state = first.train()
+        assert state is not None and state.step < STEPS
+        directories = [tmp_path / f"{seed} {name}" for name in ("first", "second")]
+        for directory in directories:
+            directory.mkdir()
+        first.save(directories[0])
+        shorter = config.model_copy(update={"grpo": config.grpo.model_copy(update={"max_num_steps": state.step + 1})})
+        second = Run(shorter, seed + 1, resumed=Checkpoint(directories[0], state))
+        second.inputs.validation_prompts = []  # they would take quanta in which groups end
+        assert second.train() is None
+        second.save(directories[1])
+        saved = read_trajectories(directories[1])
+        assert saved is not None
+        left += len(saved.groups)
+        trained = numbers_of({step: groups for step, groups in first.trained.items() if step <= state.step} | second.trained)
+        last = Run(config, seed + 2, resumed=Checkpoint(directories[1], second.checkpoints.state))
+        assert last.train() is None
+        assert sorted(trained + numbers_of(last.trained)) == list(range(STEPS * PROMPTS))
+    assert left > 0, "there must be something to leave"
+
+
+def timed(config: Config) -> Config:
+    """Sizes quanta by time, at most 0.5 s for both in flight."""
+    assert config.policy.generation is not None
+    generation = config.policy.generation.model_copy(update={"quantum_engine_steps": None, "quantum_seconds": 0.5})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+
+
+def slow(config: Config) -> Config:
+    """Few and long sequences at a time, so that some groups are always unfinished."""
+    generation = config.policy.generation
+    assert generation is not None
+    vllm = generation.vllm_cfg.model_copy(update={"max_num_seqs": 2})
+    settings = {"max_new_tokens": 40, "quantum_engine_steps": 2, "vllm_cfg": vllm}
+    policy = config.policy.model_copy(update={"generation": generation.model_copy(update=settings)})
+    return config.model_copy(update={"policy": policy})
+
+
+def test_a_stop_does_not_wait_for_running_sequences_to_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delayed step is completed and saved. The sequences start again, because none may span its update."""
+    config = slow(configuration(asynchronous(2, False), room=80))
+    first, since, under_way = Run(config, seed=0), 0, set()
+    first.inputs.validation_prompts = []  # generated to the end before a step is recorded
+    finish_running = Experience.finish_running
+
+    def asked_to_stop(experience: Experience) -> None:
+        nonlocal since, under_way
+        if experience.rollouts.busy and not under_way:
+            first.stop_at = 0
+            since, under_way = len(first.replays), experience.rollouts.numbers
+        finish_running(experience)
+
+    monkeypatch.setattr(Experience, "finish_running", asked_to_stop)
+    state = first.train()
+    assert state is not None and under_way and state.step == max(first.trained)
+    assert first.replays[since:].count(("generate", True)) <= IN_FLIGHT + 1, "two behind the refit, and one to rest"
+    monkeypatch.undo()
+    first.save(tmp_path)
+    second = Run(config, 1, resumed=Checkpoint(tmp_path, state))
+    assert second.train() is None
+    check_tokens(second.trained, 2, in_flight=False)
+    assert sorted(numbers_of(first.trained | second.trained)) == list(range(STEPS * PROMPTS))
+
+
+def test_continued_sequences_keep_the_limit_of_the_resumed_run(tmp_path: Path) -> None:
+    """Its results have no room for more. Groups with longer sequences are generated again."""
+    config, limit, beyond = slow(configuration(asynchronous(2, True), room=80)), 8, 0
+    assert config.policy.generation is not None
+    generation = config.policy.generation.model_copy(update={"max_new_tokens": limit})
+    shorter = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    for seed in range(5):
+        first, directory = Run(config, seed, stop_at=6), tmp_path / str(seed)
+        state = first.train()
+        assert state is not None
+        directory.mkdir()
+        first.save(directory)
+        saved = read_trajectories(directory)
+        assert saved is not None
+        before = [one for group in saved.groups for one in group.group.episodes]
+        beyond += sum(len(one.tokens) > limit for one in before if not one.finish_reason)
+        ended = {(one.seed, tuple(one.tokens)) for one in before if one.finish_reason}
+        second = Run(shorter, seed + 1, resumed=Checkpoint(directory, state))
+        assert second.train() is None
+        made = [one for groups in second.trained.values() for one in episodes_of(groups)]
+        assert all(len(one.tokens) <= limit or (one.seed, tuple(one.tokens)) in ended for one in made)
+    assert beyond, "some sequences must be too long"
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_stop_in_the_validation_before_the_first_step_does_not_wait_for_it(
+    loop: Mapping[str, Any], tmp_path: Path
+) -> None:
+    config = slow(configuration(loop, room=80))
+    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"val_at_start": True})})
+    run, asked = Run(config, 0), []
+    run.inputs.validation_prompts = run.inputs.prompts * 4
+    run.log = lambda *words: pytest.fail("the validation was cut short")  # type: ignore[method-assign]
+
+    def look() -> bool:
+        if not asked and ("generate", False) in run.replays:
+            asked.append(len(run.replays))
+        return bool(asked)
+
+    run.look = look  # type: ignore[method-assign]
+    state = run.train()
+    assert state is not None and state.step == 0
+    assert run.replays[asked[0] :].count(("generate", True)) <= 1
+    run.save(tmp_path)
+    saved = read_trajectories(tmp_path)
+    assert saved is not None and not saved.groups, "validation prompts are not in training groups"
+
+
+def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups(tmp_path: Path) -> None:
+    """The saved state says that the optimizer was reset and the reference policy taken."""
+    config = slow(configuration(asynchronous(2, True), room=80))
+    config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_num_steps": 2})})
+    first = Run(config, 0, stop_at=12)
+    first.checkpoints.state = TrainState(2, counters={"sft_sampler": {}})
+    state = first.train()
+    assert state is not None and state.step == 2 and "sft_sampler" in state.counters
+    first.save(tmp_path)
+    saved = read_trajectories(tmp_path)
+    assert saved is not None and saved.groups
+    second = Run(config, 1, resumed=Checkpoint(tmp_path, state))
+    assert second.train() is None
+    begun = {one.seed: one.tokens for group in saved.groups for one in group.group.episodes if one.tokens}
+    made = {one.seed: one.tokens for groups in second.trained.values() for one in episodes_of(groups)}
+    assert begun and all(made[seed][: len(tokens)] == tokens for seed, tokens in begun.items())
+
+
+@pytest.mark.parametrize(
+    ("made", "running", "learned"),
+    [(FIRST_QUANTUM, True, True), (3, True, True), (3, False, False)],
+    ids=["whole", "ended by the clock", "no request left"],
+)
+def test_quantum_times_are_recorded_and_bounded(made: int, running: bool, learned: bool) -> None:
+    run, sent = Run(timed(configuration(asynchronous(2, True))), seed=0), list[Batch]()
+
+    def submit(name: str, batch: Batch, rows: object) -> list[Generated]:
+        sent.append(batch)
+        return [pack_generated([], [RequestProgress(0)] if running else [], made)] * 2
+
+    run.submit = submit  # type: ignore[method-assign]
+    rollouts = Rollouts(run.config, engines_of(run), run.inputs.tokenizer)
+    rollouts.start(new_group(run.config, 0, 0, run.inputs.prompts[0], [1, 2]))
+    rollouts.advance()
+    assert rollouts.quantum_size.step_s == ({0: 1 / made, 1: 1 / made} if learned else {}), "quanta took a second"
+    assert [batch.scalars["seconds"] for batch in sent] == [0.25] * IN_FLIGHT, "both within 0.5 s"
+
+
+def test_quanta_with_fixed_steps_have_no_time_limit() -> None:
+    run, sent = Run(configuration(asynchronous(2, True)), seed=0), list[Batch]()
+    submit = run.submit
+    run.submit = lambda name, value, rows=(): (sent.append(value), submit(name, value, rows))[1]  # type: ignore[method-assign]
+    assert run.train() is None
+    batches = [value for value in sent if isinstance(value, Batch)]
+    assert batches and not any("seconds" in batch.scalars for batch in batches)
+
+
+@pytest.mark.parametrize("changed", [{"generations": 3}, {"room": 14}], ids=str)
+def test_a_resumed_run_generates_groups_that_no_longer_fit_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, int]
+) -> None:
+    first = Run(configuration(asynchronous(2, True), turns=True), seed=0, stop_at=6)
+    state = first.train()
+    assert state is not None
+    first.save(tmp_path)
+    second = Run(configuration(asynchronous(2, True), turns=True, **changed), 1, resumed=Checkpoint(tmp_path, state))
+    assert second.train() is None
+    assert "The group is generated again" in caplog.text
+    done = {step: groups for step, groups in first.trained.items() if step <= state.step}
+    assert sorted(numbers_of(done | second.trained)) == list(range(STEPS * PROMPTS))
+    for group in (group for groups in second.trained.values() for group in groups):
+        assert len(group.samples) == changed.get("generations", GENERATIONS)
+        assert max(map(len, group.samples)) <= changed.get("room", 40)
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_resuming_with_other_prompts_is_an_error(tmp_path: Path, loop: dict[str, Any]) -> None:
+    """The number is equal; one reference differs."""
+    config = configuration(loop)
+    first = Run(config, seed=0, stop_at=6)
+    state = first.train()
+    assert state is not None
+    first.save(tmp_path)
+    second = Run(config, 1, resumed=Checkpoint(tmp_path, state))
+    prompts = second.inputs.prompts
+    prompts[4] = replace(prompts[4], reference="44")
+    with pytest.raises(CheckpointError, match="references or order of the examples differ"):
+        second.train()
+    assert not second.trained
+
+
+def test_environment_tokens_do_not_count_as_overlong() -> None:
+    """DAPO's penalty counts only tokens of the policy."""
+    config = configuration({}, turns=True)
+    shaping = RewardShapingConfig(enabled=True, max_response_length=12, overlong_buffer_length=10)
+    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"reward_shaping": shaping})})
+    run = Run(config, seed=0)
+    assert run.train() is None
+    found = [
+        (sum(sample.completion.sampled), value - reward, len(sample.completion.tokens))
+        for group in (group for groups in run.trained.values() for group in groups)
+        for sample, value, reward in zip(group.samples, group.values, group.rewards.values, strict=True)
+    ]
+    assert any(length < whole for length, _, whole in found)
+    for length, penalty, _ in found:
+        assert penalty == pytest.approx(-min(max(length - 2, 0) / 10, 1), abs=1e-6)
+
+
+@pytest.mark.parametrize("shared", [None, object()], ids=["apart", "colocated"])
+def test_quanta_are_queued_behind_a_refit_unless_colocated(shared: object) -> None:
+    asked: list[str] = []
+
+    def collect(*_: object, **__: object) -> tuple[list[object], None]:
+        asked.append("read")
+        return [], None
+
+    replays = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
+    experience = SimpleNamespace(rollouts=SimpleNamespace(look_ahead=lambda: asked.append("quantum")))
+    refit(cast("Any", replays), cast("Any", experience), 1)
+    assert asked == (["refit", "quantum", "read"] if shared is None else ["refit", "read"])

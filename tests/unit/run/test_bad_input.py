@@ -1,0 +1,802 @@
+"""Bad input exits with code 2 and one clear message, without a traceback and before Ray starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import yaml
+
+from dagrl.cli.main import main
+from dagrl.config import Config, Json, PolicyConfig, RandomInit
+from dagrl.config.file import load_config
+from dagrl.data import Example, Message, Splits
+from dagrl.errors import UserError
+from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
+from dagrl.runtime.phase import Input, Shard, Value, phase
+from dagrl.telemetry.record import RunPaths, lock_run
+from dagrl.workers.megatron import MegatronWorker
+from tests.integration.unigram_workers import UnigramTrainer
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def configuration(data: str) -> dict[str, Any]:
+    return {
+        "name": "bad",
+        "algorithm": "grpo",
+        "policy": {
+            "random_init": {"hf_config": MODEL, "tokenizer_characters": "0123456789+="},
+            "train_global_batch_size": 16,
+            "max_total_sequence_length": 16,
+            "generation": {"max_new_tokens": 4},
+        },
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 4},
+        "data": {"path": data},
+        "cluster": {"num_cpus": 2},
+    }
+
+
+def good_lines() -> list[str]:
+    return [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a in range(5) for b in range(5)]
+
+
+def conversation(**answer: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", **answer}]}
+
+
+class Row(NamedTuple):
+    """`overrides` of a valid configuration, or other `lines` in its data file, and the expected parts of the message."""
+
+    name: str
+    message: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = None
+    without: str = ""  # a package to hide
+
+
+MEGATRON = "policy.megatron_cfg"
+GRAPHS = f"{MEGATRON}.cuda_graphs=true"
+DDP = f"{MEGATRON}.distributed_data_parallel_config"
+MIXTURE = (
+    "policy.random_init.hf_config={architectures: [Qwen3MoeForCausalLM], model_type: qwen3_moe, "
+    "hidden_size: 64, intermediate_size: 128, moe_intermediate_size: 64, num_experts: 4, "
+    "num_experts_per_tok: 2, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "head_dim: 16, vocab_size: 64, max_position_embeddings: 256}"
+)
+LONG = json.dumps({"prompt": "1" * 30, "response": "2"})
+TABLE = [
+    Row("unknown key", ("policy.precison", "did you mean 'policy.precision'"), ("policy.precison=float32",)),
+    Row("key in another section", ("did you mean 'policy.generation.temperature'",), ("grpo.temperature=1",)),
+    Row("wrong type", ("seed (command line)", "found 'many'", "integer"), ("seed=many",)),
+    Row("out of range", ("grpo.max_num_steps", "found -1", "greater than 0"), ("grpo.max_num_steps=-1",)),
+    *(
+        Row(f"{key} below the range", (f"{key} (command line): found -1; expected: greater",), (f"{key}=-1",))
+        for key in ("seed", "data.seed", "policy.random_init.seed")
+    ),
+    Row("seed above the range", ("seed (command line)", "expected: less than 4294967296"), (f"seed={2**32}",)),
+    Row(
+        "top_k below the range",
+        ("policy.generation.top_k (command line): found -5; expected: greater than or equal to -1",),
+        ("policy.generation.top_k=-5",),
+    ),
+    Row(
+        "an empty stop string",
+        ("policy.generation.stop_strings.1 (command line): found ''; expected: at least 1 character",),
+        ("policy.generation.stop_strings=[a, '']",),
+    ),
+    Row(
+        "warm-up starts above the peak rate",
+        ("policy.megatron_cfg.scheduler.lr_warmup_init is 1, above policy.megatron_cfg.optimizer.lr 0.001", "or less"),
+        (f"{MEGATRON}.scheduler.lr_warmup_init=1", "sft.lr=2"),
+    ),
+    Row(
+        "minimum rate above the peak rate",
+        ("policy.megatron_cfg.optimizer.min_lr is 0.002, above lr 0.001", "or less"),
+        (f"{MEGATRON}.optimizer.min_lr=2e-3",),
+    ),
+    Row(
+        "unknown section on the command line",
+        ("unknown key polcy (command line)", "did you mean 'policy'"),
+        ("polcy.seed=1",),
+    ),
+    Row(
+        "index into a text",
+        ("data.path (command line): found {'0': 1}",),
+        ("data.path=null", "data.path.0=1"),
+    ),
+    *(
+        Row(
+            f"chat template {template}",
+            (
+                f"policy.tokenizer.chat_template (command line): found '{template}'; expected: Jinja text",
+                "not the name of its file",
+            ),
+            (f"policy.tokenizer.chat_template={template}",),
+        )
+        for template in ("templates/chat.jinja", "chatml")
+    ),
+    Row(
+        "too long for the buckets",
+        ("line 1: 32 tokens, but there is room for 8 (the largest bucket)", "Raise policy.sequence_buckets, or"),
+        ("policy.sequence_buckets=[8]", "algorithm=sft", "data.val_fraction=0"),
+        (LONG,),
+    ),
+    Row(
+        "prompts too long for the buckets",
+        ("line 1: 30 tokens, but there is room for 4 (the", "Raise policy.sequence_buckets, or"),
+        ("policy.sequence_buckets=[8]", "sft.max_num_steps=0", "data.val_fraction=0"),
+        (LONG,),
+    ),
+    Row("not an override", ("'seed'", "KEY=VALUE"), ("seed",)),
+    Row("value in place of a section", ("override 'name.x=1'", "expected: a section"), ("name.x=1",)),
+    Row(
+        "no validation to rank checkpoints by",
+        ("checkpointing.metric_name is 'validation/reward'", "nothing is held out", "data.val_fraction"),
+        ("checkpointing.metric_name=validation/reward", "data.val_fraction=0"),
+    ),
+    Row("no generation", ("policy.generation is missing",), ("policy.generation=null",)),
+    Row("no model", ("policy.model_name and policy.random_init: found neither",), ("policy.random_init=null",)),
+    Row("two models", ("policy.model_name and policy.random_init: found both",), ("policy.model_name=somewhere",)),
+    Row("heads", ("4 attention heads are not divisible by tp 3",), (f"{MEGATRON}.tensor_model_parallel_size=3",)),
+    Row(
+        "generation heads",
+        ("generation workers", "tensor parallel size 3"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size=3",),
+    ),
+    Row("layers", ("2 layers are not divisible by pp 4",), (f"{MEGATRON}.pipeline_model_parallel_size=4",)),
+    Row(
+        "batch not divisible by dp",
+        ("train_global_batch_size 16", "data_parallel_size 3", "15 or 18"),
+        (f"{MEGATRON}.data_parallel_size=3",),
+    ),
+    Row("samples not divisible by batch", ("= 12 samples", "train_global_batch_size 16"), ("grpo.num_prompts_per_step=3",)),
+    Row("experts", ("ep 3", "does not divide"), (f"{MEGATRON}.expert_model_parallel_size=3",)),
+    Row(
+        "more workers than the machine holds",
+        ("17 workers, 16 train (dp16) + 1 generation (single)", "2 CPU cores hold 16"),
+        (f"{MEGATRON}.data_parallel_size=16",),
+    ),
+    Row("worker limit", ("2 workers", "cluster.max_workers is 1"), ("cluster.max_workers=1",)),
+    Row("missing data file", ("cannot read the data file 'no/such.jsonl'"), ("data.path=no/such.jsonl",)),
+    Row("missing model", ("policy.model_name", "'no/model'"), ("policy.random_init=null", "policy.model_name=no/model")),
+    Row("no data", ("data.path and data.task: found neither",), ("data.path=null",)),
+    Row("line that is not JSON", ("data.jsonl, line 3: not valid JSON", "'{oops'"), lines=(*good_lines()[:2], "{oops")),
+    Row("empty line between lines", ("data.jsonl, line 2: not valid JSON",), lines=(good_lines()[0], "", good_lines()[1])),
+    Row("line that is a list", ("data.jsonl, line 1: found a JSON list",), lines=("[1, 2]",)),
+    Row("line without the key", ("data.jsonl, line 1: no key 'response'", "data.response_key"), lines=('{"prompt": "1"}',)),
+    Row("line with an empty text", ("data.jsonl, line 1: 'response' is empty",), lines=('{"prompt": "1", "response": ""}',)),
+    Row("line with a number", ("data.jsonl, line 1: 'response' is 2",), lines=('{"prompt": "1", "response": 2}',)),
+    *(
+        Row(name, ("data.jsonl, line 1: " + message,), lines=(json.dumps(line),))
+        for name, message, line in (
+            ("content without text", "message 2 of 'messages' is {'role'", conversation(content=["a"])),
+            ("no content", "message 2 of 'messages' is {'role'", conversation(content=None)),
+            ("fractional weight", "message 2 of 'messages' has the weight 0.5; expected: 1, or 0", conversation(weight=0.5)),
+            (
+                "half a surrogate pair in a tool call",
+                "message 2 of 'messages' has half",
+                conversation(tool_calls=["\ud800"]),
+            ),
+            ("tools that are not objects", "'tools' is [1]; expected: a list of objects", {**conversation(), "tools": [1]}),
+            ("tools that are not JSON", "'tools' is 'none', which is not valid JSON", {**conversation(), "tools": "none"}),
+        )
+    ),
+    Row("message without a role", ("line 1: message 1 of 'messages'",), lines=('{"messages": [{"content": "1"}]}',)),
+    Row(
+        "conversation that does not end with the assistant",
+        ("line 1: 'messages' has the roles user",),
+        lines=('{"messages": [{"role": "user", "content": "1"}]}',),
+    ),
+    Row(
+        "conversation without a template",
+        ("line 1 is a conversation", "policy.tokenizer.chat_template"),
+        ("data.val_fraction=0",),
+        lines=('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}',),
+    ),
+    *(
+        Row(
+            f"{where} with half of a surrogate pair",
+            ("data.jsonl, line 2: ", "'content'" if where == "message" else f"'{where}'", r"\ud800", "at character 1"),
+            lines=(good_lines()[0], line),
+        )
+        for where, line in {
+            "prompt": r'{"prompt": "1\ud800", "response": "2"}',
+            "response": r'{"prompt": "1", "response": "2\ud800"}',
+            "message": r'{"messages": [{"role": "user", "content": "1\ud800"}, {"role": "assistant", "content": "2"}]}',
+        }.items()
+    ),
+    Row("deeply nested line", ("data.jsonl, line 1: not valid JSON", "'[[["), lines=("[" * 100_000,)),
+    *(
+        Row(f"{key} of a JSONL file", (f"data.{key} is 'test'", "data.jsonl' has no splits", advice), (f"data.{key}=test",))
+        for key, advice in {"val_split": "data.val_path", "split": "leave it out", "subset": "leave it out"}.items()
+    ),
+    *(
+        Row(
+            f"{key} with a null byte",
+            (f"{key} (command line): found 'a\\x00b'", "expected: a ", "name" if key == "name" else "without null bytes"),
+            (f'{key}="a\\0b"',),
+        )
+        for key in ("name", "output_dir", "data.path", "data.val_path", "policy.model_name", "checkpointing.checkpoint_dir")
+    ),
+    *(
+        Row(
+            f"{name!r} as a name",
+            (f"name (command line): found {name!r}", "without slashes"),
+            (f"name='{name}'", "--dry-run"),
+        )
+        for name in ("a/b", "..", ".", "", "/a")
+    ),
+    Row("deeply nested override", ("override 'seed=[[[", "nested too deeply"), ("seed=" + "[" * 5000 + "]" * 5000,)),
+    Row("empty data set", ("data.jsonl' is empty",), lines=()),
+    Row("all held out", ("has 1 example(s)", "data.val_path"), lines=(good_lines()[0],)),
+    Row("sequence too long", ("data.jsonl, line 26: 3", "room for 16 (the largest bucket)"), lines=(*good_lines(), LONG)),
+    Row(
+        "prompt without room to generate",
+        ("room for 2 (the largest bucket less policy.generation.max_new_tokens 14)",),
+        ("policy.generation.max_new_tokens=14", "sft.max_num_steps=0"),
+    ),
+    Row(
+        "all rows dropped",
+        ("room for 2", "Raise policy.max_total_sequence_length, or shorten the data\n"),
+        ("policy.generation.max_new_tokens=14", "sft.max_num_steps=0", "data.too_long=drop"),
+    ),
+    Row(
+        "completions as long as the largest bucket",
+        ("policy.generation.max_new_tokens is 16", "bucket has 16 tokens: no room for a prompt. Lower it, or raise"),
+        ("policy.generation.max_new_tokens=16",),
+    ),
+    Row("bucket beyond the model", ("64 positions", "128 tokens"), ("policy.max_total_sequence_length=128",)),
+    Row("bucket beyond the limit", ("sequence_buckets has 32", "length 16"), ("policy.sequence_buckets=[8, 32]",)),
+    Row(
+        "microbatch below the bucket",
+        ("policy.sequence_packing.train_mb_tokens is 12", "largest bucket of 16 tokens", "set it to 16 or more"),
+        ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=12"),
+    ),
+    Row(
+        "packing and dynamic batching",
+        ("policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true",),
+        ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
+    ),
+    Row("not an import path", ("policy.worker: 'here'", "module:attribute"), ("policy.worker=here",)),
+    Row("missing module", ("policy.worker: there is no module 'nowhere'",), ("policy.worker=nowhere.at:Worker",)),
+    Row(
+        "missing attribute",
+        ("policy.worker: module 'dagrl.workers.megatron' has no 'MegatronWorkr'", "did you mean 'MegatronWorker'"),
+        ("policy.worker=dagrl.workers.megatron:MegatronWorkr",),
+    ),
+    Row(
+        "worker is not a class",
+        ("policy.worker: ", "a class is expected"),
+        ("policy.worker=dagrl.rl.rewards:exact_match",),
+    ),
+    Row("missing reward", ("reward.function: there is no module",), ("reward.function=my_rewards:score",)),
+    Row(
+        "missing phase",
+        ("phases.train_step: module 'dagrl.graphs.train' has no",),
+        ("phases.train_step=dagrl.graphs.train:go",),
+    ),
+    Row("not a phase", ("phases.refit: ", "@phase"), ("phases.refit=dagrl.rl.rewards:exact_match",)),
+    Row(
+        "worker without a method of its protocol",
+        ("policy.worker: the worker class", "it has no method save_checkpoint; expected save_checkpoint(directory: str"),
+        ("policy.worker=tests.unit.run.test_bad_input:Worker",),
+    ),
+    Row(
+        "worker without a method of a phase",
+        ("phase 'sft_step'", "train worker has no method 'train_step'"),
+        ("policy.worker=tests.unit.run.test_bad_input:Untrained", "checkpointing.export_hf=false"),
+    ),
+    Row(
+        "missing task",
+        ("data.task: module 'dagrl.rl.tasks' has no",),
+        ("data.path=null", "data.task=dagrl.rl.tasks:sums"),
+    ),
+    Row(
+        "task's argument",
+        ("data.task_args: ", "'digit'", "digits"),
+        ("data.path=null", "data.task=dagrl.rl.tasks:arithmetic", "data.task_args={digit: 2}"),
+    ),
+    Row(
+        "task's argument out of range",
+        ("digits is 7; expected: 1 or 2",),
+        ("data.path=null", "data.task=dagrl.rl.tasks:arithmetic", "data.task_args={digits: 7}"),
+    ),
+    Row(
+        "task without a signature",
+        ("data.task builtins:dict returned dict; expected: dagrl.data.Splits",),
+        ("data.path=null", "data.task=builtins:dict"),
+    ),
+    *(
+        Row(
+            f"task that makes {made}",
+            ("tests.unit.run.test_bad_input:strange", message),
+            ("data.path=null", "data.task=tests.unit.run.test_bad_input:strange", f"data.task_args={{made: {made}}}"),
+        )
+        for made, message in {
+            "words": "Splits.demonstrations[0] is 'a'; expected: a dagrl.data.Example",
+            "numbers": "Splits.demonstrations is 3; expected: a tuple of dagrl.data.Example",
+            "prompts of numbers": "Splits.train[0]: 'prompt' is 1; expected: text",
+            "messages of words": "Splits.demonstrations[0]: message 2 is 'b'; expected: a dagrl.data.Message",
+            "messages of no text": "Splits.demonstrations[0]: message 1: 'content' has half of a surrogate pair",
+        }.items()
+    ),
+    Row("tensorboard missing", ("logger.tensorboard_enabled", "dagrl[tracking]"), without="tensorboard"),
+    Row("matplotlib missing", ("logger.plot_enabled", "dagrl[tracking]"), without="matplotlib"),
+    Row("megatron missing", ("policy.worker", "dagrl[megatron]"), without="megatron"),
+    Row(
+        "math-verify missing",
+        ("reward.function", "dagrl[math]"),
+        ("reward.function=dagrl.rl.rewards:math_answer",),
+        without="math_verify",
+    ),
+    Row("vllm missing", ("policy.generation.worker", "dagrl[vllm]", "dagrl[cpu]"), without="vllm"),
+    Row(
+        "temperature that vLLM raises",
+        ("policy.generation.temperature is 0.005", "Set it to 0 (greedy), or to 0.01 or more"),
+        ("policy.generation.temperature=0.005",),
+    ),
+    Row(
+        "bound without a correction",
+        ("use_importance_sampling_correction=true",),
+        ("loss_fn.truncated_importance_sampling_ratio=2",),
+    ),
+    Row("icepop without a bound", ("upper bound",), ("loss_fn.truncated_importance_sampling_type=icepop",)),
+    Row(
+        "KV cache recomputed without updates in flight",
+        ("recompute_kv_cache_after_weight_updates", "in_flight_weight_updates=true"),
+        ("grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true}",),
+    ),
+    Row(
+        "colocated and asynchronous",
+        ("policy.generation.colocated.enabled", "take turns"),
+        ("policy.generation.colocated.enabled=true", "grpo.async_grpo.enabled=true"),
+    ),
+    Row(
+        "colocated with overlapped log-probabilities",
+        ("grpo.overlap_logprobs", "take turns"),
+        ("policy.generation.colocated.enabled=true", "grpo.overlap_logprobs=true"),
+    ),
+    *(
+        Row(
+            f"{section} call timeout below its answer timeout",
+            (
+                f"{section}.call_timeout_s is 5 s, less than {section}.timeout_s 20 s",
+                "set it to a multiple of 20, or leave it out",
+            ),
+            (f"{section}.call_timeout_s=5", f"{section}.timeout_s=20"),
+        )
+        for section in ("reward", "environment")
+    ),
+    Row(
+        "forced ratio with several optimizer steps",
+        ("loss_fn.force_on_policy_ratio is true", "several optimizer steps", "Set policy.train_global_batch_size="),
+        ("loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=4"),
+    ),
+    Row(
+        "forced ratio with sequence masks",
+        ("loss_fn.force_on_policy_ratio is true", "'seq-mask-tis'", "choose tis or icepop"),
+        (
+            "loss_fn.force_on_policy_ratio=true",
+            "loss_fn.use_importance_sampling_correction=true",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+            "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
+        ),
+    ),
+    Row(
+        "overlapped training without overlapped log-probabilities",
+        ("grpo.overlap_training is true, but grpo.overlap_logprobs is false", "Set both to true"),
+        ("grpo.overlap_training=true",),
+    ),
+    Row(
+        "overlapped training with several optimizer steps",
+        ("several optimizer steps", "policy.train_global_batch_size 4", "Set policy.train_global_batch_size="),
+        ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "policy.train_global_batch_size=4"),
+    ),
+    Row(
+        "overlapped training with one group per batch",
+        ("grpo.num_prompts_per_step is 1", "take more prompts per step"),
+        (
+            "grpo.overlap_training=true",
+            "grpo.overlap_logprobs=true",
+            "grpo.num_prompts_per_step=1",
+            "grpo.num_generations_per_prompt=8",
+            "policy.train_global_batch_size=8",
+        ),
+    ),
+    Row(
+        "overlapped training with shuffled rewards",
+        ("grpo.overlap_training and reward.shuffle are both true", "Set one to false"),
+        ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "reward.shuffle=true"),
+    ),
+    Row(
+        "colocated with reference weights on the GPU",
+        ("policy.reference_weights is 'device'", "set policy.reference_weights to host"),
+        ("policy.generation.colocated.enabled=true", "policy.reference_weights=device"),
+    ),
+    Row(
+        "engine argument that the worker sets",
+        ("vllm_kwargs sets async_scheduling", "vllm_cfg"),
+        ("policy.generation.vllm_kwargs={async_scheduling: true}",),
+    ),
+    Row(
+        "workers of a group sharing a GPU",
+        ("cluster.gpus_per_worker is 0.5", "2 train workers", "set it to 1"),
+        ("cluster.gpus_per_worker=0.5", f"{MEGATRON}.tensor_model_parallel_size=2"),
+    ),
+    Row(
+        "overlapped gathering of parameters that are not sharded",
+        (f"{DDP}.overlap_param_gather is true", "use_distributed_optimizer=true"),
+        (f"{DDP}.overlap_grad_reduce=true", f"{DDP}.overlap_param_gather=true"),
+    ),
+    Row(
+        "overlapped gathering of parameters without overlapped reduction",
+        (f"{DDP}.overlap_param_gather is true", "overlap_grad_reduce=true"),
+        (f"{DDP}.overlap_param_gather=true", f"{MEGATRON}.optimizer.use_distributed_optimizer=true"),
+    ),
+    Row(
+        "overlapped gathering of parameters with experts",
+        (f"{DDP}.overlap_param_gather is true", "the model has experts"),
+        (
+            f"{DDP}.overlap_grad_reduce=true",
+            f"{DDP}.overlap_param_gather=true",
+            f"{MEGATRON}.optimizer.use_distributed_optimizer=true",
+            MIXTURE,
+        ),
+    ),
+    Row(
+        "overlapped tensor-parallel communication",
+        (f"{MEGATRON}.tp_comm_overlap is true", "Transformer Engine", "Set tp_comm_overlap=false"),
+        (f"{MEGATRON}.tp_comm_overlap=true", f"{MEGATRON}.tensor_model_parallel_size=2"),
+    ),
+    Row(
+        "CUDA graphs without a GPU",
+        ("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false",),
+        (GRAPHS, "cluster.num_gpus=0"),
+    ),
+    *(
+        Row(f"CUDA graphs {name}", (f"{MEGATRON}.cuda_graphs is true", *says), (GRAPHS, *words))
+        for name, says, words in (
+            ("with a pipeline", ("pipeline_model_parallel_size is 2",), (f"{MEGATRON}.pipeline_model_parallel_size=2",)),
+            ("with recomputation", ("activation_checkpointing",), (f"{MEGATRON}.activation_checkpointing=true",)),
+            ("with colocated workers", ("colocated.enabled",), ("policy.generation.colocated.enabled=true",)),
+            ("with packed float32", ("'float32'", "bfloat16 only"), ("policy.sequence_packing.enabled=true",)),
+            (
+                "with experts",
+                ("the model has experts", "set cuda_graphs=false"),
+                (
+                    "cluster.num_gpus=2",
+                    MIXTURE,
+                ),
+            ),
+        )
+    ),
+    Row("output that cannot be written", ("output_dir /proc/x: cannot write in /proc",), ("output_dir=/proc/x",)),
+    Row(
+        "checkpoints that cannot be written",
+        ("checkpointing.checkpoint_dir /proc/x/y: cannot write in /proc",),
+        ("checkpointing.checkpoint_dir=/proc/x/y",),
+    ),
+    Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
+    Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
+    *(
+        Row(
+            f"{key} below 1",
+            (f"train workers: the model's config.json has {key} = {size}; expected a number of at least 1",),
+            (f"policy.random_init.hf_config.{key}={size}",),
+        )
+        for key, size in (
+            ("num_attention_heads", 0),
+            ("num_key_value_heads", 0),
+            ("num_hidden_layers", 0),
+            ("head_dim", 0),
+            ("intermediate_size", 0),
+            ("hidden_size", -64),
+        )
+    ),
+    Row(
+        "value rejected by transformers",
+        ("policy.random_init.hf_config: transformers cannot make", "'initializer_range' expected float, got str"),
+        ("policy.random_init.hf_config.initializer_range=abc",),
+    ),
+    Row(
+        "combination rejected by transformers",
+        ("policy.random_init.hf_config: transformers cannot make", "`num_hidden_layers` (2) must be equal"),
+        ("policy.random_init.hf_config.layer_types=[full_attention]",),
+    ),
+    Row("characters", ("tokenizer_characters", "'1' more than once"), ('policy.random_init.tokenizer_characters="121"',)),
+]
+
+
+class Worker:
+    """A worker class without methods."""
+
+
+class Untrained(UnigramTrainer):
+    """A train worker without a method that a phase names."""
+
+    train_step = None  # type: ignore[assignment]
+
+
+class Checked(MegatronWorker):
+    """A train worker whose check raises."""
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        raise KeyError("hidden")
+
+
+@phase
+def broken(train: Shard, batch: Input) -> Value:
+    raise ZeroDivisionError("while traced")
+
+
+def failing() -> Splits:
+    raise RuntimeError("no disk")
+
+
+def leaving() -> Splits:
+    sys.exit("enough")
+
+
+def strange(made: str) -> Splits:
+    """Returns splits that violate their declared types."""
+    example: Any = Example("1", "2")
+    parts: dict[str, Any] = {
+        "words": (("a",), (example,), ()),
+        "numbers": (3, 4, 5),
+        "prompts of numbers": ((example,), (Example(cast(str, 1), "2"),), ()),
+        "messages of words": ((Example("", "b", (Message("user", "a"), cast(Message, "b"))),), (example,), ()),
+        "messages of no text": ((Example("", "b", (Message("user", "\ud800"),)),), (example,), ()),
+    }
+    return Splits(*parts[made])
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `dagrl train` in this process with a valid data file; starting Ray raises."""
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("ray.init", never)
+
+    def train(*arguments: str, lines: tuple[str, ...] | None = None) -> tuple[int, str]:
+        data = tmp_path / "data.jsonl"
+        data.write_text("".join(f"{line}\n" for line in (good_lines() if lines is None else lines)))
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(configuration(str(data))))
+        code = main(["train", str(tmp_path / "config.yaml"), f"output_dir={tmp_path / 'runs'}", *arguments])
+        return code, capsys.readouterr().err
+
+    return train
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_bad_input(row: Row, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if row.without:
+        monkeypatch.setitem(sys.modules, row.without, None)
+    code, errors = run(*row.overrides, lines=row.lines)
+    assert code == 2, errors
+    assert errors.count("dagrl: error: ") == 1
+    assert "Traceback" not in errors
+    for part in row.message:
+        assert part in errors
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "function"),
+    [
+        (("data.path=null", "data.task={}:failing"), "data.task: {}:failing raised RuntimeError: no disk", "failing"),
+        (("data.path=null", "data.task={}:leaving"), "data.task: {}:leaving raised SystemExit: enough", "leaving"),
+        (("phases.refit={}:broken",), "phases.refit: {}:broken raised ZeroDivisionError: while traced", "broken"),
+        (("policy.worker={}:Checked",), "policy.worker: {}:Checked.check raised KeyError: 'hidden'", "check"),
+    ],
+)
+def test_errors_in_user_code(overrides: tuple[str, ...], message: str, function: str, run: Run) -> None:
+    """The message names the key and is followed by the location in the user's code."""
+    code, errors = run(*(word.format(__name__) for word in overrides))
+    assert code == 2 and errors.startswith(f"dagrl: error: {message.format(__name__)}")
+    assert errors.count("Traceback") == 1 and "test_bad_input.py" in errors and f", in {function}\n" in errors
+
+
+def test_dry_run_rejects_a_directory_that_is_not_a_run(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "bad").mkdir(parents=True)
+    (tmp_path / "runs" / "bad" / "thesis.tex").touch()
+    code, errors = run("--dry-run")
+    assert code == 2 and "exists and is not a run" in errors
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        ("config.json", "[1]", "holds a JSON list; expected an object"),
+        ("config.json", "{", "cannot be read"),
+        ("tokenizer.json", "[]", "holds a JSON list; expected an object"),
+        ("tokenizer_config.json", "[]", "holds a JSON list; expected an object"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "inspect"])
+def test_invalid_model_files(
+    command: str, file: str, content: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    character_tokenizer("0123456789+=").save_pretrained(model)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / file).write_text(content)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(configuration("none.jsonl")))
+    assert main([command, str(path), f"output_dir={tmp_path}", "policy.random_init=null", f"policy.model_name={model}"]) == 2
+    errors = capsys.readouterr().err
+    assert f"policy.model_name: {model / file} {found}" in errors and "Traceback" not in errors
+
+
+def test_valid_input_passes_all_checks(run: Run) -> None:
+    assert run("--dry-run") == (0, "")
+
+
+@pytest.mark.parametrize("off", ["null", "0", "-1"])
+def test_top_k_can_be_off(off: str, run: Run) -> None:
+    assert run("--dry-run", f"policy.generation.top_k={off}") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sys.exit(0)", "importing 'user_module' raised SystemExit: 0"),
+        ("argparse.ArgumentParser().parse_args(['--data'])", "importing 'user_module' raised SystemExit: 2"),
+        ("raise ValueError('no')", "importing 'user_module' raised ValueError: no"),
+    ],
+)
+def test_module_that_exits_on_import(
+    line: str, message: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(line, tmp_path, monkeypatch)
+    code, errors = run("reward.function=user_module:score")
+    assert code == 2 and f"dagrl: error: reward.function: {message}" in errors
+
+
+def test_interrupt_during_an_import(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_module("raise KeyboardInterrupt", tmp_path, monkeypatch)
+    code, errors = run("reward.function=user_module:score")
+    assert code == 130 and "importing" not in errors
+
+
+def write_module(line: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes `user_module.py`, which runs `line` when imported."""
+    (directory / "user_module.py").write_text(f"import argparse, sys\n{line}\n")
+    monkeypatch.syspath_prepend(directory)
+
+
+def test_truncated_weights(run: Run, tmp_path: Path) -> None:
+    init = RandomInit.model_validate(configuration("")["policy"]["random_init"])
+    write_random_model(init, load_tokenizer(PolicyConfig(random_init=init)), tmp_path / "model")
+    words = ("policy.random_init=null", f"policy.model_name={tmp_path / 'model'}", "--dry-run")
+    assert run(*words) == (0, "")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, errors = run(*words)
+    assert code == 2 and f"dagrl: error: train workers: cannot read the weights in {weights.parent}: " in errors
+
+
+def test_valid_input_starts_ray(run: Run) -> None:
+    """The rows above fail for their own reasons: without them the run reaches Ray."""
+    code, shown = run()
+    assert code == 1 and "Ray was started" in shown
+
+
+def test_directories_of_a_running_run_are_locked(run: Run, tmp_path: Path) -> None:
+    """Against a run of the same name, one that resumes it, and one that saves into its checkpoint directory."""
+    run()
+    metrics, elsewhere = tmp_path / "runs" / "bad" / "metrics.jsonl", tmp_path / "elsewhere"
+    metrics.write_text("{}\n")
+    paths = RunPaths(tmp_path / "runs" / "bad", elsewhere)
+    with lock_run(paths):
+        for words in ((), ("checkpointing.resume=true",), ("name=other", f"checkpointing.checkpoint_dir={elsewhere}")):
+            code, errors = run(*words)
+            directory = elsewhere if words[1:] else paths.directory
+            assert code == 2 and f"dagrl: error: {directory} is in use by pid {os.getpid()} on " in errors
+        assert run("--dry-run") == (0, "")
+    assert metrics.read_text() == "{}\n"
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir()) if path.is_dir()] == ["bad"]
+    assert run()[0] == 1
+    assert (tmp_path / "runs" / "bad.1" / "metrics.jsonl").exists()
+
+
+def test_the_saved_configuration_equals_the_given_one(run: Run, tmp_path: Path) -> None:
+    """Steps computed from epochs are not written back into it."""
+    for algorithm, other in (("grpo", "sft"), ("sft", "grpo")):
+        words = (f"algorithm={algorithm}", f"{algorithm}.max_num_epochs=3", f"{other}.max_num_steps=7")
+        run(*words)
+        given = load_config(tmp_path / "config.yaml", (f"output_dir={tmp_path / 'runs'}", *words))
+        assert load_config(tmp_path / "runs" / "bad" / "config.yaml") == given
+
+
+def test_sigterm_while_ray_starts_interrupts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own handler, installed by then, exits."""
+
+    def init(*args: object, **kwargs: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    code, errors = run()
+    assert code == 130 and "dagrl: error: interrupted" in errors
+
+
+def test_warning_about_ages_without_updates_in_flight(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "dagrl"):
+        assert run("--dry-run", "grpo.async_grpo={enabled: true, max_trajectory_age_steps: 2}")[0] == 0
+    text = caplog.text
+    assert "every update waits until all running requests finish" in text
+    assert "use_importance_sampling_correction is false" in text
+
+
+def test_warning_about_importance_weights_of_a_truncated_distribution(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    correction = "loss_fn.use_importance_sampling_correction=true"
+    with caplog.at_level("WARNING", "dagrl"):
+        assert run("--dry-run", correction)[0] == 0
+        assert "too small for every token" not in caplog.text
+        assert run("--dry-run", correction, "policy.generation.top_p=0.9")[0] == 0
+    assert (
+        "top_p 0.9 or top_k None truncates the sampling distribution" in caplog.text
+        and "too small for every token" in caplog.text
+    )
+
+
+def test_warning_if_epochs_end_a_run_with_dynamic_sampling(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    dynamic, held_out = "grpo.use_dynamic_sampling=true", "data.val_fraction=0.04"
+    with caplog.at_level("WARNING", "dagrl"):
+        assert run("--dry-run", held_out, "grpo.max_num_epochs=2")[0] == 0
+        assert run("--dry-run", held_out, dynamic)[0] == 0
+        assert run("--dry-run", held_out, dynamic, "grpo.max_num_epochs=2", "grpo.max_num_steps=12")[0] == 0
+        assert "max_num_epochs" not in caplog.text
+        assert run("--dry-run", held_out, dynamic, "grpo.max_num_epochs=2", "grpo.max_num_steps=13")[0] == 0
+    assert "max_num_epochs=2 ends the run after 12 steps, which train on each of 24 prompts" in caplog.text
+
+
+def test_debug_shows_the_traceback(run: Run) -> None:
+    with pytest.raises(UserError, match="seed"):
+        run("seed=many", "--debug")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "contains None"),
+        ("- a\n", "contains ['a']"),
+        ("a: [1\n", "is not valid YAML"),
+        ("name: x\nname: y\n", "name (CONFIG, line 2) is a duplicate key"),
+        ("name: x\nalgorithm: sft\npolicy:\n  precison: float32\ndata: {}\n", "policy.precison (CONFIG, line 4)"),
+        ("name: x\n", "missing key algorithm (CONFIG)"),
+        ("name: " + "[" * 5000 + "]" * 5000, "CONFIG is nested too deeply to parse"),
+    ],
+)
+def test_bad_files(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert main(["train", str(path)]) == 2
+    assert message.replace("CONFIG", str(path)) in capsys.readouterr().err
+
+
+def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "no/such.yaml"]) == 2
+    assert "no configuration file 'no/such.yaml'" in capsys.readouterr().err

@@ -1,0 +1,271 @@
+"""Checkpoint directories are complete or absent, verified and pruned; leftovers of a crash are removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dagrl.errors import CheckpointError
+from dagrl.files import replace_directory
+from dagrl.run.checkpoints import CheckpointStore, TrainState, load_checkpoint_directory
+from tests.unit.run.full_disk import full_disk
+
+
+def save(store: CheckpointStore, step: int, metric: float | None = None) -> Path:
+    state = TrainState(step=step, counters={"tokens": 5}, metric=metric)
+    with store.saving(state) as directory:
+        (directory / "train").mkdir()
+        (directory / "train" / "rank_0.pt").write_bytes(b"weights of step %d" % step)
+    return store.root / f"step_{step:08d}"
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    return [checkpoint.state.step for checkpoint in store.all()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+def test_state_is_restored(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    save(store, 10, metric=0.5)
+    save(store, 9)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == TrainState(10, counters={"tokens": 5}, metric=0.5)
+    assert (latest.directory / "train" / "rank_0.pt").read_bytes() == b"weights of step 10"
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The paths synced to disk, in order, by their names at that time."""
+    found: list[Path] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        found.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return found
+
+
+def test_a_checkpoint_is_synced_before_it_is_renamed(store: CheckpointStore, on_disk: list[Path]) -> None:
+    saved = save(store, 1)
+    written = store.root / "step_00000001.tmp"
+    names = [path.relative_to(saved) for path in saved.rglob("*")]
+    assert {written, *(written / name for name in names)} <= set(on_disk)
+    assert on_disk[-1] == store.root  # where it got its name
+
+
+def test_a_directory_is_synced_before_it_is_renamed(tmp_path: Path, on_disk: list[Path]) -> None:
+    partial, target = tmp_path / "hf.partial", tmp_path / "hf"
+    for directory, content in ((target, "old"), (partial, "new")):
+        directory.mkdir()
+        (directory / "config.json").write_text(content)
+    replace_directory(partial, target)
+    assert on_disk == [partial / "config.json", partial, tmp_path]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert (target / "config.json").read_text() == "new"
+
+
+def test_a_failed_save_leaves_nothing(store: CheckpointStore) -> None:
+    save(store, 1)
+    with pytest.raises(KeyboardInterrupt), store.saving(TrainState(step=2)) as directory:
+        (directory / "half").write_text("...")
+        raise KeyboardInterrupt
+    assert [path.name for path in store.root.iterdir()] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_full_disk_names_the_checkpoint_and_keeps_earlier_ones(store: CheckpointStore, size: int) -> None:
+    """Full while a part is written, or while the state is."""
+    save(store, 1)
+    state = TrainState(2, counters={"words": "x" * 200})
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(size), store.saving(state) as directory:
+        (directory / "part").write_bytes(b"x" * 50)
+    assert raised.value.filename == str(directory if size == 0 else directory / "state.json")
+    assert steps(store) == [1] and [path.name for path in store.root.iterdir()] == ["step_00000001"]
+
+
+def test_an_unfinished_save_is_not_listed(store: CheckpointStore) -> None:
+    save(store, 1)
+    with store.saving(TrainState(step=2)):
+        assert steps(store) == [1]
+    assert steps(store) == [1, 2]
+
+
+def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
+    save(store, 3, metric=0.1)
+    save(store, 3, metric=0.9)
+    best = store.best()
+    assert best is not None and best.state.metric == 0.9
+    assert [path.name for path in store.root.iterdir()] == ["step_00000003"]
+
+
+@pytest.mark.parametrize(
+    ("best", "last", "higher", "metrics", "kept"),
+    [
+        (None, None, True, [1, 2, 3], [1, 2, 3]),
+        (1, None, True, [None, None, None], [3]),
+        (2, None, True, [None, None, None], [2, 3]),
+        (1, None, True, [0.9, 0.5, 0.1], [1, 3]),  # the best and the newest
+        (1, None, False, [0.9, 0.1, 0.5], [2, 3]),
+        (2, None, True, [0.1, 0.5, 0.9, 0.2], [2, 3, 4]),
+        (2, None, True, [0.3, None, None, 0.2], [1, 4]),
+        (2, None, True, [0.5, 0.5, 0.5], [2, 3]),
+        (1, None, True, [0.5, float("nan"), 0.1], [1, 3]),
+        (1, None, True, [0.5, float("nan"), float("nan")], [1, 3]),
+        (1, 2, True, [0.9, 0.1, 0.8, 0.2], [1, 3, 4]),  # what either keeps
+        (2, 2, True, [0.1, 0.2, 0.9, 0.8], [3, 4]),
+        (1, 2, True, [0.9, None, None, None, None], [1, 4, 5]),
+        (None, 2, True, [0.9, 0.5, 0.1], [2, 3]),
+    ],
+)
+def test_pruning(
+    tmp_path: Path, best: int | None, last: int | None, higher: bool, metrics: list[float | None], kept: list[int]
+) -> None:
+    store = CheckpointStore(tmp_path, keep_top_k=best, keep_last_k=last, higher_is_better=higher)
+    for step, metric in enumerate(metrics, start=1):
+        save(store, step, metric)
+        assert steps(store)[-1] == step
+    assert steps(store) == kept
+
+
+def test_best(tmp_path: Path) -> None:
+    losses = CheckpointStore(tmp_path, higher_is_better=False)
+    assert losses.best() is None
+    for step, metric in enumerate([0.4, 0.2, None, 0.3], start=1):
+        save(losses, step, metric)
+    best = losses.best()
+    assert best is not None and best.state.step == 2
+
+
+def test_leftovers_of_a_crash_are_removed(store: CheckpointStore) -> None:
+    save(store, 4)
+    (store.root / "step_00000005.tmp" / "train").mkdir(parents=True)
+    (store.root / "step_00000003.old").mkdir()
+    (store.root / "notes").mkdir()
+    store.recover(resume=True)
+    assert sorted(path.name for path in store.root.iterdir()) == ["notes", "step_00000004"]
+
+
+def test_a_save_does_not_include_leftovers_of_an_earlier_one(store: CheckpointStore) -> None:
+    """Of the same step in the same process, after `recover`."""
+    leftover = store.root / "step_00000005.tmp" / "train"
+    leftover.mkdir(parents=True)
+    (leftover / "rank_1.pt").touch()
+    assert sorted(path.name for path in (save(store, 5) / "train").iterdir()) == ["rank_0.pt"]
+
+
+def test_a_save_that_lacked_only_its_last_rename_is_kept(store: CheckpointStore) -> None:
+    directory = save(store, 6)
+    directory.rename(directory.with_suffix(".tmp"))
+    store.recover(resume=True)
+    assert steps(store) == [6]
+
+
+def test_a_new_run_rejects_checkpoints_of_an_earlier_one(store: CheckpointStore) -> None:
+    store.recover(resume=False)
+    save(store, 7)
+    with pytest.raises(CheckpointError, match=r"step_00000007.*checkpointing\.resume=true"):
+        store.recover(resume=False)
+
+
+def truncate(directory: Path) -> None:
+    (directory / "train" / "rank_0.pt").write_bytes(b"wei")
+
+
+def flip(directory: Path) -> None:
+    (directory / "train" / "rank_0.pt").write_bytes(b"weights of step X")
+
+
+def lose(directory: Path) -> None:
+    (directory / "train" / "rank_0.pt").unlink()
+
+
+def lose_manifest(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+
+
+def tear_state(directory: Path) -> None:
+    (directory / "state.json").write_text('{"format": 1, "st')
+
+
+def other_format(directory: Path) -> None:
+    (directory / "manifest.json").write_text('{"format": 99}')
+
+
+def lists_nothing(directory: Path) -> None:
+    (directory / "manifest.json").write_text('{"format": 1, "files": {}}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "train/rank_0.pt has 3 bytes; its manifest says 17"),
+        (flip, "train/rank_0.pt has other content"),
+        (lose, "train/rank_0.pt is missing"),
+        (lose_manifest, "has no manifest.json"),
+        (tear_state, "state.json has 17 bytes"),
+        (other_format, "has format 99"),
+        (lists_nothing, "does not list state.json"),
+    ],
+)
+def test_damage_is_an_error_naming_the_file(store: CheckpointStore, damage: Callable[[Path], None], message: str) -> None:
+    directory = save(store, 1)
+    damage(directory)
+    with pytest.raises(CheckpointError, match=message):
+        store.latest()
+
+
+def lose_state(directory: Path) -> None:
+    (directory / "state.json").unlink()
+
+
+def shield_state(directory: Path) -> None:
+    """The state exists but cannot be read, even by root."""
+    lose_state(directory)
+    (directory / "state.json").symlink_to("/proc/self/mem")
+
+
+@pytest.mark.parametrize("damage", [tear_state, lose_state, shield_state])
+@pytest.mark.parametrize(("best", "last", "kept"), [(None, 2, [3, 4]), (1, None, [1, 4]), (1, 2, [1, 3, 4])])
+def test_an_unreadable_checkpoint_is_kept_and_not_counted(
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    best: int | None,
+    last: int | None,
+    kept: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = CheckpointStore(tmp_path, keep_top_k=best, keep_last_k=last)
+    save(store, 1, 0.9)
+    damaged = save(store, 2, 0.8)
+    damage(damaged)
+    with caplog.at_level(logging.WARNING, "dagrl.run.checkpoints"):
+        for step in (3, 4):
+            save(store, step, 0.1)
+    assert steps(store) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in sorted({2, *kept})]
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{damaged} is neither ranked nor removed")
+    assert store.best() is not None  # of those that can be read
+
+
+def test_a_copy_under_another_step_is_an_error(store: CheckpointStore) -> None:
+    shutil.copytree(save(store, 1), store.root / "step_00000009")
+    with pytest.raises(CheckpointError, match="holds the state of step 1"):
+        store.latest()
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        load_checkpoint_directory(tmp_path / "nowhere")

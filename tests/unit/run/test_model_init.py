@@ -1,0 +1,143 @@
+"""Models from a seed: their bytes are reproducible, and transformers loads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from dagrl.config import PolicyConfig, RandomInit, TokenizerConfig
+from dagrl.errors import ConfigError
+from dagrl.run.model import character_tokenizer, load_tokenizer, model_description, token_count, write_random_model
+
+INIT = RandomInit(
+    tokenizer_characters="0123456789+= \n",
+    hf_config={
+        "model_type": "qwen3",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+    },
+)
+
+
+def written(directory: Path, seed: int = 0, **hf_config: int) -> bytes:
+    assert INIT.tokenizer_characters is not None
+    tokenizer = character_tokenizer(INIT.tokenizer_characters)
+    init = INIT.model_copy(update={"seed": seed, "hf_config": {**INIT.hf_config, **hf_config}})
+    write_random_model(init, tokenizer, directory)
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_same_seed_same_bytes(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    first = written(tmp_path / "a")
+    assert written(tmp_path / "a") == written(tmp_path / "b") == first != written(tmp_path / "c", seed=1)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are its own
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+def test_transformers_loads_it(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "a"), AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert model.config.vocab_size == len(tokenizer) == 4 + 14
+    assert (
+        (model.config.pad_token_id, model.config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 2)
+    )
+    policy = PolicyConfig(model_name=str(tmp_path / "a"))
+    assert model_description(policy, 0)["vocab_size"] == 18
+    assert load_tokenizer(policy)("1+1=").input_ids == tokenizer("1+1=").input_ids
+
+
+@pytest.mark.parametrize(("wanted", "rows"), [(5, 18), (64, 64)])
+def test_a_vocabulary_may_be_larger_than_the_tokenizer(tmp_path: Path, wanted: int, rows: int) -> None:
+    written(tmp_path / "a", vocab_size=wanted)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert model.config.vocab_size == model.get_input_embeddings().weight.shape[0] == rows
+
+
+def test_a_checkpoint_needs_a_row_for_each_token(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    policy = PolicyConfig(model_name=str(tmp_path / "a"))
+    assert model_description(policy, token_count(load_tokenizer(policy)))["vocab_size"] == 18
+    character_tokenizer(f"{INIT.tokenizer_characters}x").save_pretrained(tmp_path / "larger")
+    policy = PolicyConfig(model_name=str(tmp_path / "a"), tokenizer=TokenizerConfig(name=str(tmp_path / "larger")))
+    with pytest.raises(ConfigError, match=r"tokens up to 18, but the model .* has rows for 0 to 17 \(vocab_size 18\)"):
+        model_description(policy, token_count(load_tokenizer(policy)))
+
+
+def test_tokens_are_counted_by_the_largest(tmp_path: Path) -> None:
+    """A vocabulary with gaps has fewer tokens than its largest token needs rows."""
+    vocabulary = models.WordLevel({"<pad>": 0, "<eos>": 2, "a": 40}, unk_token="<pad>")  # noqa: S106  # a token of text
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary), pad_token="<pad>", eos_token="<eos>")  # noqa: S106
+    assert (len(tokenizer), token_count(tokenizer)) == (3, 41)
+    write_random_model(INIT, tokenizer, tmp_path / "a")
+    assert model_description(PolicyConfig(model_name=str(tmp_path / "a")), 41)["vocab_size"] == 41
+
+
+def test_a_configuration_that_transformers_rejects(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    policy, path = PolicyConfig(model_name=str(tmp_path / "a")), tmp_path / "a" / "config.json"
+    good = json.loads(path.read_text())
+    path.write_text(json.dumps({**good, "num_hidden_layers": 2}))
+    refused = r"policy\.model_name: transformers rejects .*config\.json: .*`num_hidden_layers` \(2\) must be equal"
+    with pytest.raises(ConfigError, match=refused):
+        model_description(policy, 0)
+    with pytest.raises(ConfigError, match=refused):
+        load_tokenizer(policy)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json holds a JSON list; expected an object"):
+        model_description(policy, 0)
+    path.write_text(json.dumps({"model_type": "gpt9"}))
+    assert model_description(policy, 0) == {"model_type": "gpt9"}  # it is for the worker classes to say
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer(file: str, tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    (tmp_path / "a" / file).write_text("[]")
+    with pytest.raises(ConfigError, match=f"{file} holds a JSON list; expected an object"):
+        load_tokenizer(PolicyConfig(model_name=str(tmp_path / "a")))
+
+
+def test_character_tokenizer_keeps_every_character(tmp_path: Path) -> None:
+    text = "1 + 1 =\n\n 2 ,x<eos>"
+    tokenizer = character_tokenizer("+=12 \n,x")
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("?").input_ids == [tokenizer.unk_token_id]
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
+
+
+def test_replacing_the_tokenizers_chat_template_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, own in (("with", "{{ messages[0].content }}"), ("without", None)):
+        character_tokenizer("01", own).save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text('{"model_type": "qwen3"}')
+    with caplog.at_level("WARNING", "dagrl"):
+        for name, template in (("with", None), ("with", "{{ messages[0].content }}"), ("without", "{{ x }}")):
+            load_tokenizer(
+                PolicyConfig.model_validate({"model_name": str(tmp_path / name), "tokenizer": {"chat_template": template}})
+            )
+        assert not caplog.text
+        given = {"chat_template": "{{ x }}"}
+        policy = PolicyConfig.model_validate({"model_name": str(tmp_path / "with"), "tokenizer": given})
+        assert load_tokenizer(policy).chat_template == "{{ x }}"
+    assert "policy.tokenizer.chat_template replaces the chat template" in caplog.text
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json"):
+        model_description(PolicyConfig(model_name=str(tmp_path / "empty")), 0)
+    with pytest.raises(ConfigError, match="transformers cannot load a tokenizer from"):
+        load_tokenizer(PolicyConfig(model_name=str(tmp_path / "empty")))
+    with pytest.raises(ConfigError, match="tokenizer_characters or policy"):
+        load_tokenizer(PolicyConfig(random_init=RandomInit(hf_config={})))

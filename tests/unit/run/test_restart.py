@@ -1,0 +1,76 @@
+"""Restarts: up to the limit, from the newest checkpoint, and only after lost workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dagrl.config import Config
+from dagrl.errors import ConfigError, DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
+from dagrl.run.restart import run_with_restarts
+from dagrl.run.stop import StopSignal, no_restart_after_stop
+
+
+def configuration(**keys: Any) -> Config:
+    base: dict[str, Any] = {"name": "run", "algorithm": "sft", "policy": {}, "data": {}, "on_failure": "restart"}
+    return Config.model_validate({**base, **keys})
+
+
+class Run:
+    """Fails a number of times, and records whether each call resumed."""
+
+    def __init__(self, failures: int, error: DagrlError | None = None) -> None:
+        self.failures, self.error = failures, error or PhaseError((), "a worker died")
+        self.resumed: list[bool] = []
+
+    def __call__(self, config: Config) -> None:
+        self.resumed.append(config.checkpointing.resume)
+        if len(self.resumed) <= self.failures:
+            raise self.error
+
+
+def test_a_failure_during_a_stop_does_not_restart() -> None:
+    stop, runs = StopSignal(), []
+
+    def run(config: Config) -> None:
+        runs.append(config.checkpointing.resume)
+        with no_restart_after_stop(stop):
+            stop.requested = len(runs) == 2
+            raise PhaseError((), "train worker 0 hung")
+
+    with pytest.raises(RunError, match="while it was stopping on request: train worker 0 hung"):
+        run_with_restarts(run, configuration())
+    assert runs == [False, True]
+
+
+LOST = [PhaseError((), "a worker died"), WorkerError((), "a worker died as it saved"), DeadlineError("a save hung")]
+
+
+@pytest.mark.parametrize("error", LOST)
+def test_it_restarts_from_the_newest_checkpoint(error: DagrlError) -> None:
+    run = Run(failures=2, error=error)
+    run_with_restarts(run, configuration())
+    assert run.resumed == [False, True, True]
+
+
+def test_the_last_failure_is_raised() -> None:
+    run = Run(failures=9)
+    with pytest.raises(PhaseError, match="a worker died"):
+        run_with_restarts(run, configuration(max_restarts=2))
+    assert run.resumed == [False, True, True]
+
+
+@pytest.mark.parametrize("keys", [{"on_failure": "stop"}, {}])
+def test_other_failures_end_the_run(keys: dict[str, Any]) -> None:
+    run = Run(failures=1, error=PhaseError((), "died") if keys else DataError("a line that is not JSON"))
+    with pytest.raises(DagrlError):
+        run_with_restarts(run, configuration(**keys))
+    assert run.resumed == [False]
+
+
+def test_restarts_need_checkpoints() -> None:
+    run = Run(failures=0)
+    with pytest.raises(ConfigError, match=r"checkpointing\.enabled"):
+        run_with_restarts(run, configuration(checkpointing={"enabled": False}))
+    assert run.resumed == []

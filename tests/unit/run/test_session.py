@@ -1,0 +1,345 @@
+"""The pieces of a session: the ranking metric, the reference policy of a checkpoint, validation, and times."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+
+from dagrl.config import Config, GenerationConfig, PolicyConfig
+from dagrl.data import Example
+from dagrl.data.tokenization import encode_demonstrations
+from dagrl.errors import CheckpointError, ConfigError, StopRequestedError
+from dagrl.refit import RefitReport
+from dagrl.rl.rollout.dispatch import QuantumSize
+from dagrl.run.checkpoint_saver import ranking_metric
+from dagrl.run.checkpoints import Checkpoint, TrainState
+from dagrl.run.loops import grpo_step
+from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, mean_pause, refit, start_policy
+from dagrl.run.loops.optimizer_step import replay_batch
+from dagrl.run.model import character_tokenizer
+from dagrl.run.recorder import Recorder
+from dagrl.run.replay_times import CountedReplay
+from dagrl.run.replays import Replays
+from dagrl.run.session import Session
+from dagrl.run.start import REFERENCE, check_reference, run_session, with_absolute_paths, with_end_of_sequence
+from dagrl.runtime.replay import Replay, ReplayTiming
+from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics
+from dagrl.telemetry.record import RunPaths
+from dagrl.telemetry.timing import PhaseClock
+
+STEP = {"loss": 0.5, "reward/mean": 0.1}
+VALIDATED = {"validation/reward": 0.4}
+
+
+def configuration(metric: str | None = None, penalty: float = 0.01) -> Config:
+    keys = {"checkpointing": {"metric_name": metric}, "loss_fn": {"reference_policy_kl_penalty": penalty}}
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {}, **keys})
+
+
+def metric(name: str | None, metrics: dict[str, float], stage: str = "grpo") -> float | None:
+    return ranking_metric(configuration(name), stage, metrics)
+
+
+def test_a_checkpoint_is_ranked_by_the_metric_of_its_own_step() -> None:
+    assert metric(None, STEP) is None
+    assert metric("reward/mean", STEP) == 0.1
+    assert metric("validation/reward", STEP | VALIDATED) == 0.4
+    assert metric("validation/reward", STEP) is None  # not the last one measured
+    assert metric("validation/reward", STEP | {"validation/loss": 1.0}, stage="sft") is None  # the phase before GRPO
+    assert metric("reward/mean", VALIDATED) is None  # before the first step
+    assert metric("reward/mean", {"masked_minibatches": 2.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"), [("validation/rewards", VALIDATED), ("reward", STEP), ("validation/rewards", STEP | VALIDATED)]
+)
+def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(name: str, metrics: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"metric_name is '{name}'.* it has: .*{min(metrics)}"):
+        metric(name, metrics)
+
+
+def test_a_plot_that_fails_does_not_change_how_a_run_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = MagicMock(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "metrics.png")
+    paths.metrics.touch()  # nothing to draw
+    with ExitStack() as at_end:
+        recorder = Recorder(paths, MagicMock(), progress := MagicMock(), None, PhaseClock(), (), at_end)
+        recorder.summarize(configuration(), steps=3)
+    assert "the run is not plotted: DataError" in caplog.text
+    progress.summary.assert_called_once()
+
+
+@pytest.mark.parametrize(("norm", "warned"), [(0.0, True), (math.nan, True), (math.inf, True), (0.5, False), (None, False)])
+def test_a_skipped_optimizer_step_is_logged(norm: float | None, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A norm of None is that of accumulated gradients."""
+    shared = {"skipped_steps": 2.0, **({} if norm is None else {"grad_norm": norm})}
+    replays: Any = MagicMock(replay=lambda *words: [StepMetrics({"loss": 1.0}, {}, shared)])
+    replay_batch(replays, "train_step", Batch({"loss_mask": np.ones((1, 2)), "lengths": np.array([2])}), step=7)
+    told = f"step 7: gradient norm is {norm}: optimizer step skipped, weights unchanged (2 so far)"
+    assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = MagicMock(config=SimpleNamespace(checkpointing=SimpleNamespace(enabled=enabled)))
+    monkeypatch.setattr("dagrl.run.start.open_session", lambda config, plans: nullcontext(session))
+    with pytest.raises(StopRequestedError), run_session(configuration(), ()):
+        raise StopRequestedError
+    assert session.checkpoints.save_last.called == enabled
+
+
+@pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
+def test_a_reference_policy_is_kept_only_for_a_penalty(penalty: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("refit", "calibrate_on_prompts"):
+        monkeypatch.setattr(grpo_step, name, lambda *args: {})
+    session: Any = MagicMock(config=configuration(penalty=penalty), step=3)
+    session.checkpoints = SimpleNamespace(resumed=None, state=TrainState(3))
+    start_policy(session, MagicMock(state=lambda: {"grpo_next_group": 0}))
+    assert session.checkpoints.state.counters == {"grpo_next_group": 0, REFERENCE: kept}
+    called = [call.args[0] for call in session.train.call.call_args_list]
+    assert called == [*(["snapshot_reference"] if kept else []), "reset_optimizer"]
+
+
+@pytest.mark.parametrize("resumed", ["", "sft", "grpo"])
+def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an SFT stage of 3 steps, resumed or not. A run resumed in GRPO restores its state instead."""
+    done: list[Any] = []
+    step = 5 if resumed == "grpo" else 3
+    counters = {"grpo_sampler": {}} if resumed == "grpo" else {"sft_sampler": {}}
+    config = configuration()
+    config = config.model_copy(
+        update={
+            "sft": config.sft.model_copy(update={"max_num_steps": 3}),
+            "grpo": config.grpo.model_copy(update={"val_at_start": True}),
+        }
+    )
+    state = TrainState(step, counters)
+    checkpoint = Checkpoint(Path("step_00000005"), state) if resumed else None
+    session: Any = MagicMock(config=config, step=step)
+    session.checkpoints = SimpleNamespace(resumed=checkpoint, state=state)
+    session.replays.hold = lambda role, *, keep_generation_weights: done.append((role, keep_generation_weights))
+    session.train.call = lambda method, *, deadline: done.append(method)
+    session.record_initial_validation = lambda stage, metrics: done.append((stage, metrics))
+    session.replays.close_step = lambda tokens: done.append("lap")
+    experience: Any = SimpleNamespace(
+        state=dict, validate=lambda *, may_stop: may_stop, restore=lambda counters, place: done.append((counters, place))
+    )
+    monkeypatch.setattr(grpo_step, "calibrate_on_prompts", lambda *words: done.append("calibrate"))
+    monkeypatch.setattr(grpo_step, "refit", lambda replays, experience, version: done.append(("refit", version)))
+    start_policy(session, experience)
+    begins = [("train", True), "snapshot_reference", "reset_optimizer", "calibrate", ("refit", 3), ("grpo", True), "lap"]
+    goes_on = ["calibrate", ("refit", 5), (counters, Path("step_00000005")), "lap"]
+    assert done == (goes_on if resumed == "grpo" else begins)
+
+
+@pytest.mark.parametrize(("period", "validated"), [(2, [2, 4, 5]), (0, [5]), (3, [3, 5])])
+def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, validated: list[int]) -> None:
+    """Five steps after an SFT stage of 3."""
+    config = configuration("validation/reward")
+    counted = {"max_num_steps": 5, "val_period": period}
+    config = config.model_copy(
+        update={
+            "sft": config.sft.model_copy(update={"max_num_steps": 3}),
+            "grpo": config.grpo.model_copy(update=counted),
+        }
+    )
+    found = []
+    for step in range(3, 8):
+        session: Any = MagicMock(config=config, step=step)
+        session.replays.close_step = lambda tokens: {"tokens": tokens}
+        experience: Any = SimpleNamespace(state=dict, validate=lambda: {"validation/reward": 0.25})
+        finish_step(session, experience, {"trained_tokens": 7.0})
+        stage, position, total, metrics, state = session.finish_step.call_args.args
+        assert (stage, position, total, state.step, metrics["tokens"]) == ("grpo", step - 2, 5, step + 1, 7)
+        found += [position] if state.metric is not None else []
+    assert found == validated
+
+
+def test_exposed_generation_is_summed_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([1.0, 3.0, 10.0, 14.0])
+    monkeypatch.setattr(grpo_step, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    metrics = begin_step()
+    for _ in range(2):
+        with exposed(metrics):
+            pass
+    assert metrics == {"timing_s/exposed_generation": 6.0}
+
+
+def test_the_pause_of_a_refit_is_that_of_the_slowest_generation_worker() -> None:
+    """A worker that reports no pause counts with the time of its receive. Senders do not count."""
+    sender = RefitReport(1, 16, 0, 9.0)
+    reports = [RefitReport(1, 0, 8, 0.5), [RefitReport(1, 0, 8, 0.1, 2.0), sender], RefitReport(1, 0, 8, 0.2, 1.0)]
+    replays: Any = MagicMock(collect=lambda *words, **keys: (reports, None))
+    assert refit(replays, MagicMock(), 1) == {"timing_s/update_pause": 2.0}
+    assert mean_pause(reports) == pytest.approx(3.5 / 3) and mean_pause([sender]) is None
+
+
+def test_generation_stops_at_the_tokenizers_end_of_sequence() -> None:
+    """Configured stop tokens are kept, and none is listed twice."""
+    tokenizer = character_tokenizer("01")
+    (row,) = encode_demonstrations([Example("0", "1", source="row 1")], tokenizer)
+    config = configuration().model_copy(update={"policy": PolicyConfig(generation=GenerationConfig(stop_token_ids=(4,)))})
+    resolved = with_end_of_sequence(config, tokenizer)
+    assert resolved.policy.generation is not None
+    assert resolved.policy.generation.stop_token_ids == (4, row.tokens[-1])
+    assert with_end_of_sequence(resolved, tokenizer) == resolved
+    assert with_end_of_sequence(configuration(), tokenizer) == configuration()
+
+
+def test_resuming_without_the_needed_reference_policy_is_an_error() -> None:
+    without = Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: False}))
+    check_reference(configuration(penalty=0.0), without)
+    check_reference(configuration(), Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: True})))
+    check_reference(configuration(), Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
+    with pytest.raises(ConfigError, match=r"penalty is 0\.01, but step_00000003 has no reference policy"):
+        check_reference(configuration(), without)
+
+
+def test_workers_get_absolute_paths_of_model_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = Config.model_validate({**configuration().model_dump(), "policy": {"tokenizer": {"name": "own"}}})
+    for config, tokenizer in ((own, str(tmp_path / "own")), (configuration(), None)):
+        named = with_absolute_paths(config, Path("model")).policy
+        assert (named.model_name, named.tokenizer.name) == (str(tmp_path / "model"), tokenizer)
+
+
+def test_an_export_that_the_driver_does_not_see_is_an_error(tmp_path: Path) -> None:
+    run = Config.model_validate(
+        {**configuration().model_dump(), "output_dir": str(tmp_path), "checkpointing": {"enabled": False}}
+    )
+    recorder: Any = MagicMock(paths=RunPaths.of(run))
+    parts: Any = dict.fromkeys(("inputs", "train", "generation", "replays", "checkpoints", "stop"), MagicMock())
+    session = Session(config=run, recorder=recorder, **parts)
+    with pytest.raises(CheckpointError, match=r"final_model/config\.json, but .* do not share this directory"):
+        session.finish()
+    assert not recorder.paths.final_model.exists()
+
+
+class FixedClock(PhaseClock):
+    """A clock on which every step takes the same time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def close_step(self) -> dict[str, float]:
+        return {"timing_s/total": self._seconds}
+
+
+ROLES: dict[str, tuple[str, ...]] = {"train_step": ("train",), "refit": ("train", "generation"), "generate": ("generation",)}
+
+
+def timed_replays(seconds: float) -> Replays:
+    """Replays whose steps take `seconds`, of a train group and two generation shards."""
+    phases: Any = {name: SimpleNamespace(roles=roles) for name, roles in ROLES.items()}
+    scheduler: Any = SimpleNamespace(groups={"train": None, "generation": None})
+    return Replays(phases, scheduler, FixedClock(seconds), devices=3)
+
+
+def read(replays: Replays, name: str, timing: ReplayTiming, reports: object = None) -> CountedReplay:
+    replay = SimpleNamespace(result=lambda: reports, timing=timing)
+    return replays.collect(name, cast("Replay", replay), busy_s=mean_pause if name == "refit" else None)[1]
+
+
+def test_idle_shares_are_those_of_the_workers_time_lines() -> None:
+    """Each step of 10 s: training is done at 4 s, its refit waits until 6 s for the quanta before it, and takes 1 s.
+
+    The first shard runs its quanta without a gap, the second one for half as long. The quantum that ends in the next step is
+    read there.
+    """
+    replays = timed_replays(10.0)
+    idle: dict[str, list[float]] = {"train": [], "generation": []}
+    for start in (0.0, 10.0, 20.0):
+        pauses = [RefitReport(1, 0, 8, 0.9, pause_s=1.0)] * 2
+        read(replays, "train_step", ReplayTiming(start, start + 4, (4.0,), None))
+        read(replays, "refit", ReplayTiming(start + 4, start + 7, (3.0,), None), [RefitReport(1, 16, 0, 3.0), pauses])
+        read(replays, "generate", ReplayTiming(start - 4, start + 7, (6.0, 3.0), None))  # ran until the refit's turn
+        if start:  # in the first step the last quantum is still unread
+            read(replays, "generate", ReplayTiming(start - 3, start + 7, (3.0, 1.5), None))
+        metrics = replays.close_step(tokens=30)
+        for role, shares in idle.items():
+            shares.append(metrics[f"idle/{role}"])
+    assert idle["train"] == pytest.approx([0.5, 0.5, 0.5]), "4 s of training and 1 s of the refit; a wait is not work"
+    assert idle["generation"] == pytest.approx([0.45, 0.225, 0.225]), "(6 + 3) / 2 s, (3 + 1.5) / 2 s, and 1 s of the refit"
+
+
+def test_work_of_an_earlier_step_is_counted_once() -> None:
+    """The engines ran 23 of 30 s. The mean of the steps' shares shows that, whichever step reads a quantum."""
+    replays = timed_replays(10.0)
+    idle = []
+    for busy in ((2.0, 2.0), (8.0, 6.0), (5.0,)):
+        for seconds in busy:
+            read(replays, "generate", ReplayTiming(0.0, 1.0, (seconds,), None))
+        idle.append(replays.close_step(tokens=1)["idle/generation"])
+    assert idle == pytest.approx([0.6, 0.0, 0.1])
+    assert np.mean(idle) == pytest.approx(1 - 23 / 30)
+
+
+Submitted = tuple[str, float, float, float]
+"""A phase, its submission and end, and how long it ran."""
+
+
+class SimulatedEngine:
+    """Runs submissions in order, each after an idle millisecond."""
+
+    def __init__(self, replays: Replays) -> None:
+        self.replays, self.now, self.free = replays, 0.0, 0.0
+
+    def submit(self, name: str, seconds: float) -> Submitted:
+        self.now += 1e-6  # no two at once
+        self.free = max(self.free, self.now) + 0.001 + seconds
+        return name, self.now, self.free, seconds
+
+    def read(self, submitted: Submitted) -> CountedReplay:
+        """Reads a submission after its end."""
+        name, started, ended, seconds = submitted
+        self.now = max(self.now, ended)
+        return read(self.replays, name, ReplayTiming(started, self.now, (seconds,), None), [])
+
+
+@pytest.mark.parametrize("last_s", [0.1, 0.0], ids=["updates in flight", "all has ended before an update"])
+def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead(last_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quanta of 10 steps of 10 ms, 1 ms apart, two in flight: the waits change neither their overhead nor their size."""
+    replays, size = timed_replays(10.0), QuantumSize(None, seconds=10.0, in_flight=2)
+    engine, quanta = SimulatedEngine(replays), deque[Submitted]()
+    monkeypatch.setattr("dagrl.run.replay_times.time.perf_counter", lambda: engine.now)
+    for number in range(60):
+        while len(quanta) < 2:
+            quanta.append(engine.submit("generate", last_s if number % 6 in (2, 3) else 0.1))
+        if (
+            number % 6 == 3
+        ):  # a refit of 0.8 s behind both; the driver is at the step's end, and then reads what ended before
+            engine.read(engine.submit("refit", 0.8))
+            engine.now += 0.04
+        if number % 6 == 5:  # a checkpoint of 3 s, after which the quanta are read that had ended meanwhile
+            engine.now += 3.0
+            replays.exclude_wait("generation")
+        counted = engine.read(quanta.popleft())
+        size.record([10 if counted.busy_s else 0], counted.timing.shards_busy_s, counted.overhead_s)
+    assert size.overhead_s is not None and size.overhead_s <= 0.001 + 1e-9
+    assert size.next() <= (14,), "1 ms is 0.75 % of 133 ms"
+    assert replays.close_step(tokens=1)["perf/quantum_overhead"] <= 0.01
+
+
+def test_the_overhead_of_a_step_is_its_time_minus_the_longest_paths() -> None:
+    """Steps of 10 s. Compute that overlaps, also across steps, counts once."""
+    replays = timed_replays(10.0)
+    read(replays, "generate", ReplayTiming(0.0, 4.0, (3.5, 1.0), None))
+    read(replays, "train_step", ReplayTiming(4.5, 9.0, (4.0,), None))
+    overheads = [replays.close_step(tokens=1)["perf/step_overhead_s"]]
+    read(replays, "train_step", ReplayTiming(11.0, 16.0, (5.0,), None))
+    read(replays, "generate", ReplayTiming(9.0, 18.0, (9.0,), None))
+    overheads.append(replays.close_step(tokens=1)["perf/step_overhead_s"])
+    read(replays, "generate", ReplayTiming(17.0, 29.0, (11.0,), None))  # a second of it in the step before
+    overheads.append(replays.close_step(tokens=1)["perf/step_overhead_s"])
+    overheads.append(replays.close_step(tokens=1)["perf/step_overhead_s"])
+    assert overheads == pytest.approx([2.5, 1.0, 0.0, 9.0])
+    assert sum(overheads) == pytest.approx(40.0 - (3.5 + 4.0 + 9.0 + 11.0))

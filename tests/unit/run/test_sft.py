@@ -1,0 +1,62 @@
+"""The SFT loop: its learning rate, its buckets, and the check of its data position."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import Config
+from dagrl.data import Sampler
+from dagrl.data.tokenization import Demonstration, digest_of
+from dagrl.errors import CheckpointError
+from dagrl.run.checkpoints import TrainState
+from dagrl.run.loops.sft import learning_rate, train_sft
+from dagrl.run.plans import train_buckets
+from dagrl.runtime.shapes import Bucket
+
+
+def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
+    policy = {
+        "train_micro_batch_size": 8,
+        "sequence_buckets": [16, 32],
+        "max_total_sequence_length": 32,
+        "megatron_cfg": {"data_parallel_size": dp, "optimizer": {"lr": 2e-4}, "scheduler": {"lr_decay_style": "cosine"}},
+    }
+    return Config.model_validate({"name": "t", "algorithm": algorithm, "data": {}, "policy": policy, "sft": sft})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sft", "expected"),
+    [
+        ("grpo", {"lr": 3e-3}, {"lr": 3e-3}),
+        ("sft", {"lr": 3e-3}, {"lr": 3e-3}),
+        ("grpo", {}, {"lr": 2e-4}),  # the workers' schedule is GRPO's, and would be at its end before SFT is
+        ("sft", {}, {}),  # the schedule of the whole run
+    ],
+)
+def test_sft_before_grpo_has_its_own_rate(algorithm: str, sft: dict[str, Any], expected: dict[str, float]) -> None:
+    assert learning_rate(config(algorithm, sft)) == expected
+
+
+@pytest.mark.parametrize(("rows", "dp", "per_shard"), [(64, 16, 4), (64, 4, 16), (10, 1, 10), (33, 2, 17)])
+def test_buckets_have_no_more_rows_than_needed(rows: int, dp: int, per_shard: int) -> None:
+    """They may have fewer rows than a microbatch holds."""
+    assert train_buckets(config("sft", {}, dp), rows) == (Bucket(per_shard, 16), Bucket(per_shard, 32))
+
+
+def test_a_position_in_other_demonstrations_is_an_error() -> None:
+    """The number is equal; one token differs."""
+
+    def rows(last: int) -> list[Demonstration]:
+        mask = np.ones(3, np.float32)
+        return [Demonstration(np.array([1, 2, token]), mask, "") for token in (3, 4, last)]
+
+    position = Sampler(3, config("sft", {}).data.seed, digest=digest_of(rows(5))).state()
+    inputs = SimpleNamespace(demonstrations=rows(6), validation_demonstrations=[])
+    checkpoints = SimpleNamespace(state=TrainState(2, {"sft_sampler": position}))
+    session: Any = SimpleNamespace(config=config("sft", {}), inputs=inputs, checkpoints=checkpoints)
+    with pytest.raises(CheckpointError, match="references or order of the examples differ"):
+        train_sft(session)

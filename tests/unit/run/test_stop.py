@@ -1,0 +1,67 @@
+"""Signals that stop a run, also while Python would ignore an exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dagrl.errors import StopRequestedError
+from dagrl.run.stop import stop_on_signals
+
+
+@pytest.fixture
+def release_lock() -> Callable[[], None]:
+    """Releases the lock of `logging` as after a fork, with a signal at that moment."""
+    code = "def _releaseLock():\n    signal.raise_signal(signal.SIGINT)\n    return True"
+    names: dict[str, Any] = {"__name__": "logging", "signal": signal}
+    exec(compile(code, "logging", "exec"), names)  # noqa: S102
+    return names["_releaseLock"]  # type: ignore[no-any-return]
+
+
+def wait(seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_the_first_signal_requests_a_stop_and_the_second_interrupts() -> None:
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRequestedError, match="resume=true"):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_while_a_lock_is_released_interrupts_later(release_lock: Callable[[], None]) -> None:
+    with stop_on_signals() as stop, pytest.raises(KeyboardInterrupt), stop.at_once():
+        release_lock()
+        wait()
+    assert stop.requested
+
+
+def test_a_late_retry_only_requests_a_stop(release_lock: Callable[[], None]) -> None:
+    with stop_on_signals() as stop:
+        with stop.at_once():
+            release_lock()
+        wait(0.5)
+        assert stop.requested
+
+
+def test_a_forked_child_ignores_the_signal() -> None:
+    """Ctrl-C signals all processes in the foreground; a child must not print a traceback."""
+    with stop_on_signals() as stop, stop.at_once():
+        child = os.fork()
+        if not child:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                os._exit(stop.requested)
+            except BaseException:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,349 @@
+"""Outcomes of replays: who is named, released and killed if a worker raises, dies or hangs, and what can be read again."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayChannelError, RayTaskError, UnserializableException
+
+from dagrl.errors import DeadlineError, PhaseError, WorkerError, WorkerFailure
+from dagrl.runtime import failures
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.edges.packet import Header, Packet
+from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
+from dagrl.runtime.failures import PendingReplay, collect_outcome
+from dagrl.runtime.worker_group import WorkerGroup, call_together
+
+HEADER = Header("train_step", 0, False, {"train": 0}, 10.0)
+
+
+class Shard:
+    """A graph that gives a result or an error, or nothing until its worker is released."""
+
+    def __init__(self, outcome: Any = None, after_s: float = 0.0, arrived: Sequence[WorkerFailure] = ()) -> None:
+        self.outcome, self.ready, self.arrived = outcome, time.monotonic() + after_s, arrived
+
+    def fetch(self, submitted: object, timeout_s: float) -> list[Packet]:
+        left = self.ready - time.monotonic() if self.outcome is not None else float("inf")
+        time.sleep(max(0.0, min(left, timeout_s)))
+        if left > timeout_s:
+            raise TimeoutError
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        if isinstance(self.outcome, WorkerFailure):
+            return [Packet(HEADER, None, failures=(self.outcome,))]
+        return [Packet(HEADER, self.outcome)]
+
+    def failures(self, submitted: object) -> list[WorkerFailure]:
+        return list(self.arrived)
+
+
+BUSY = Report("train_step", 0, "train[0].step for 9 s (replay 0)", "a stack")
+ELSEWHERE = Report("generate", 7, "generate for 1 s (replay 7)", "another stack")
+
+
+class Group:
+    """Three train workers. Aborted ones leave their collective, if they are in one."""
+
+    owned = True
+
+    def __init__(self, *hung: Shard, reports: Sequence[Report] = (IDLE, IDLE, IDLE), stay: Sequence[int] = ()) -> None:
+        self.role = SimpleNamespace(name="train")
+        self.layout = SimpleNamespace(coordinates=lambda rank: f"dp {rank}", world_size=3)
+        self.locations = [SimpleNamespace(host="here", pid=rank) for rank in range(3)]
+        self.hung, self.now, self.stay = hung, dict(enumerate(reports)), stay
+        self.aborted, self.killed = list[int](), list[int]()
+
+    failure = WorkerGroup.failure  # type: ignore[assignment]
+
+    def rank_of_actor(self, actor_id: str) -> int:
+        return 1
+
+    def reports(self, timeout_s: float) -> dict[int, Report]:
+        return dict(self.now)
+
+    def abort(self, ranks: Sequence[int]) -> None:
+        self.aborted += ranks
+        self.now |= {rank: IDLE for rank in ranks if rank not in self.stay}
+        for shard in self.hung:
+            shard.outcome, shard.ready = "aborted", time.monotonic()
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        self.killed += ranks
+
+
+def replay(*shards: Shard, deadline_s: float = 600.0, grace_s: float = 0.3) -> PendingReplay:
+    submitted: Any = [(shard, None) for shard in shards]
+    return PendingReplay("train_step", 0, submitted, {}, time.monotonic() + deadline_s, grace_s)
+
+
+def outcome_of(replay: PendingReplay, *groups: Any, **options: float) -> Any:
+    replay.groups = {group.role.name: group for group in groups}
+    return collect_outcome(replay, **options)
+
+
+def failure_of(replay: PendingReplay, *groups: Any) -> PhaseError:
+    with pytest.raises(PhaseError) as caught:
+        outcome_of(replay, *groups)
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 0.3)
+    monkeypatch.setattr(failures, "RELEASE_S", 0.3)
+
+
+def test_a_hang_releases_workers_that_wait_and_kills_those_that_stay() -> None:
+    group = Group(reports=(BUSY, BUSY, IDLE), stay=[1])
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert [(failure.rank, failure.kind, failure.traceback) for failure in error.failures] == [(1, "hung", "a stack")]
+    assert (group.aborted, group.killed) == ([0, 1], [1])
+    assert error.breaks
+
+
+def test_workers_are_checked_before_they_are_killed_even_if_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that waits may itself be descheduled for longer than the workers have."""
+    monkeypatch.setattr(failures, "RELEASE_S", 1e-9)
+    group = Group(reports=(BUSY, BUSY, IDLE), stay=[1])
+    failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert (group.aborted, group.killed) == ([0, 1], [1])
+
+
+def test_workers_that_all_leave_are_named_and_not_killed() -> None:
+    group = Group(reports=(BUSY, IDLE, BUSY))
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert [failure.rank for failure in error.failures] == [0, 2]
+    assert (group.aborted, group.killed) == ([0, 2], [])
+
+
+def test_workers_of_another_phase_are_left_alone() -> None:
+    """The replay waited for its turn, or for a hung worker, while they worked."""
+    group = Group(reports=(ELSEWHERE, BUSY, IDLE), stay=[1])
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert [failure.rank for failure in error.failures] == [1]
+    assert (group.aborted, group.killed) == ([1], [1])
+
+
+def test_a_replay_that_only_waited_for_its_turn_names_the_phase_before_it() -> None:
+    group = Group(reports=(ELSEWHERE, ELSEWHERE, IDLE))
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert error.failures == () and error.breaks
+    assert "no worker runs it (they run 'generate', which comes before it)" in str(error)
+    assert (group.aborted, group.killed) == ([], [])
+
+
+def test_peers_of_a_worker_that_raised_are_released_but_not_killed() -> None:
+    """Over NCCL, an abort in the worker itself does not reach them."""
+    group = Group(reports=(IDLE, BUSY, IDLE), stay=[1])
+    raised = dataclasses.replace(group.failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
+    error = failure_of(replay(Shard(arrived=[raised])), group)
+    assert error.failures == (raised,)
+    assert (group.aborted, group.killed) == ([1], [])
+    assert error.breaks, "a worker is still inside"
+
+
+def test_a_result_that_cannot_be_read_is_its_workers_failure_and_breaks_nothing() -> None:
+    unreadable = UnreadableError(ValueError("cannot be made again"), None)
+    unreadable.writer = ("of rank 1", "train[1].step")
+    other = Group()
+    other.role, other.rank_of_actor = SimpleNamespace(name="generation"), lambda actor_id: None  # type: ignore[assignment]
+    error = failure_of(replay(Shard(unreadable)), other, Group())
+    (failure,) = error.failures
+    assert (failure.role, failure.rank, failure.kind, failure.node) == ("train", 1, "raised", "train[1].step")
+    assert "cannot be read by the driver: ValueError: cannot be made again" in failure.message
+    assert not error.breaks
+
+
+def test_any_error_of_a_graph_fails_the_replay() -> None:
+    error = failure_of(replay(Shard(pickle.UnpicklingError("half a message")), Shard("done")), Group())
+    assert "UnpicklingError: half a message" in str(error) and error.breaks
+
+
+def test_an_interrupt_while_ray_raises_is_an_interrupt() -> None:
+    interrupted = SystemError("<class 'GetTimeoutError'> returned a result with an exception set")
+    interrupted.__cause__ = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        outcome_of(replay(Shard(interrupted)), Group())
+
+
+def test_a_result_that_is_not_there_yet_can_be_asked_for_again() -> None:
+    first, second = Shard("first"), Shard()
+    asked = replay(first, second)
+    with pytest.raises(DeadlineError, match="Ask again"):
+        outcome_of(asked, Group(), until=time.monotonic() + 0.05)
+    first.outcome, second.outcome = "read twice", "second"
+    assert [packets[0].value for packets in outcome_of(asked, Group())] == ["first", "second"]
+
+
+def test_a_death_is_reported_while_another_shard_hangs_and_releases_it() -> None:
+    hung = Shard()
+    group = Group(hung)
+    started = time.monotonic()
+    with pytest.raises(PhaseError) as caught:
+        outcome_of(replay(hung, Shard(RayActorError(), after_s=0.05), Shard("done")), group)
+    assert time.monotonic() - started < 60.0  # not the deadline of the replay
+    assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died")]
+    assert group.aborted == [0, 2]
+
+
+def test_an_exception_instead_of_a_result_fails_the_replay_and_breaks_nothing() -> None:
+    """The other workers finish."""
+    group = Group()
+    raised = raised_in(group)
+    error = failure_of(replay(Shard(raised), Shard("done", after_s=0.2)), group)
+    assert error.failures == (raised,) and not error.breaks
+    assert (group.aborted, group.killed) == ([], [])
+
+
+def test_a_graph_closed_while_its_failures_are_read_is_reported_by_its_result() -> None:
+    class Closed(Shard):
+        def failures(self, submitted: object) -> list[WorkerFailure]:
+            self.outcome = KeyError("what closed it")
+            raise RayChannelError("closed")
+
+    error = failure_of(replay(Closed()), Group())
+    assert error.breaks and "what closed it" in str(error)
+
+
+def test_a_death_that_closed_an_edge_is_found_and_its_peers_are_released() -> None:
+    """The error of an edge does not say whose edge it is."""
+    group = Group(reports=(BUSY, DIED, IDLE))
+    group.rank_of_actor = lambda actor_id: None  # type: ignore[method-assign, assignment, return-value]
+    error = failure_of(replay(Shard(RayChannelError("closed"))), group)
+    assert [(failure.rank, failure.kind, failure.message) for failure in error.failures] == [
+        (1, "died", "its process ended")
+    ]
+    assert group.aborted == [0, 2] and error.breaks
+
+
+def test_workers_of_another_role_are_told_apart() -> None:
+    train, generation = Group(reports=(BUSY, IDLE, IDLE), stay=[0]), Group(reports=(IDLE, IDLE, BUSY))
+    generation.role = SimpleNamespace(name="generation")
+    error = failure_of(replay(Shard(), deadline_s=0.05), train, generation)
+    assert [(failure.role, failure.rank) for failure in error.failures] == [("train", 0)]
+    assert (train.aborted, train.killed, generation.aborted, generation.killed) == ([0], [0], [2], [])
+
+
+def test_a_worker_that_does_not_answer_counts_as_in_the_replay_and_one_that_died_as_dead() -> None:
+    group = Group(reports=(NO_ANSWER, DIED, BUSY._replace(replay=7)), stay=[0, 1])
+    error = failure_of(replay(Shard(), deadline_s=0.05), group)
+    assert {(failure.rank, failure.kind) for failure in error.failures} == {(0, "hung"), (1, "died")}
+    assert sorted(group.aborted) == sorted(group.killed) == [0, 1], "not the worker in another replay of the phase"
+
+
+def test_a_hung_worker_of_another_owner_is_reported_as_left_running() -> None:
+    group = Group(reports=(BUSY, IDLE, IDLE), stay=[0])
+    group.owned = False
+    (failure,) = failure_of(replay(Shard(), deadline_s=0.05), group).failures
+    assert "dagrl did not create it and leaves it running" in failure.message
+    assert (failure.phase, failure.replay) == ("train_step", 0)
+
+
+def test_the_first_exception_comes_first_whichever_shard_is_read_first() -> None:
+    first, later = (dataclasses.replace(raised_in(Group()), time_ns=time_ns, rank=time_ns) for time_ns in (1, 2))
+    error = failure_of(replay(Shard(later), Shard(first)), Group())
+    assert error.failures == (first, later)
+
+
+def test_a_failure_is_reported_while_another_worker_of_its_graph_hangs() -> None:
+    """The peer waits for it in a collective. It has the grace time to leave, not the replay's deadline."""
+    raised = dataclasses.replace(Group().failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
+    started = time.monotonic()
+    with pytest.raises(PhaseError) as caught:
+        outcome_of(replay(Shard(arrived=[raised])))
+    assert time.monotonic() - started < 60.0
+    assert caught.value.failures == (raised,)
+
+
+def test_the_failed_worker_is_the_cause_even_if_asked_after_the_deadline() -> None:
+    """The other worker hangs because it waits for the failed one in a collective."""
+    group = Group(reports=(IDLE, BUSY, IDLE), stay=(1,))
+    error = failure_of(replay(Shard(None, arrived=[raised_in(group)]), deadline_s=0.0), group)
+    assert error.failures[0].kind == "raised" and error.failures[0].message == raised_in(group).message
+
+
+def raised_in(group: Group) -> WorkerFailure:
+    return dataclasses.replace(group.failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
+
+
+def test_other_shards_get_the_grace_time_after_a_failure() -> None:
+    """They get longer than after a broken graph (0.3 s here). They are not aborted, and no graph is broken."""
+    group = Group(reports=(BUSY, BUSY, IDLE))
+    error = failure_of(replay(Shard(arrived=[raised_in(group)], outcome="done", after_s=1.0), grace_s=60.0), group)
+    assert [failure.kind for failure in error.failures] == ["raised"] and not error.breaks
+    assert (group.aborted, group.killed) == ([], [])
+
+
+def test_the_grace_time_never_exceeds_the_replays_deadline() -> None:
+    group = Group(reports=(IDLE, BUSY, IDLE))
+    started = time.monotonic()
+    error = failure_of(replay(Shard(arrived=[raised_in(group)]), deadline_s=0.5, grace_s=600.0), group)
+    assert time.monotonic() - started < 60.0
+    assert [failure.kind for failure in error.failures] == ["raised"] and group.aborted == [1]
+    assert "timeouts.grace_s = 600 s after a worker raised, or its deadline if that is sooner" in error.breaks
+
+
+def test_nothing_waits_for_other_shards_once_a_graph_is_lost() -> None:
+    """One worker raised, another died: waiting cannot save the replay."""
+    group = Group(reports=(BUSY, DIED, IDLE))
+    shards = Shard(arrived=[raised_in(group)]), Shard(RayActorError(), after_s=0.3)
+    started = time.monotonic()
+    error = failure_of(replay(*shards, grace_s=600.0), group)
+    assert time.monotonic() - started < 60.0
+    assert {failure.kind for failure in error.failures} == {"raised", "died"} and error.breaks
+
+
+def test_the_error_names_what_broke_a_graph_and_not_unfinished_workers() -> None:
+    group = Group(reports=(BUSY, IDLE, IDLE), stay=[0])
+    error = failure_of(replay(Shard(ValueError("cannot unpickle the result")), Shard()), group)
+    assert "cannot unpickle the result" in str(error) and "hung" not in str(error)
+    assert isinstance(error.__cause__, ValueError)
+    assert (group.aborted, group.killed) == ([0], [])
+
+
+def test_results_come_in_the_order_of_the_shards() -> None:
+    shards = [Shard("slow", after_s=0.3), Shard("quick"), Shard("middle", after_s=0.15)]
+    assert [packets[0].value for packets in outcome_of(replay(*shards))] == ["slow", "quick", "middle"]
+
+
+def failures_of_a_plain_call(monkeypatch: pytest.MonkeyPatch, error: Exception) -> tuple[WorkerFailure, ...]:
+    """What is reported if Ray raises `error` for the call of every worker."""
+
+    def get(ref: object) -> None:
+        raise error
+
+    monkeypatch.setattr("dagrl.runtime.worker_group.ray.get", get)
+    monkeypatch.setattr("dagrl.runtime.worker_group.ray.wait", lambda refs, timeout: (refs, []))
+    group: Any = Group()
+    group.actors = [SimpleNamespace(forward=SimpleNamespace(remote=object)) for _ in range(3)]
+    with pytest.raises(WorkerError) as caught:
+        call_together([(group, "forward", [()] * 3)], deadline=Deadline(1.0, "patience"))
+    return caught.value.failures
+
+
+def test_a_plain_call_whose_result_or_error_cannot_be_read_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = UnserializableException("Original exception: ValueError: of the worker")
+    failures = failures_of_a_plain_call(monkeypatch, error)
+    assert [(failure.rank, failure.kind, failure.node) for failure in failures] == [
+        (r, "raised", "forward") for r in range(3)
+    ]
+    assert all(failure.message.startswith("its result cannot be read: ") for failure in failures)
+    assert all("ValueError: of the worker" in failure.traceback for failure in failures)
+
+
+def test_a_plain_calls_error_without_a_message_names_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutWords(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    failures = failures_of_a_plain_call(monkeypatch, RayTaskError("forward", "the stack", WithoutWords()))
+    assert {failure.message for failure in failures} == {"WithoutWords, whose str() raised RuntimeError"}
+    assert all("the stack" in failure.traceback for failure in failures)

@@ -1,0 +1,146 @@
+"""ParallelLayout against Megatron-Core's `RankGenerator`: every rank in every kind of group, for any sizes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagrl.errors import LayoutError
+from dagrl.runtime.layout import Coordinates, ParallelLayout
+
+pytest.importorskip("megatron.core")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.parallel_state import RankGenerator
+
+ORDER = "tp-cp-ep-dp-pp"  # the default of megatron.core.parallel_state.initialize_model_parallel
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ParallelLayout:
+    dp, pp, tp, cp = draw(SIZES), draw(SIZES), draw(SIZES), draw(SIZES)
+    stage = dp * tp * cp
+    etp = draw(st.none() | st.sampled_from([size for size in range(1, stage + 1) if stage % size == 0]))
+    per_expert = stage // (tp if etp is None else etp)
+    ep = draw(st.sampled_from([size for size in range(1, per_expert + 1) if per_expert % size == 0]))
+    vpp = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
+    return ParallelLayout(dp=dp, pp=pp, tp=tp, cp=cp, ep=ep, etp=etp, vpp=vpp)
+
+
+def dense_generator(layout: ParallelLayout) -> RankGenerator:
+    """As `initialize_model_parallel` makes it for dense weights."""
+    return RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp, order=ORDER)
+
+
+def expert_generator(layout: ParallelLayout) -> RankGenerator:
+    """As `initialize_model_parallel` makes it for experts: no context parallelism, data parallel with what is left."""
+    etp = layout.tp if layout.etp is None else layout.etp
+    edp = layout.world_size // (etp * layout.ep * layout.pp)
+    return RankGenerator(tp=etp, ep=layout.ep, dp=edp, pp=layout.pp, cp=1, order=ORDER)
+
+
+def groups_by(layout: ParallelLayout, key: Callable[[Coordinates], Hashable]) -> list[list[int]]:
+    """Ranks whose coordinates agree in `key`, each group in rank order, groups by their first rank."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for rank in range(layout.world_size):
+        groups[key(layout.coordinates(rank))].append(rank)
+    return sorted(groups.values())
+
+
+@given(layouts())
+def test_dense_groups_are_megatrons(layout: ParallelLayout) -> None:
+    megatron = dense_generator(layout)
+    assert megatron.world_size == layout.world_size
+    for token, key in {
+        "tp": lambda at: (at.cp, at.dp, at.pp),
+        "cp": lambda at: (at.tp, at.dp, at.pp),
+        "dp": lambda at: (at.tp, at.cp, at.pp),
+        "pp": lambda at: (at.tp, at.cp, at.dp),
+        "tp-cp": lambda at: (at.dp, at.pp),
+        "dp-cp": lambda at: (at.tp, at.pp),
+        "tp-cp-pp": lambda at: at.dp,
+    }.items():
+        assert groups_by(layout, key) == sorted(megatron.get_ranks(token)), token
+
+
+@given(layouts())
+def test_a_coordinate_is_the_position_in_megatrons_group(layout: ParallelLayout) -> None:
+    megatron, experts = dense_generator(layout), expert_generator(layout)
+    found: dict[int, dict[str, int]] = defaultdict(dict)
+    for generator, names in ((megatron, {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}), (experts, EXPERT_NAMES)):
+        for token, name in names.items():
+            for group in generator.get_ranks(token):
+                for position, rank in enumerate(group):
+                    found[rank][name] = position
+    assert {rank: Coordinates(**at) for rank, at in found.items()} == {
+        rank: layout.coordinates(rank) for rank in range(layout.world_size)
+    }
+
+
+EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp"}
+
+
+@given(layouts())
+def test_expert_groups_are_megatrons(layout: ParallelLayout) -> None:
+    megatron = expert_generator(layout)
+    for token, key in {
+        "tp": lambda at: (at.ep, at.edp, at.pp),
+        "ep": lambda at: (at.etp, at.edp, at.pp),
+        "dp": lambda at: (at.etp, at.ep, at.pp),
+        "tp-ep": lambda at: (at.edp, at.pp),
+        "tp-ep-pp": lambda at: at.edp,
+    }.items():
+        assert groups_by(layout, key) == sorted(megatron.get_ranks(token)), token
+
+
+@given(layouts())
+def test_a_shard_is_megatrons_model_parallel_group_stage_by_stage(layout: ParallelLayout) -> None:
+    shards = [layout.shard(dp) for dp in range(layout.dp)]
+    assert sorted(map(sorted, shards)) == sorted(dense_generator(layout).get_ranks("tp-cp-pp"))
+    for dp, shard in enumerate(shards):
+        assert len(shard) == layout.shard_size
+        assert all(layout.coordinates(rank).dp == dp for rank in shard)
+        stages = [layout.coordinates(rank).pp for rank in shard]
+        assert stages == sorted(stages)
+
+
+@given(layouts())
+def test_rank_is_the_inverse_of_coordinates(layout: ParallelLayout) -> None:
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        assert layout.rank(dp=at.dp, pp=at.pp, tp=at.tp, cp=at.cp) == rank
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"dp": 0}, "dp is 0"),
+        ({"tp": -1}, "tp is -1"),
+        ({"etp": 0}, "etp is 0"),
+        ({"tp": 2, "dp": 2, "ep": 3}, "etp 2 x ep 3 does not divide the 4 workers"),
+        ({"tp": 2, "etp": 4}, "etp 4 x ep 1 does not divide the 2 workers"),
+        ({"vpp": 2}, "vpp is 2 but pp is 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        ParallelLayout(**sizes)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_is_refused(rank: int) -> None:
+    with pytest.raises(LayoutError, match=f"rank {rank} is outside a layout of 4 workers"):
+        ParallelLayout(dp=2, tp=2).coordinates(rank)
+
+
+def test_description_names_the_sizes_that_matter() -> None:
+    assert ParallelLayout().describe() == "single"
+    assert ParallelLayout(dp=2, pp=2, tp=2, vpp=2).describe() == "dp2 pp2 tp2 vpp2"
+    assert ParallelLayout(dp=2, tp=2, ep=2, etp=1).describe() == "dp2 tp2 ep2 etp1"

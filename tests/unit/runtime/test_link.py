@@ -1,0 +1,387 @@
+"""Edges between hosts, over TCP: a reader with the edge's secret gets every message, in order."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkReader, LinkWriter
+from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
+from dagrl.runtime.edges.packet import Header, Packet
+from dagrl.runtime.shapes import Batch
+
+LIMIT = 32 << 20
+IN_FLIGHT = 2
+LARGE = 16 << 20  # more than the buffers of a socket hold
+PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
+
+
+def parts(value: object) -> list[bytes | memoryview]:
+    buffers: list[pickle.PickleBuffer] = []
+    return [pickle.dumps(value, protocol=5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[LinkWriter, LinkReader]]:
+    writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
+    reader = LinkReader(writer.address)
+    yield writer, reader
+    writer.close()
+    reader.close()
+
+
+Link = tuple[LinkWriter, LinkReader]
+
+
+def test_messages_of_any_size_arrive_in_order(link: Link) -> None:
+    values = [
+        1,
+        b"x" * 100,
+        np.arange(10),
+        {"a": np.ones((300, 500)), "b": [np.arange(7.0)]},
+        None,
+        np.zeros(900_000),
+        [np.full(100, number) for number in range(700)],  # more parts than the system takes at once
+        "end",
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(lambda: [link[0].write(parts(value), PATIENCE_S) for value in values])
+        for value in values:
+            np.testing.assert_equal(link[1].read(PATIENCE_S), value)
+        done.result()
+
+
+def test_arrays_may_be_kept_and_memory_of_freed_ones_is_reused(link: Link) -> None:
+    writer, reader = link
+    kept, addresses = [], []
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(lambda: [writer.write(parts(np.full(200_000, number)), PATIENCE_S) for number in range(12)])
+        for number in range(12):
+            array = reader.read(PATIENCE_S)
+            if number < 7:
+                kept.append(array)
+            else:
+                addresses.append(array.__array_interface__["data"])  # type: ignore[attr-defined]
+            del array
+        done.result()
+    assert [set(array.tolist()) for array in kept] == [{number} for number in range(7)]  # type: ignore[attr-defined]
+    assert len(set(addresses)) == 1
+    assert len(reader._pool) == POOL, "what is kept is the keeper's"
+
+
+def test_the_arrays_of_a_batch_hold_its_memory(link: Link) -> None:
+    """Even if the reader only has arrays of the message, or views of them."""
+    writer, reader = link
+    kept = []
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(1, 13):
+            batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
+            wire = Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire()
+            done = pool.submit(writer.write, parts(wire), PATIENCE_S)
+            read = Packet.from_wire(reader.read(PATIENCE_S)).value
+            assert isinstance(read, Batch)
+            kept.append((read["lengths"], read["tokens"][:, 7]))
+            del read
+            done.result()
+    assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 13)]
+
+
+def test_a_read_that_timed_out_resumes(link: Link) -> None:
+    writer, reader = link
+    started = time.monotonic()
+    with pytest.raises(EdgeTimeoutError):
+        reader.read(0.1)
+    assert 0.1 <= time.monotonic() - started < PATIENCE_S
+    writer.write(parts("first"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "first"
+    whole = b"".join(parts(np.arange(100_000))[:1])
+    assert whole
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(writer.write, parts(np.arange(1_000_000)), PATIENCE_S)
+        while True:
+            try:
+                array = reader.read(0.0)
+                break
+            except EdgeTimeoutError:
+                continue
+        done.result()
+    np.testing.assert_array_equal(array, np.arange(1_000_000))  # type: ignore[arg-type]
+
+
+def test_two_links_written_before_they_are_read_do_not_deadlock() -> None:
+    """All in one thread, so every write comes before every read, as between pipeline stages with two replays in flight."""
+    writers = [LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT) for _ in range(2)]
+    readers = [LinkReader(writer.address) for writer in writers]
+    for _ in range(2):  # before the readers have connected, and afterwards
+        for number in range(IN_FLIGHT):
+            for side, writer in enumerate(writers):
+                writer.write(parts(np.full(LARGE, 10 * number + side, np.uint8)), PATIENCE_S)
+        for number in range(IN_FLIGHT):
+            for side, reader in enumerate(readers):
+                array = reader.read(PATIENCE_S)
+                assert isinstance(array, np.ndarray) and array.shape == (LARGE,) and (array == 10 * number + side).all()
+                del array
+    for end in (*writers, *readers):
+        end.close()
+
+
+def test_written_buffers_may_be_changed_afterwards(link: Link) -> None:
+    writer, reader = link
+    array = np.ones(LARGE, np.uint8)
+    writer.write(parts(array), PATIENCE_S)
+    array[:] = 2
+    assert (reader.read(PATIENCE_S) == np.ones(LARGE, np.uint8)).all()  # type: ignore[attr-defined]
+
+
+def test_order_is_kept_between_immediate_and_deferred_sends(link: Link) -> None:
+    writer, reader = link
+    sizes = np.random.default_rng(0).choice([1, 1000, 100_000, 5_000_000], 60)
+
+    def write() -> None:
+        for number, size in enumerate(sizes):
+            writer.write(parts(np.full(size, number, np.uint8)), PATIENCE_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(write)
+        for number, size in enumerate(sizes):
+            np.testing.assert_array_equal(reader.read(PATIENCE_S), np.full(size, number, np.uint8))  # type: ignore[arg-type]
+        done.result()
+
+
+def test_a_write_waits_for_room_until_its_deadline_and_the_link_survives(link: Link) -> None:
+    """The reader has not connected at first. Unsent messages must not pile up."""
+    writer, reader = link
+    for number in range(IN_FLIGHT):
+        writer.write(parts(number), PATIENCE_S)
+    started = time.monotonic()
+    with pytest.raises(EdgeTimeoutError, match="unconnected reader"):
+        writer.write(parts("too many"), 0.1)
+    assert 0.1 <= time.monotonic() - started < PATIENCE_S
+    assert [reader.read(PATIENCE_S) for _ in range(IN_FLIGHT)] == list(range(IN_FLIGHT))
+    writer.write(parts("after"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "after"
+
+
+def unread(link: Link, messages: int = IN_FLIGHT) -> None:
+    """Fills a link whose reader has connected and reads no more."""
+    writer, reader = link
+    writer.write(parts("come"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "come"
+    for _ in range(messages):
+        writer.write(parts(np.zeros(LARGE, np.uint8)), PATIENCE_S)
+
+
+def senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "dagrl-link"]
+
+
+def gone(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def cut(end: LinkWriter | LinkReader, killed: bool = False) -> None:
+    """Ends a connection without calling the object at its end. `killed`: as if its process was killed."""
+    assert end._socket is not None
+    end._socket.close() if killed else end._socket.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["shut", "killed"])
+@pytest.mark.parametrize("waits", [False, True], ids=["writes later", "waits for room"])
+def test_a_reader_that_is_gone_is_an_error_that_names_both_ends(link: Link, waits: bool, killed: bool) -> None:
+    writer, reader = link
+    unread(link)
+    threads, (host, port) = senders(), (writer.address.host, writer.address.port)
+    assert threads
+    with ThreadPoolExecutor(1) as pool:
+        if waits:
+            done = pool.submit(writer.write, parts(1), None)
+            time.sleep(0.1)
+            cut(reader, killed)
+        else:
+            cut(reader, killed)
+            assert gone(threads)
+            done = pool.submit(writer.write, parts(1), None)
+        with pytest.raises(EdgeLostError, match=rf"from {host}:{port} to 127\.0\.0\.1:\d+: "):
+            done.result(PATIENCE_S)
+    assert gone(threads) and writer.lost is not None and not writer._unsent
+    with pytest.raises(EdgeLostError):
+        writer.write(parts(1), PATIENCE_S)
+
+
+def test_a_writer_that_is_gone_is_an_error_that_names_both_ends(link: Link) -> None:
+    writer, reader = link
+    unread(link, 0)
+    cut(writer)
+    with pytest.raises(EdgeLostError, match=rf"from 127\.0\.0\.1:{writer.address.port} to 127\.0\.0\.1:\d+: the writer"):
+        reader.read(PATIENCE_S)
+    assert reader.lost is not None
+
+
+@pytest.mark.parametrize("connected", [False, True], ids=["reader never connects", "reader does not read"])
+def test_closing_ends_the_thread_and_pending_calls_and_is_not_a_loss(connected: bool) -> None:
+    writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
+    reader = LinkReader(writer.address)
+    if connected:
+        unread((writer, reader))
+    else:
+        for _ in range(IN_FLIGHT):
+            writer.write(parts(1), PATIENCE_S)
+    threads = senders()
+    assert threads
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(writer.write, parts(1), None)
+        time.sleep(0.1)
+        writer.close()
+        with pytest.raises(EdgeClosedError) as caught:
+            done.result(PATIENCE_S)
+    assert gone(threads) and type(caught.value) is EdgeClosedError and writer.lost is None and not writer._unsent
+
+
+def test_links_that_are_closed_leave_no_threads_and_no_sockets() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for messages in (0, 1, IN_FLIGHT):
+        writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
+        reader = LinkReader(writer.address)
+        unread((writer, reader), messages)
+        writer.close()
+        reader.close()
+    assert gone(senders())
+    del writer, reader
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_thread_ends_with_what_it_sends(link: Link) -> None:
+    unread(link)
+    threads = senders()
+    for _ in range(IN_FLIGHT):
+        link[1].read(PATIENCE_S)
+    assert threads and gone(threads)
+
+
+def test_a_process_exits_with_unsent_messages() -> None:
+    script = """
+from dagrl.runtime.edges.link import LinkReader, LinkWriter
+never, full = LinkWriter("127.0.0.1", 32 << 20, 2), LinkWriter("127.0.0.1", 32 << 20, 2)
+reader = LinkReader(full.address)
+import pickle
+never.write([pickle.dumps(1)], 1.0)
+full.write([pickle.dumps(1)], 1.0)
+reader.read(30.0)
+full.write([bytes(16 << 20)], 1.0)
+print("end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_a_dead_host_is_noticed_within_a_minute(link: Link) -> None:
+    unread(link, 0)
+    for end in link:
+        assert end._socket is not None and end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        silence_s, probe_s, probes = [end._socket.getsockopt(socket.IPPROTO_TCP, name) for name in names]
+        assert silence_s + probe_s * probes == 60
+
+
+def test_a_message_over_the_limit_is_an_error_and_the_link_survives(link: Link) -> None:
+    writer, reader = link
+    with pytest.raises(MessageTooLargeError, match="does not fit an edge"):
+        writer.write(parts(np.zeros(LIMIT)), 1.0)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(writer.write, parts("fits"), PATIENCE_S)
+        assert reader.read(PATIENCE_S) == "fits"
+        done.result()
+
+
+def test_a_process_without_the_secret_gets_nothing_and_does_not_block_the_reader(link: Link) -> None:
+    writer, reader = link
+    address = writer.address
+    stranger = socket.create_connection((address.host, address.port))
+    stranger.sendall(bytes(SECRET_BYTES))
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(writer.write, parts("for the reader alone"), PATIENCE_S)
+        assert reader.read(PATIENCE_S) == "for the reader alone"
+        done.result()
+    stranger.settimeout(PATIENCE_S)
+    assert stranger.recv(1) == b""
+    with pytest.raises(OSError):
+        socket.create_connection((address.host, address.port))
+
+
+def test_a_stranger_that_sends_slowly_does_not_block_the_reader(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = link
+    monkeypatch.setattr("dagrl.runtime.edges.link._STRANGER_S", 0.3)
+    over = threading.Event()
+
+    def drip(stranger: socket.socket) -> None:
+        with suppress(OSError):
+            while not over.wait(0.1):
+                stranger.send(b"x")
+
+    with socket.create_connection((writer.address.host, writer.address.port)) as stranger:
+        dripping = threading.Thread(target=drip, args=(stranger,))
+        dripping.start()
+        writer.write(parts("value"), 1.0)
+        assert reader.read(5.0) == "value"
+        over.set()
+        dripping.join()
+
+
+def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link) -> None:
+    writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
+    reader = LinkReader(replace(writer.address, writer_secret=bytes(SECRET_BYTES)))
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(writer.write, parts("not from my writer"), PATIENCE_S)
+        with pytest.raises(EdgeClosedError, match="does not know its secret"):
+            reader.read(PATIENCE_S)
+        done.result()
+
+
+@pytest.mark.parametrize("side", ["writer", "reader"])
+def test_closing_either_side_wakes_a_waiting_reader(link: Link, side: str) -> None:
+    writer, reader = link
+    writing = threading.Thread(target=writer.write, args=(parts(1), PATIENCE_S))
+    writing.start()
+    assert reader.read(PATIENCE_S) == 1
+    writing.join()
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            reader.read(600.0)
+        except EdgeClosedError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.1)
+    (writer if side == "writer" else reader).close()
+    waiting.join(PATIENCE_S)
+    assert errors and not waiting.is_alive()
+    with pytest.raises(EdgeClosedError):
+        for _ in range(3):  # what the other side's system has in its buffers may still be taken
+            writer.write(parts(np.zeros(100_000)), 1.0)
+
+
+def test_waiting_takes_no_processor_time(link: Link) -> None:
+    before = time.thread_time()
+    with pytest.raises(EdgeTimeoutError):
+        link[1].read(1.0)
+    assert time.thread_time() - before < 0.05

@@ -1,0 +1,412 @@
+"""Packets on edges: sizes against Ray's own serializer, failures that fit, and the order of tickets."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray._private.worker
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from ray._private.serialization import SerializationContext
+
+from dagrl.errors import DeadlineError, RunError, WorkerFailure
+from dagrl.rl.generation import FinishedRequest, pack_generated
+from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, fit_failures, payload_bytes
+from dagrl.runtime.executors.base import GraphLimits, node_calls
+from dagrl.runtime.executors.node import NodeCall, Take, TicketGate, install, run_node, state_of
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Role, Shard, methods_of, phase
+from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.metrics import StepMetrics
+
+RAY = SerializationContext(ray._private.worker.global_worker)  # what writes a compiled graph's channels; needs no cluster
+
+
+def ray_bytes(value: object) -> int:
+    """Bytes that Ray writes into a channel for a packet with `value`: pickle, out-of-band buffers and their alignment."""
+    return int(RAY.serialize(Packet(Header("train_step", 1_000_000, False, {"train": 1_000_000}, 10.0), value)).total_bytes)
+
+
+def check_bound(value: object) -> None:
+    assert ray_bytes(value) <= payload_bytes(value) + ENVELOPE_BYTES
+    many = [value] * 50  # Ray writes an object once, however often it is there
+    assert ray_bytes(many) <= payload_bytes(many) + ENVELOPE_BYTES
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.floats() | st.integers() | st.integers(-(2**4000), 2**4000) | st.text() | st.binary()
+)
+ARRAYS = arrays.arrays(
+    dtype=arrays.scalar_dtypes() | arrays.array_dtypes(),
+    shape=arrays.array_shapes(min_dims=0, max_dims=6, min_side=0, max_side=4),
+)
+VALUES = st.recursive(
+    SCALARS | ARRAYS,
+    lambda inner: (
+        st.lists(inner, max_size=8)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=8)
+        | st.dictionaries(st.text(max_size=8), st.floats(), max_size=8).map(lambda sums: StepMetrics(sums, sums, sums))
+    ),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_payload_bytes_is_an_upper_bound_of_what_ray_writes(value: Any) -> None:
+    check_bound(value)
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@dataclass(frozen=True)
+class Nested:
+    name: str
+    array: np.ndarray
+
+
+def locally_defined() -> object:
+    @dataclass
+    class Local:
+        text: str = "x" * 100
+
+        def method(self) -> str:
+            return self.text * 1000
+
+    return Local()
+
+
+STRUCTURED = np.dtype([("a_long_field_name" * 20, "f8"), ("b" * 300, "i4", (3,))])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [np.zeros(0) for _ in range(1000)],
+        [np.zeros((1,) * 8) for _ in range(300)],
+        np.zeros((64, 64))[:, ::2],
+        np.zeros((64, 64), order="F"),
+        np.zeros((1000, 1000)).T,
+        np.array([{"a": "x" * 1000}, None, "y" * 10_000], dtype=object),
+        np.zeros(3, STRUCTURED),
+        [np.zeros(1, [(f"field{number}" * 30, "f8")]) for number in range(100)],
+        np.ma.masked_array(np.zeros(10_000), mask=np.ones(10_000)),
+        [np.float32(number) for number in range(1000)],
+        [10**100 + number for number in range(1000)],
+        ["é€😀" * 30 + str(number) for number in range(1000)],
+        [bytearray(100) for _ in range(100)],
+        [Pair(number, [number]) for number in range(300)],
+        [Nested(str(number), np.zeros(number)) for number in range(300)],
+        Batch({"tokens": np.zeros((64, 512), np.int64), "lengths": np.zeros(64, np.int64)}, {"lr": 1e-3, "name": "x"}),
+        [Batch({"lengths": np.ones(number)}) for number in range(100)],
+        pack_generated([FinishedRequest(row, [1] * 64, [0.5] * 64, [0] * 64, "stop") for row in range(64)], [], 16),
+        locally_defined(),
+        [locally_defined() for _ in range(20)],
+        lambda: "a function",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_awkward_values_are_bounded_too(value: object) -> None:
+    check_bound(value)
+
+
+def test_the_bound_of_arrays_is_close() -> None:
+    batch = Batch({"tokens": np.zeros((64, 512), np.int64), "lengths": np.zeros(64, np.int64)})
+    assert payload_bytes(batch) <= 1.02 * ray_bytes(batch)
+
+
+# Failures.
+
+
+def failure(rank: int, characters: int, time_ns: int = 0) -> WorkerFailure:
+    return WorkerFailure(
+        role="train",
+        rank=rank,
+        coordinates=f"dp {rank}, pp 0, tp 0, cp 0",
+        host="host",
+        pid=1000 + rank,
+        phase="train_step",
+        replay=7,
+        node=f"train[{rank}].train_step",
+        kind="raised",
+        message="m" * characters,
+        traceback="é" * characters + "end",
+        time_ns=time_ns or rank,
+    )
+
+
+def test_failures_that_fit_stay_whole() -> None:
+    failures = tuple(failure(rank, 100) for rank in range(8))
+    assert fit_failures(failures, 1 << 20) is failures
+
+
+def test_the_cause_keeps_its_traceback_and_all_workers_stay_named() -> None:
+    failures = tuple(failure(rank, 16_000, time_ns=100 - rank) for rank in range(64))
+    kept = fit_failures(failures, 1 << 18)
+    assert [item.rank for item in kept] == list(reversed(range(64)))  # the earliest first
+    assert kept[0] == failures[63]
+    assert all(item.message == "m" * 200 and item.traceback == "" for item in kept[1:])
+
+
+@given(count=st.integers(1, 80), characters=st.integers(0, 16_000), limit=st.integers(4096, 1 << 18))
+def test_failures_fit_their_channel_whatever_its_size(count: int, characters: int, limit: int) -> None:
+    kept = fit_failures(tuple(failure(rank + 1, characters) for rank in range(count)), limit)
+    assert payload_bytes(kept) <= limit
+    assert kept[0].rank == 1
+    assert kept[0].traceback.endswith("end") or not kept[0].traceback
+
+
+class Worker:
+    def fails(self, value: object) -> object:
+        raise ValueError("x" * 50_000)
+
+    def gives(self, value: object) -> object:
+        return value
+
+    def appends(self, value: object, seen: list[object], options: dict[str, list[object]], step: int) -> object:
+        seen.append(value)
+        options["seen"].append(value)
+        return [list(seen), options["seen"], step]
+
+
+def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
+    args = tuple(Take(index) for index in range(parts))
+    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, 0, False, limit, "the_key")
+
+
+def run_reduce(worker: Worker, limit: int, group: list[Packet]) -> Packet:
+    state_of(worker).gate.reset(0)  # each node of the tree would be on a worker of its own
+    return run_node(worker, call("gives", limit, "reduce", len(group)), *group)
+
+
+@pytest.mark.parametrize("limit", [8192, 1 << 16, 1 << 20])
+def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> None:
+    packets = []
+    for rank in range(64):
+        worker = Worker()
+        install(worker, "train", rank, f"dp {rank}")
+        packets.append(run_node(worker, call("fails", limit), Packet(Header("step", 0, False, {"train": 0}, 10.0), 1)))
+    while len(packets) > 1:
+        groups = [packets[start : start + 8] for start in range(0, len(packets), 8)]
+        packets = [run_reduce(worker, limit, group) for group in groups]
+        assert all(RAY.serialize(packet).total_bytes <= limit for packet in packets)
+    assert packets[0].failures[0].rank == 0
+    assert "ValueError: x" in packets[0].failures[0].message
+
+
+def test_a_result_too_large_for_its_channel_names_what_sets_the_limit() -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    packet = Packet(Header("step", 0, False, {"train": 0}, 10.0), bytes(10_000))
+    (failure,) = run_node(worker, call("gives", 8192), packet).failures
+    assert "needs 14160 bytes, but its channel has room for 8192; raise the_key to at least 14160" in failure.message
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure_without_it() -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    found = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 10.0), threading.Lock()))
+    assert found.value is None
+    assert "cannot pickle" in found.failures[0].message
+
+
+# Tickets.
+
+
+PLACES = (1, 3, 2, 5, 1, 4) * 4
+"""How many nodes the worker has in the replay of each ticket."""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nodes_run_one_at_a_time_in_the_order_of_tickets_and_places_whichever_thread_arrives_first(seed: int) -> None:
+    gate, served, inside = TicketGate(), [], threading.Semaphore(1)
+    random = np.random.default_rng(seed)
+
+    def node(ticket: int, place: int, after_s: float) -> None:
+        time.sleep(after_s)
+        gate.enter(ticket, place, 30.0)
+        assert inside.acquire(blocking=False), "two nodes at once"
+        served.append((ticket, place))
+        time.sleep(0.0005)
+        inside.release()
+        gate.leave(ticket, place, closes=place == PLACES[ticket] - 1)
+
+    nodes = [(ticket, place) for ticket, count in enumerate(PLACES) for place in range(count)]
+    shuffled = [nodes[at] for at in random.permutation(len(nodes))]
+    threads = [threading.Thread(target=node, args=(*item, random.uniform(0, 0.02))) for item in shuffled]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert served == nodes
+
+
+def test_a_ticket_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
+    gate = TicketGate()
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match="for ticket 2, while ticket 0 is running"):
+        gate.enter(2, 0, 0.05)
+    assert time.monotonic() - started < 5.0
+
+
+def test_a_place_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
+    gate = TicketGate()
+    with pytest.raises(DeadlineError, match="for ticket 0, while node 0 of it had not ended"):
+        gate.enter(0, 2, 0.05)
+
+
+def test_a_ticket_that_has_passed_is_an_error() -> None:
+    gate = TicketGate()
+    gate.enter(0, 0, 1.0)
+    gate.leave(0, 0, closes=False)
+    with pytest.raises(RunError, match="node 0 of ticket 0 arrived when node 1 of ticket 0 was next; recompile"):
+        gate.enter(0, 0, 1.0)
+    gate.enter(0, 1, 1.0)
+    gate.leave(0, 1, closes=True)
+    with pytest.raises(RunError, match="node 2 of ticket 0 arrived when node 0 of ticket 1 was next; recompile"):
+        gate.enter(0, 2, 1.0)
+
+
+def test_leaving_without_entering_admits_nothing() -> None:
+    """Neither the last node of a ticket whose turn has not come, nor one that a reset has skipped, changes the turn."""
+    gate = TicketGate()
+    gate.enter(0, 0, 1.0)
+    gate.leave(3, 0, closes=True)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(4, 0, 0.01)
+    gate.reset(6)
+    gate.leave(0, 0, closes=True)
+    gate.enter(6, 0, 0.01)
+
+
+def test_a_reset_lets_the_next_ticket_in_and_leaving_twice_does_not_go_back() -> None:
+    gate = TicketGate()
+    waiting = threading.Thread(target=gate.enter, args=(5, 0, 10.0))
+    waiting.start()
+    gate.reset(5)
+    waiting.join(5.0)
+    assert not waiting.is_alive()
+    gate.leave(5, 0, closes=True)
+    gate.leave(5, 0, closes=True)
+    gate.leave(3, 0, closes=True)
+    gate.enter(6, 0, 0.1)
+
+
+def test_an_abandoned_turn_is_skipped_once_those_before_it_end() -> None:
+    gate = TicketGate()
+    gate.enter(0, 0, 1.0)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(1, 0, 0.01)
+    with pytest.raises(DeadlineError, match="the turn of ticket 1 did not come in time"):  # at once: nothing is left of it
+        gate.enter(1, 1, 600.0)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(2, 0, 0.01)
+    gate.leave(0, 0, closes=True)
+    gate.enter(3, 0, 0.1)
+
+
+def test_an_abandoned_place_ends_its_ticket_but_not_the_running_node() -> None:
+    gate = TicketGate()
+    gate.enter(0, 0, 1.0)
+    with pytest.raises(DeadlineError, match="node 0 of it had not ended"):
+        gate.enter(0, 1, 0.01)
+    with pytest.raises(DeadlineError, match="while ticket 0 is running"):
+        gate.enter(1, 0, 0.01)
+    gate.leave(0, 0, closes=False)
+    with pytest.raises(DeadlineError, match="ticket 0 did not come in time"):
+        gate.enter(0, 2, 600.0)
+    gate.enter(2, 0, 0.1)
+
+
+def test_nodes_that_arrive_in_order_do_not_wait_for_a_lost_one() -> None:
+    """Ray does not run a node whose argument is lost. If nodes arrive in order, later ones need not wait for it."""
+    gate = TicketGate()
+    gate.enter(0, 2, 0.01, in_order=True)
+    gate.leave(0, 2, closes=True)
+    with pytest.raises(DeadlineError, match="while ticket 1 is running"):
+        gate.enter(2, 0, 0.01, in_order=True)
+    with pytest.raises(RunError, match="node 3 of ticket 0 arrived when"):
+        gate.enter(0, 3, 0.01, in_order=True)
+
+
+class Collective:
+    """A worker with a phase under way that an abort would break."""
+
+    aborted = False
+
+    def step(self, value: object) -> object:
+        return value
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_replay_waits_for_its_turn_by_its_own_deadline_and_leaves_what_runs_alone() -> None:
+    worker = Collective()
+    install(worker, "train", 0, "dp 0")
+    gate = state_of(worker).gate
+    gate.enter(0, 0, 1.0)
+    late = dataclasses.replace(call("step", 8192), closes_turn=True)
+    failed = run_node(worker, late, Packet(Header("behind", 3, False, {"train": 1}, 0.01), "x"))
+    assert "waited" in failed.failures[0].message and not worker.aborted
+    gate.leave(0, 0, closes=True)
+    assert run_node(worker, late, Packet(Header("next", 4, False, {"train": 2}, 10.0), "y")).value == "y"
+
+
+def test_a_worker_that_joined_another_group_is_named() -> None:
+    worker = Worker()
+    install(worker, "generation", 0, "dp 0")
+    failed = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 1.0), 1))
+    assert "joined a group 'generation'" in failed.failures[0].message
+
+
+def test_tickets_of_a_header_are_one_for_all_or_one_each() -> None:
+    header = Header("step", 0, False, {"train": 4, "generation": (7, 8)}, 10.0)
+    assert [header.ticket("train", position) for position in (0, 3)] == [4, 4]
+    assert [header.ticket("generation", position) for position in (0, 1)] == [7, 8]
+
+
+@pytest.mark.parametrize("rows", [0, 3, 1000])
+def test_a_batch_arrives_as_it_was_sent(rows: int) -> None:
+    fields = {
+        "tokens": np.arange(rows * 5, dtype=np.int32).reshape(rows, 5),
+        "lengths": np.full(rows, 5),
+        "texts": np.array(["ab"] * rows, dtype="U3"),
+        "columns": np.asfortranarray(np.ones((rows, 4))) * np.arange(4),
+    }
+    packet = Packet(Header("phase", 3, False, {"train": 1}, 10.0), Batch(fields, {"slope": 0.5}), 0.25)
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(packet.wire(), protocol=5, buffer_callback=buffers.append)
+    assert bool(buffers) == (rows == 1000), "large arrays are sent next to the pickle, without a copy"
+    found = Packet.from_wire(pickle.loads(pickled, buffers=[bytearray(buffer.raw()) for buffer in buffers]))  # noqa: S301
+    assert found._replace(value=None) == packet._replace(value=None)
+    assert isinstance(found.value, Batch) and found.value.scalars == {"slope": 0.5}
+    for name, array in fields.items():
+        np.testing.assert_array_equal(found.value[name], array)
+        assert found.value[name].dtype == array.dtype and found.value[name].flags.writeable
+
+
+@phase
+def appends(train: Shard, value):
+    return train.map("appends", value, [0], options={"seen": []}, step=3)
+
+
+def test_constants_are_each_replays_own() -> None:
+    worker = Worker()
+    install(worker, "train", 0, "dp 0")
+    graph = appends.trace({"train": Role("train", ParallelLayout(), methods_of(Worker))})
+    (node,) = node_calls(graph, GraphLimits(1 << 12, 1 << 20, 1, 1.0, 1.0, 1.0))
+    for replay in range(3):
+        packet = Packet(Header("appends", replay, False, {"train": replay}, 10.0), replay)
+        assert run_node(worker, node, packet).value == [[0, replay], [replay], 3]

@@ -1,0 +1,586 @@
+"""Tracing phases: the graph of each construct, the error of every mistake, and that none of it needs Ray."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagrl.errors import GraphError
+from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Input, Phase, Role, Shard, Value, join, methods_of, phase, replicas_per_graph
+from dagrl.runtime.shapes import Field
+
+
+class Worker:
+    """Methods to trace against; none is ever called."""
+
+    @staticmethod
+    def environment(config: object) -> dict[str, str]:
+        return {}
+
+    def forward(self, x: object) -> object: ...
+    def scaled(self, x: object, factor: float = 1.0, names: list[str] | None = None) -> object: ...
+    def pair(self, x: object, y: object) -> object: ...
+    def total(self, parts: list[object]) -> object: ...
+    def _hidden(self, x: object) -> object: ...
+
+
+class Awaited:
+    """Methods of which some cannot be nodes."""
+
+    async def forward(self, x: object) -> object: ...
+    async def stream(self, x: object) -> AsyncIterator[object]:
+        yield x
+
+    async def total(self, parts: list[object]) -> object: ...
+    def plain(self, x: object) -> object: ...
+
+
+def role(name: str = "train", *transports: str, **sizes: int) -> Role:
+    return Role(name, ParallelLayout(**sizes), methods_of(Worker), frozenset({"shm", *transports}))
+
+
+def trace(function: Callable[..., Any], *roles: Role, arity: int = 8) -> PhaseGraph:
+    return phase(function).trace({item.name: item for item in roles or (role(tp=2),)}, arity)
+
+
+def edges(graph: PhaseGraph) -> list[tuple[str, str]]:
+    """Every edge between workers as `(from, to)` labels."""
+    return [(graph.nodes[number].label, node.label) for node in graph.nodes for number in node.upstream]
+
+
+# What each construct gives.
+
+
+def test_map_and_reduce() -> None:
+    def step(train: Shard, batch: Input) -> Value:
+        return train.reduce("total", train.map("scaled", batch, factor=2.0))
+
+    assert trace(step) == PhaseGraph(
+        "step",
+        {"train": 2},
+        (
+            Node(0, WorkerRef("train", 0), "scaled", "call", (InputRef(),), (("factor", 2.0),)),
+            Node(1, WorkerRef("train", 1), "scaled", "call", (InputRef(),), (("factor", 2.0),)),
+            Node(2, WorkerRef("train", 0), "total", "reduce", (NodeRef(0), NodeRef(1))),
+        ),
+        (2,),
+    )
+
+
+def test_a_value_per_worker_is_passed_worker_by_worker_and_a_single_one_to_all() -> None:
+    def step(train: Shard, batch: Input) -> Value:
+        one = train[0].map("forward", batch)
+        each = train.map("pair", one, batch)
+        return join(train.map("pair", each, one))
+
+    assert edges(trace(step))[:6] == [
+        ("train[0].forward", "train[0].pair"),
+        ("train[0].forward", "train[1].pair"),
+        ("train[0].pair", "train[0].pair"),
+        ("train[0].forward", "train[0].pair"),
+        ("train[1].pair", "train[1].pair"),
+        ("train[0].forward", "train[1].pair"),
+    ]
+
+
+def test_stages_are_the_pipelines_of_every_replica_in_the_graph() -> None:
+    def step(train: Shard, generation: Shard, x: Input) -> tuple[Value, ...]:
+        first, second = train.stages()
+        assert [len(shard) for shard in (train, first, second)] == [8, 4, 4]
+        y = second.map("forward", first.map("forward", x))
+        return join(y), join(generation.map("forward", x))
+
+    graph = trace(step, role(dp=2, pp=2, tp=2), role("generation", dp=1))
+    assert edges(graph)[:4] == [
+        ("train[0].forward", "train[2].forward"),
+        ("train[1].forward", "train[3].forward"),
+        ("train[4].forward", "train[6].forward"),
+        ("train[5].forward", "train[7].forward"),
+    ]
+
+
+def test_join_keeps_the_order_given_on_the_first_worker() -> None:
+    def step(train: Shard, generation: Shard, x: Input) -> Value:
+        a, b = train.map("forward", x), generation.map("forward", x)
+        return join(b, a)
+
+    graph = trace(step, role(tp=2), role("generation", tp=2))
+    assert graph.nodes[-1] == Node(
+        4, WorkerRef("generation", 0), "", "collect", (NodeRef(2), NodeRef(3), NodeRef(0), NodeRef(1))
+    )
+
+
+def test_a_value_of_several_workers_is_joined_to_be_returned() -> None:
+    def step(train: Shard, x: Input) -> Value:
+        return train.map("forward", x)
+
+    graph = trace(step)
+    assert (graph.nodes[-1].kind, graph.outputs) == ("collect", (2,))
+
+
+def test_several_outputs() -> None:
+    def step(train: Shard, x: Input) -> tuple[Value, Value]:
+        y = train[0].map("forward", x)
+        return y, train[1].map("forward", y)
+
+    assert trace(step).outputs == (0, 1)
+
+
+def test_via_sets_the_transport_of_the_values_own_nodes() -> None:
+    def step(train: Shard, x: Input) -> Value:
+        y = train.map("forward", x).via("nccl")
+        return train.reduce("total", y)
+
+    assert [node.transport for node in trace(step, role("train", "nccl", tp=2)).nodes] == ["nccl", "nccl", "shm"]
+
+
+def test_constants_by_position_and_by_keyword() -> None:
+    def step(train: Shard, x: Input) -> Value:
+        return train[0].map("pair", x, [1, {"a": None}])
+
+    def named(train: Shard, x: Input) -> Value:
+        return train[0].map("scaled", x, names=["a", "b"], factor=0.5)
+
+    assert trace(step).nodes[0].args == (InputRef(), Constant([1, {"a": None}]))
+    assert trace(named).nodes[0].constants == (("factor", 0.5), ("names", ["a", "b"]))  # sorted: equal however written
+
+
+def test_slices_and_loops_over_a_shard() -> None:
+    def step(train: Shard, x: Input) -> Value:
+        first, *rest = train
+        assert [len(item) for item in rest] == [1, 1, 1]
+        return join(first.map("forward", x), train[2:].map("forward", x), train[-1].map("forward", x))
+
+    assert [node.worker.position for node in trace(step, role(tp=4)).nodes] == [0, 2, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("shards", "expected"),
+    [
+        ({"train": 4}, {"train": 1}),
+        ({"train": 4, "generation": 2}, {"train": 2, "generation": 1}),
+        ({"train": 3, "generation": 2}, {"train": 3, "generation": 2}),
+        ({"train": 6, "generation": 6}, {"train": 1, "generation": 1}),
+    ],
+)
+def test_groups_of_different_data_parallel_sizes(shards: dict[str, int], expected: dict[str, int]) -> None:
+    def step(train: Shard, generation: Shard, x: Input) -> Value:
+        return join(train.map("forward", x), generation.map("forward", x))
+
+    assert replicas_per_graph(shards) == expected
+    if len(shards) == 2:
+        graph = trace(step, role(dp=shards["train"], tp=2), role("generation", dp=shards["generation"]))
+        assert graph.widths == {"train": expected["train"] * 2, "generation": expected["generation"]}
+
+
+@given(workers=st.integers(1, 300), arity=st.integers(2, 12), kind=st.sampled_from(["reduce", "join"]))
+def test_trees_use_every_part_once_and_keep_their_order(workers: int, arity: int, kind: str) -> None:
+    def step(train: Shard, x: Input) -> Value:
+        parts = train.map("forward", x)
+        return train.reduce("total", parts) if kind == "reduce" else join(parts)
+
+    graph = trace(step, role(tp=workers), arity=arity)
+
+    def leaves(number: int) -> list[int]:
+        node = graph.nodes[number]
+        return [leaf for above in node.upstream for leaf in leaves(above)] if node.kind != "call" else [node.worker.position]
+
+    def depth(number: int) -> int:
+        return max((1 + depth(above) for above in graph.nodes[number].upstream), default=0)
+
+    assert leaves(graph.outputs[0]) == list(range(workers))
+    joins = [node for node in graph.nodes if node.kind != "call"]
+    assert all(node.worker == graph.nodes[node.upstream[0]].worker for node in joins)  # no copy for the first part
+    assert all(1 <= len(node.upstream) <= arity for node in joins)
+    levels, room = 1, arity
+    while room < workers:
+        levels, room = levels + 1, room * arity
+    assert depth(graph.outputs[0]) == levels
+    graph.validate()
+
+
+# Mistakes.
+
+
+def unknown_method(train: Shard, x: Input) -> Value:
+    return train.map("foward", x)
+
+
+def hidden_method(train: Shard, x: Input) -> Value:
+    return train.map("_hidden", x)
+
+
+def static_method(train: Shard, x: Input) -> Value:
+    return train.map("environment", x)
+
+
+def too_many_arguments(train: Shard, x: Input) -> Value:
+    return train.map("forward", x, x)
+
+
+def unknown_constant(train: Shard, x: Input) -> Value:
+    return train.map("scaled", x, faktor=2)
+
+
+def missing_argument(train: Shard, x: Input) -> Value:
+    return train.map("pair", x)
+
+
+def unreached(train: Shard, x: Input) -> Value:
+    return join(train.map("forward", x), train.map("forward", 3))
+
+
+def unused(train: Shard, x: Input) -> Value:
+    train[1].map("forward", x)
+    return train[0].map("forward", x)
+
+
+def no_transport(train: Shard, x: Input) -> Value:
+    return train.map("forward", x).via("nccl")
+
+
+def wrong_width(train: Shard, x: Input) -> Value:
+    parts = train.map("forward", x)
+    return train[0:3].map("forward", parts)
+
+
+def foreign_reduce(train: Shard, generation: Shard, x: Input) -> Value:
+    return train.reduce("total", generation.map("forward", x))
+
+
+def reader_without_transport(train: Shard, generation: Shard, x: Input) -> Value:
+    return generation.map("forward", train[0].map("forward", x).via("nccl"))
+
+
+def output_over_nccl(train: Shard, x: Input) -> Value:
+    return train[0].map("forward", x).via("nccl")
+
+
+def returns_nothing(train: Shard, x: Input) -> None:
+    train.map("forward", x)
+
+
+def returns_the_input(train: Shard, x: Input) -> Input:
+    return x
+
+
+def array_constant(train: Shard, x: Input) -> Value:
+    return train.map("scaled", x, factor=np.float32(2))
+
+
+def tuple_constant(train: Shard, x: Input) -> Value:
+    return train.map("pair", x, [1, ("a", "b")])
+
+
+def number_key(train: Shard, x: Input) -> Value:
+    return train.map("pair", x, {1: "a"})
+
+
+def input_by_keyword(train: Shard, batch: Input) -> Value:
+    return train.map("pair", batch, y=batch)
+
+
+def input_in_a_list(train: Shard, batch: Input) -> Value:
+    return train.map("pair", batch, [batch])
+
+
+def reduces_the_input(train: Shard, batch: Input) -> Value:
+    return train.reduce("total", batch)  # type: ignore[arg-type]
+
+
+def worker_outside(train: Shard, x: Input) -> Value:
+    return train[4].map("forward", x)
+
+
+def empty_slice(train: Shard, x: Input) -> Value:
+    return train.reduce("total", train[len(train) :].map("forward", x))
+
+
+def empty_steps(train: Shard, x: Input) -> Value:
+    return train[3:1:2].map("forward", x)
+
+
+def joins_nothing(train: Shard, x: Input) -> Value:
+    return join()
+
+
+def async_method(train: Shard, x: Input) -> Value:
+    return train.map("forward", x)
+
+
+def async_generator(train: Shard, x: Input) -> Value:
+    return train.map("stream", x)
+
+
+def async_reduction(train: Shard, x: Input) -> Value:
+    return train.reduce("total", train.map("plain", x))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            async_method,
+            "phase 'async_method': node train.forward is an `async def`, .* never awaited. Make forward a plain",
+        ),
+        (async_generator, "phase 'async_generator': node train.stream is an `async def`"),
+        (async_reduction, "phase 'async_reduction': node train.total is an `async def`"),
+    ],
+)
+def test_async_methods_are_refused_with_their_phase_and_node(function: Callable[..., Any], words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        trace(function, Role("train", ParallelLayout(tp=2), methods_of(Awaited)))
+
+
+def test_plain_methods_of_a_class_with_async_ones_are_traced() -> None:
+    def step(train: Shard, x: Input) -> Value:
+        return train.map("plain", x)
+
+    assert len(trace(step, Role("train", ParallelLayout(), methods_of(Awaited))).nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (unknown_method, "the train worker has no method 'foward'; it has forward, pair, scaled, total. Correct the name"),
+        (hidden_method, "has no method '_hidden'"),
+        (static_method, "has no method 'environment'"),
+        (too_many_arguments, "node train.forward is called with 2 positional arguments and no constants, but its signature"),
+        (unknown_constant, r"train.scaled .* \['faktor'\] constants, but its signature is scaled\(x: .*factor: "),
+        (missing_argument, "train.pair is called with 1 positional arguments .* missing a required argument: 'y'"),
+        (unreached, "node train.forward does not depend on the input; pass it the phase's input"),
+        (unused, r"the result of node train\[1\].forward is not used; return it, or join\(\) it"),
+        (no_transport, r"node train\[0\].forward: transport 'nccl' cannot be used by the train group; it has shm"),
+        (wrong_width, "train.forward: an argument has 4 values for 3 workers; pass one value for each worker"),
+        (foreign_reduce, r"train.reduce\('total'\) was given values of another role; reduce them on their own shard"),
+        (reader_without_transport, r"generation\[0\].forward reads train\[0\].forward via 'nccl', which the generation"),
+        (output_over_nccl, r"train\[0\].forward is an output via 'nccl', but the driver only reads 'shm'; remove the .via"),
+        (returns_nothing, "it returns None; return a value from map, reduce or join"),
+        (returns_the_input, r"it returns Input\(name='x'\); return a value from map"),
+        (array_constant, "train.scaled, argument 'factor': the constant .*2.0.* contains a float32; constants are"),
+        (tuple_constant, r"train.pair: the constant \[1, \('a', 'b'\)\] contains a tuple"),
+        (number_key, "train.pair: the constant {1: 'a'} contains a int; .* dictionaries with string keys"),
+        (input_by_keyword, "train.pair, argument 'y' is Input.*; pass the input and values of nodes by position"),
+        (input_in_a_list, "train.pair: the constant .* contains a Input"),
+        (reduces_the_input, r"reduce\('total'\) was given .*Input.*, which is not from a map, reduce or join of this phase"),
+        (worker_outside, r"train\[4\] is outside a shard of 4 workers"),
+        (empty_slice, r"phase 'empty_slice': train\[4:\] selects none of the 4 workers; select some"),
+        (empty_steps, r"train\[3:1:2\] selects none of the 4 workers"),
+        (joins_nothing, r"join\(\) needs at least one value"),
+    ],
+    ids=lambda item: getattr(item, "__name__", ""),
+)
+def test_mistakes_name_phase_node_and_remedy(function: Callable[..., Any], words: str) -> None:
+    others = ("nccl",) if function in (reader_without_transport, output_over_nccl) else ()
+    with pytest.raises(GraphError, match=words) as caught:
+        trace(function, role("train", *others, tp=4), role("generation", tp=4))
+    assert function is joins_nothing or f"phase {function.__name__!r}" in str(caught.value)
+
+
+def test_values_of_another_phase_are_refused() -> None:
+    kept: list[Value] = []
+
+    def first(train: Shard, x: Input) -> Value:
+        kept.append(train[0].map("forward", x))
+        return kept[0]
+
+    def passes(train: Shard, x: Input) -> Value:
+        return train[0].map("forward", kept[0])
+
+    def joins(train: Shard, x: Input) -> Value:
+        return join(train[0].map("forward", x), kept[0])
+
+    def returns(train: Shard, x: Input) -> Value:
+        return kept[0]
+
+    trace(first)
+    for function in (passes, joins, returns):
+        with pytest.raises(GraphError, match="which is not from a map, reduce or join of this phase"):
+            trace(function)
+
+
+def test_functions_that_cannot_be_phases() -> None:
+    with pytest.raises(GraphError, match="phase 'lonely' has no parameter annotated Shard"):
+
+        @phase
+        def lonely(train: int, x: Input) -> Value: ...
+
+    with pytest.raises(GraphError, match=r"takes 2 inputs \['x', 'y'\]; it takes exactly one"):
+
+        @phase
+        def greedy(train: Shard, x: Input, y: Input) -> Value: ...
+
+    with pytest.raises(GraphError, match="takes 0 inputs"):
+
+        @phase
+        def hungry(train: Shard) -> Value: ...
+
+
+@pytest.mark.parametrize("dtype", ["int4", "bfloat16", "torch.float32"])
+def test_a_field_with_an_unknown_dtype_is_named(dtype: str) -> None:
+    def forward(train: Shard, batch: Input) -> Value:
+        return train.map("forward", batch)
+
+    with pytest.raises(GraphError, match=f"field 'x' of a phase's inputs has the dtype '{dtype}', which numpy"):
+        phase(inputs={"x": Field(dtype)})(forward)
+
+
+def test_a_missing_group_is_named() -> None:
+    with pytest.raises(GraphError, match="phase 'unused' needs worker groups train; there are actor, critic"):
+        trace(unused, role("actor"), role("critic"))
+
+
+def test_an_arity_below_two_is_refused() -> None:
+    with pytest.raises(GraphError, match="arity is 1; expected at least 2"):
+        trace(returns_nothing, role(), arity=1)
+
+
+@pytest.mark.parametrize("annotation", [Shard, "Shard", "phase.Shard", "dagrl.runtime.phase.Shard"])
+def test_shards_are_known_by_their_annotation_however_it_is_imported(annotation: object) -> None:
+    def step(workers, value):  # type: ignore[no-untyped-def]
+        return workers.map("forward", value)
+
+    step.__annotations__ = {"workers": annotation}
+    assert phase(step).roles == ("workers",)
+    assert phase(step).input_name == "value"
+
+
+def test_decorator_with_inputs_and_a_name() -> None:
+    @phase(inputs={"lengths": Field("int64", "row")}, name="other")
+    def step(train: Shard, batch: Input) -> Value:
+        return train.map("forward", batch)
+
+    assert isinstance(step, Phase)
+    assert (step.name, step.roles, step.inputs) == ("other", ("train",), {"lengths": Field("int64", "row")})
+    assert step.trace({"train": role()}).phase == "other"
+
+
+def test_methods_of_a_class_are_public_and_without_self() -> None:
+    methods = methods_of(Worker)
+    assert sorted(methods) == ["forward", "pair", "scaled", "total"]
+    assert list(methods["pair"].parameters) == ["x", "y"]
+    assert methods["scaled"].parameters["factor"].default == 1.0
+    assert all(isinstance(signature, inspect.Signature) for signature in methods.values())
+
+
+# Validation of graphs that did not come from a trace.
+
+
+def chained() -> PhaseGraph:
+    nodes = (
+        Node(0, WorkerRef("train", 0), "forward", "call", (InputRef(),)),
+        Node(1, WorkerRef("train", 1), "forward", "call", (NodeRef(0),)),
+    )
+    return PhaseGraph("chained", {"train": 2}, nodes, (1,))
+
+
+def with_node(place: int, **changes: Any) -> PhaseGraph:
+    nodes = list(chained().nodes)
+    nodes[place] = replace(nodes[place], **changes)
+    return replace(chained(), nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize(
+    ("graph", "words"),
+    [
+        (
+            with_node(0, args=(InputRef(), NodeRef(1))),
+            r"node train\[0\].forward reads a later node \(a cycle\)",
+        ),
+        (with_node(1, args=(NodeRef(0), NodeRef(1))), "a cycle"),
+        (with_node(1, args=(NodeRef(0), NodeRef(-1))), "a cycle"),
+        (with_node(1, number=5), r"node train\[1\].forward has number 5 at position 1"),
+        (with_node(1, worker=WorkerRef("train", 2)), "on a worker that is not in the graph"),
+        (with_node(1, worker=WorkerRef("critic", 0)), "on a worker that is not in the graph"),
+        (with_node(0, args=(Constant(1),)), "no node reads the input"),
+        (replace(chained(), outputs=(0,)), r"the result of node train\[1\].forward is not used"),
+        (replace(chained(), outputs=(1, 7)), r"outputs \[1, 7\] of 2 nodes"),
+        (replace(chained(), outputs=()), "return at least one value"),
+    ],
+)
+def test_broken_graphs_are_refused(graph: PhaseGraph, words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        graph.validate()
+
+
+# Fingerprints.
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(constant=JSON, other=JSON, workers=st.integers(1, 9))
+def test_a_phase_has_the_same_fingerprint_whenever_it_is_traced(constant: Any, other: Any, workers: int) -> None:
+    def step(train: Shard, x: Input) -> tuple[Value, Value]:
+        y = train.map("scaled", train.map("pair", x, copy.deepcopy(constant)), factor=copy.deepcopy(other))
+        return train.reduce("total", y), join(y)
+
+    first, second = (trace(step, role(tp=workers), arity=3) for _ in range(2))
+    assert (first, first.fingerprint) == (second, second.fingerprint)
+
+
+def test_fingerprints_tell_graphs_apart() -> None:
+    def step(train: Shard, x: Input) -> Value:
+        return train.reduce("total", train.map("scaled", x, factor=2))
+
+    graph = trace(step)
+    different = [
+        trace(step, role(tp=4)),
+        replace(graph, phase="another"),
+        replace(graph, outputs=(1,)),
+        replace(graph, nodes=(graph.nodes[0].with_transport("nccl"), *graph.nodes[1:])),
+        replace(graph, nodes=(replace(graph.nodes[0], constants=(("factor", 3),)), *graph.nodes[1:])),
+        replace(graph, nodes=(*graph.nodes[:2], replace(graph.nodes[2], args=(NodeRef(1), NodeRef(0))))),
+    ]
+    prints = {item.fingerprint for item in (graph, *different)}
+    assert len(prints) == 1 + len(different)
+
+
+DEFINE = """
+import sys
+from dagrl.runtime.draw import Drawing, mermaid
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Role, methods_of
+from dagrl.graphs import generate, logprobs, refit, train
+from tests.unit.runtime.phase_worker import Both
+
+roles = {name: Role(name, ParallelLayout(dp=2, tp=2), methods_of(Both)) for name in ("train", "generation")}
+for item in (train.sft_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
+    graph = item.trace(roles, 2)
+    graph.validate()
+    assert mermaid([Drawing(graph)])
+    sys.stdout.write(graph.fingerprint + "\\n")
+heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"ray", "torch", "megatron", "vllm", "transformers"})
+sys.stdout.write(f"imported: {heavy}\\n")
+"""
+
+
+def test_tracing_and_drawing_import_no_ray_and_fingerprints_are_equal_in_every_process() -> None:
+    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("0", "1", "12345")]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", DEFINE], env=environment, stdout=subprocess.PIPE, text=True)
+        for environment in environments
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    assert len(set(outputs)) == 1
+    *fingerprints, imported = outputs[0].splitlines()
+    assert len(set(fingerprints)) == 5
+    assert imported == "imported: []"

@@ -1,0 +1,262 @@
+"""Rings of messages in shared memory: every reader gets every message, in order, in bounded memory."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dagrl.runtime.edges import ring as ring_module
+from dagrl.runtime.edges.mailbox import Mailbox
+from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
+from dagrl.runtime.edges.packet import Header, Packet
+from dagrl.runtime.edges.ring import IN_PLACE_BYTES, Ring, RingAddress
+from dagrl.runtime.shapes import Batch
+
+SLOT = 1 << 20
+PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
+
+
+def parts(value: object) -> list[bytes | memoryview]:
+    buffers: list[pickle.PickleBuffer] = []
+    return [pickle.dumps(value, protocol=5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    ring = Ring.create(in_flight=2, slot_bytes=SLOT, readers=1)
+    yield ring
+    ring.close()
+
+
+def echo(there: RingAddress, back: RingAddress, reader: int, count: int) -> None:
+    """Another process: sends back a digest of each message."""
+    incoming, outgoing = Ring.open(there), Ring.open(back)
+    for _ in range(count):
+        value = incoming.read(reader, 120.0)
+        digest = float(value.sum()) if isinstance(value, np.ndarray) else value
+        writeable = isinstance(value, np.ndarray) and value.flags.writeable
+        del value
+        outgoing.write(parts((digest, writeable)), 120.0)
+
+
+def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -> None:
+    readers, values = 3, [1, b"x" * 100, np.arange(10), np.ones(100_000), {"a": [1, "b"]}, np.arange(50_000), None]
+    there = Ring.create(2, SLOT, readers)
+    backs = [Ring.create(2, SLOT, 1) for _ in range(readers)]
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=echo, args=(there.address, back.address, reader, len(values)))
+        for reader, back in enumerate(backs)
+    ]
+    for process in processes:
+        process.start()
+    for value in values:
+        there.write(parts(value), 120.0)
+        expected = float(value.sum()) if isinstance(value, np.ndarray) else value
+        in_place = isinstance(value, np.ndarray) and value.nbytes > IN_PLACE_BYTES
+        for back in backs:
+            digest, writeable = back.read(0, 120.0)  # type: ignore[misc]
+            assert digest == expected
+            assert writeable == (isinstance(value, np.ndarray) and not in_place)
+    for process in processes:
+        process.join(120.0)
+        assert process.exitcode == 0
+
+
+def test_arrays_may_be_kept_and_are_never_overwritten(ring: Ring) -> None:
+    kept = []
+    for number in range(20):
+        ring.write(parts(np.full(100_000, number)), 1.0)
+        kept.append(ring.read(0, 1.0))
+    assert [set(array.tolist()) for array in kept] == [{number} for number in range(20)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("readers", [1, 2])  # of two, each has read-only views
+def test_the_arrays_of_a_batch_hold_its_slot(readers: int) -> None:
+    """Even if the reader only has arrays of the message, or views of them."""
+    ring, kept = Ring.create(2, SLOT, readers), []
+    second = Ring.open(ring.address)
+    for number in range(1, 21):
+        batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
+        ring.write(parts(Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire()), 1.0)
+        if readers == 2:
+            second.skip(1, 1.0)
+        read = Packet.from_wire(ring.read(0, 1.0)).value
+        assert isinstance(read, Batch)
+        kept.append((read["lengths"], read["tokens"][:, 7]))
+        del read
+    assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 21)]
+
+
+def test_a_view_of_an_array_holds_its_slot_and_the_last_one_frees_it(ring: Ring) -> None:
+    ring.write(parts(np.full(100_000, 1)), 1.0)
+    first = ring.read(0, 1.0)
+    address = first.__array_interface__["data"]  # type: ignore[attr-defined]
+    view = first[10:20]  # type: ignore[index]
+    del first
+    gc.collect()
+    ring.write(parts(np.full(100_000, 2)), 1.0)
+    second = ring.read(0, 1.0)
+    assert second.__array_interface__["data"] != address  # type: ignore[attr-defined]
+    assert view.tolist() == [1] * 10
+    del view, second
+    gc.collect()
+    ring.write(parts(np.full(100_000, 3)), 1.0)
+    third = ring.read(0, 1.0)
+    assert third.__array_interface__["data"] == address  # type: ignore[attr-defined]
+
+
+def test_readers_that_keep_different_messages_do_not_block_the_writer() -> None:
+    writer = Ring.create(2, SLOT, 3)
+    readers = [Ring.open(writer.address) for _ in range(3)]
+    kept: list[list[object]] = [[], [], []]
+    for number in range(30):
+        writer.write(parts(np.full(50_000, number)), 1.0)
+        for place, reader in enumerate(readers):
+            value = reader.read(place, 1.0)
+            assert not value.flags.writeable or len(kept[place]) >= 2  # type: ignore[attr-defined]
+            if number % 3 == place:
+                kept[place].append(value)
+            del value
+    for place, values in enumerate(kept):
+        assert [int(value[0]) for value in values] == list(range(place, 30, 3))  # type: ignore[index]
+
+
+def test_more_messages_than_may_be_in_flight_wait_for_their_readers(ring: Ring) -> None:
+    for number in range(4):  # two in flight, and two slots for messages that the reader may keep
+        ring.write(parts(number), 1.0)
+    with pytest.raises(EdgeTimeoutError, match="has not read"):
+        ring.write(parts(4), 0.05)
+    assert [ring.read(0, 1.0) for _ in range(4)] == [0, 1, 2, 3]
+    ring.write(parts(4), 1.0)
+    assert ring.read(0, 1.0) == 4
+
+
+def test_a_message_that_does_not_fit_is_an_error_and_the_ring_survives(ring: Ring) -> None:
+    with pytest.raises(MessageTooLargeError, match="does not fit a slot"):
+        ring.write(parts(np.zeros(SLOT)), 1.0)
+    ring.write(parts("fits"), 1.0)
+    assert ring.read(0, 1.0) == "fits"
+
+
+@pytest.mark.parametrize("copiers", [1, 3, 4])
+def test_parts_copied_by_several_threads_are_whole(monkeypatch: pytest.MonkeyPatch, copiers: int) -> None:
+    """As on a host with enough cores, for sizes that the threads do not divide and for copies of kept messages."""
+    monkeypatch.setattr(ring_module, "COPIERS", copiers)
+    monkeypatch.setattr(ring_module, "PARALLEL_BYTES", IN_PLACE_BYTES)
+    ring_module._copiers.cache_clear()
+    ring = Ring.create(2, SLOT, 1)
+    sent = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in (100_001, 40_000, 65_536, 99_999)]
+    kept = []
+    for number, values in enumerate(sent):
+        ring.write(parts([values, values[::-1].copy(), number]), 1.0)
+        kept.append(ring.read(0, 1.0))
+    for number, (values, found) in enumerate(zip(sent, kept, strict=True)):
+        np.testing.assert_array_equal(found[0], values)  # type: ignore[index]
+        np.testing.assert_array_equal(found[1], values[::-1])  # type: ignore[index]
+        assert found[2] == number  # type: ignore[index]
+    ring_module._copiers().shutdown()
+    ring_module._copiers.cache_clear()
+
+
+def test_message_numbers_wrap_around() -> None:
+    writer = Ring.create(2, SLOT, 1)
+    reader = Ring.open(writer.address)
+    start = (1 << 32) - 3
+    writer._written = reader._read = start
+    writer._words[0] = start
+    writer._message_of[:] = [start] * len(writer._message_of)
+    for slot in range(writer.address.slots):
+        writer._acknowledge(0, slot, start)
+    for number in range(12):
+        writer.write(parts(number), 0.5)
+        assert reader.read(0, 0.5) == number
+
+
+def test_a_read_without_a_message_ends_by_its_timeout(ring: Ring) -> None:
+    started = time.monotonic()
+    with pytest.raises(EdgeTimeoutError):
+        ring.read(0, 0.1)
+    assert 0.1 <= time.monotonic() - started < PATIENCE_S
+
+
+def test_closing_wakes_waiting_calls(ring: Ring) -> None:
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            ring.read(0, 600.0)
+        except EdgeClosedError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.1)
+    ring.close()
+    waiting.join(PATIENCE_S)
+    assert errors and not waiting.is_alive()
+    with pytest.raises(EdgeClosedError):
+        ring.write(parts(1), 1.0)
+
+
+def test_waiting_takes_no_processor_time(ring: Ring) -> None:
+    before = time.thread_time()
+    with pytest.raises(EdgeTimeoutError):
+        ring.read(0, 1.0)
+    assert time.thread_time() - before < 0.05
+
+
+def test_a_skipped_message_makes_room(ring: Ring) -> None:
+    for number in range(5):
+        ring.write(parts(number), 1.0)
+        ring.skip(0, 1.0)
+    ring.write(parts("read"), 1.0)
+    assert ring.read(0, 1.0) == "read"
+
+
+def ring_files() -> int:
+    """Descriptors of this process that are memory of rings."""
+    names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return sum("memfd:dagrl" in os.readlink(name) for name in names if os.path.islink(name))
+
+
+def test_a_ring_ends_with_its_processes() -> None:
+    gc.collect()
+    before = ring_files()
+    rings = [Ring.create(2, SLOT, 1) for _ in range(10)]
+    assert ring_files() > before
+    address = rings[0].address
+    del rings
+    gc.collect()
+    assert ring_files() == before
+    with pytest.raises(EdgeClosedError, match="cannot be reached"):
+        Ring.open(address)
+
+
+def test_a_file_that_reuses_the_descriptor_of_an_edge_is_left_alone(tmp_path: Path) -> None:
+    addresses = [Ring.create(2, SLOT, 1).address, Mailbox.create(1, 2).address]
+    gc.collect()
+    content = bytes(range(256)) * 64
+    other = tmp_path / "other"
+    other.write_bytes(content)
+    files = [os.open(other, os.O_RDWR) for _ in addresses]
+    again = Ring.create(2, SLOT, 1)
+    try:
+        for address, opened in zip(addresses, (Ring.open, Mailbox.open), strict=True):
+            for descriptor in (*files, again.address.memory.descriptor):
+                with pytest.raises(EdgeClosedError, match="is gone, or has closed it"):
+                    opened(replace(address, memory=replace(address.memory, descriptor=descriptor)))  # type: ignore[type-var]
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+    assert other.read_bytes() == content

@@ -1,0 +1,926 @@
+"""The scheduler over graphs that run nowhere: what it refuses, what it says after a failure, what it leaves consistent."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray import ObjectRef
+from ray.exceptions import RayChannelError
+
+from dagrl.errors import DataError, DeadlineError, GraphError, LayoutError, PhaseError, RunError
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.edges.packet import Packet
+from dagrl.runtime.executors.base import Actors, GraphLimits
+from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Phase, Role, Shard, join, methods_of, phase
+from dagrl.runtime.replay import Replay
+from dagrl.runtime.schedule import SETTLING_REPLAYS, Scheduler, SchedulerOptions
+from dagrl.runtime.shapes import Batch, Bucket, Field
+from dagrl.runtime.worker_group import WorkerGroup
+from tests.unit.runtime.phase_worker import Both
+
+BATCH = {"x": Field("int64"), "lengths": Field("int64", "row")}
+
+
+@phase(inputs=BATCH)
+def step(train: Shard, batch):
+    return train.map("forward", batch)
+
+
+@phase
+def other(train: Shard, value):
+    return train.map("forward", value)
+
+
+class Graph:
+    """A graph whose replays give what the test says; `taken` are the packets that were sent."""
+
+    def __init__(self, graph: PhaseGraph, limits: GraphLimits, made: list[Graph]) -> None:
+        self.phase, self.outputs, self.limits, self.widths = graph.phase, len(graph.outputs), limits, graph.widths
+        self.taken: list[Packet] = []
+        self.results: list[Any] = []
+        self.gone, self.stays = threading.Event(), True
+        self.meet: threading.Barrier | None = None
+        made.append(self)
+
+    def submit(self, packet: Packet) -> Packet:
+        if self.results and isinstance(self.results[0], TypeError):
+            raise self.results.pop(0)
+        self.taken.append(packet)
+        return packet
+
+    def fetch(self, submitted: Packet, timeout_s: float) -> list[Packet]:
+        if not self.results:
+            self.gone.wait(timeout_s)
+            raise TimeoutError
+        result = self.results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return [Packet(submitted.header, result)] * self.outputs
+
+    def failures(self, submitted: Packet) -> list[Any]:
+        return []
+
+    @property
+    def reusable(self) -> bool:
+        return self.stays and not self.gone.is_set()
+
+    def teardown(self, timeout_s: float) -> None:
+        if self.meet is not None:
+            self.meet.wait(60.0)
+        self.gone.set()
+
+
+class Group:
+    """Two train workers that stand nowhere."""
+
+    owned = True
+
+    def __init__(self, dp: int = 2, name: str = "train") -> None:
+        self.layout = ParallelLayout(dp=dp)
+        self.role = Role(name, self.layout, methods_of(Both), frozenset({"shm"}))
+        self.actors = [SimpleNamespace(_actor_id=object()) for _ in range(dp)]
+        self.locations = [SimpleNamespace(node=f"host{rank}") for rank in range(dp)]  # a graph each
+        self.gates: list[list[int]] = []
+        self.passed: list[list[int]] = []
+
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
+        self.gates.append(list(tickets))
+
+    def pass_tickets(self, tickets: Sequence[int]) -> None:
+        self.passed.append(list(tickets))
+
+    def rank_of_actor(self, actor_id: str) -> None:
+        return None
+
+    def reports(self, timeout_s: float) -> dict[int, Any]:
+        return {}
+
+    def abort(self, ranks: Sequence[int]) -> None:
+        pass
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        pass
+
+
+class FailingExecutor:
+    """Cannot make its second graph."""
+
+    name = "failing"
+
+    def __init__(self, graphs: list[Graph]) -> None:
+        self.graphs = graphs
+
+    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+        if self.graphs:
+            raise TimeoutError("no free thread")
+        return Graph(graph, limits, self.graphs)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The graphs that were compiled, in order."""
+    graphs: list[Graph] = []
+
+    class Executor:
+        name = "fake"
+
+        def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+            return Graph(graph, limits, graphs)
+
+    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: Executor())
+    return graphs
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+@pytest.fixture
+def scheduler(group: Group, made: list[Graph]) -> Iterator[Scheduler]:
+    scheduler = Scheduler([group])  # type: ignore[list-item]
+    scheduler.add(step, buckets=[Bucket(4, 4)])
+    scheduler.add(other, warmup_value=0)
+    scheduler.compile()
+    yield scheduler
+    scheduler.close()
+
+
+def batch(rows: int) -> Batch:
+    return Batch({"x": np.arange(4 * rows).reshape(rows, 4), "lengths": np.full(rows, 4)})
+
+
+def tickets_of(graph: Graph) -> list[Any]:
+    return [packet.header.tickets["train"] for packet in graph.taken]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[0, 1, 2]], "2 shards, but `rows` has 1 arrays"),
+        ([[0], [1], [2]], "2 shards, but `rows` has 3 arrays"),
+        ([[0, 1], [1]], "position from 0 to 2 exactly once"),
+        ([[0, 1], [3]], "position from 0 to 2 exactly once"),
+        ([[0], [1]], "position from 0 to 2 exactly once"),
+    ],
+)
+def test_rows_that_are_no_deal_are_refused_before_any_ticket_is_taken(
+    scheduler: Scheduler, made: list[Graph], rows: list[list[int]], words: str
+) -> None:
+    with pytest.raises(RunError, match=words):
+        scheduler.replay(step, batch(3), rows=[np.array(mine, np.intp) for mine in rows])
+    scheduler.replay(step, batch(3), rows=[np.array([0, 2]), np.array([1])])
+    assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
+
+
+X, LENGTHS = np.zeros((2, 4), np.int64), np.full(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, r"'step' takes a batch of lengths int64 \[rows\], x int64 \[rows, tokens\]; it was given a NoneType"),
+        ({"x": X, "lengths": LENGTHS}, "it was given a dict"),
+        (Batch({"lengths": LENGTHS}), r"a batch without x int64 \[rows, tokens\] and with any other\. Convert, add"),
+        (Batch({"x": X, "lengths": LENGTHS, "y": X}), r"without any other and with y int64 \[rows, tokens\]"),
+        (Batch({"x": X.astype("float32"), "lengths": LENGTHS}), r"without x int64 .* and with x float32 \[rows, tokens\]"),
+        (Batch({"x": X, "lengths": LENGTHS.astype("int32")}), r"without lengths int64 \[rows\] and with lengths int32"),
+        (Batch({"x": X[:, 0], "lengths": LENGTHS}), r"without x int64 \[rows, tokens\] and with x int64 \[rows\]"),
+        (
+            Batch({"x": X[:, :3], "lengths": LENGTHS}),
+            r"`lengths` from 4 to 4, but its fields hold .*: \{'x': 3\}",
+        ),
+        (Batch({"x": X, "lengths": LENGTHS - [0, 5]}), "`lengths` from -1 to 4"),
+    ],
+)
+def test_an_input_that_is_no_batch_of_the_phases_fields_is_refused_before_anything_is_sent(
+    scheduler: Scheduler, made: list[Graph], value: object, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        scheduler.replay(step, value)
+    scheduler.replay(step, batch(2))
+    assert [tickets_of(graph) for graph in made[:2]] == [[0], [0]]
+
+
+def with_scalar(scalar: Any) -> Batch:
+    return Batch({"x": X, "lengths": LENGTHS}, {"x": scalar})
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: {"x": (1, [value])}, with_scalar])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            ObjectRef(b"1" * ObjectRef.size()),
+            r"an ObjectRef cannot be sent .* send the value itself, ray.get",
+        ),
+        (torch.empty(4, dtype=torch.int4), r"tensors of torch.int4 cannot be pickled .* send tensor.view\(torch.uint8\)"),
+        (threading.Lock(), r"a lock cannot be pickled \(TypeError: cannot pickle '_thread.lock' object\); send plain data"),
+    ],
+    ids=["an ObjectRef", "int4", "a lock"],
+)
+def test_an_input_that_cannot_be_sent_is_refused_before_anything_is(
+    scheduler: Scheduler, made: list[Graph], wrap: Callable[[Any], Any], value: object, words: str
+) -> None:
+    wrapped = wrap(value)
+    item, good = (step, batch(2)) if isinstance(wrapped, Batch) else (other, 1)
+    with pytest.raises(RunError, match=words):
+        scheduler.replay(item, wrapped)
+    scheduler.replay(item, good)
+    assert [tickets_of(graph) for graph in made if graph.taken] == [[0], [0]]
+
+
+def test_a_batch_without_rows_or_of_another_order_of_fields_is_one(scheduler: Scheduler) -> None:
+    scheduler.replay(step, Batch({"lengths": LENGTHS[:0], "x": X[:0]}))
+
+
+@pytest.mark.parametrize(
+    ("shards", "words"),
+    [
+        ([X.repeat(2, 0), np.ones((4, 5))], r"'y' has the shape \[4, 5\], .* bucket 4 x 4\. Return \[4\] or \[4, 4\]"),
+        ([X.repeat(2, 0), X], r"'lengths' has the shape \[2\]"),
+        ([X.repeat(2, 0), None], r"one shard returned the fields \['lengths', 'y'\], another \['lengths'\]"),
+    ],
+)
+def test_results_of_another_shape_than_the_buckets_are_refused(
+    scheduler: Scheduler, made: list[Graph], shards: list[np.ndarray | None], words: str
+) -> None:
+    replay = scheduler.replay(step, batch(2))
+    for graph, y in zip(made, shards, strict=False):
+        rows = 4 if y is None else len(y)
+        graph.results = [Batch({"lengths": np.ones(rows), **({} if y is None else {"y": y})})]
+    with pytest.raises(PhaseError, match="replay 0: the results of its shards do not fit together: .*" + words):
+        replay.result()
+
+
+def test_a_replay_that_reached_some_workers_alone_breaks_the_graphs(scheduler: Scheduler, made: list[Graph]) -> None:
+    made[1].results = [TypeError("cannot be sent")]
+    with pytest.raises(TypeError):
+        scheduler.replay(step, batch(2))
+    with pytest.raises(PhaseError, match=r"replay 0 of phase 'step' could not be sent to all .*recover") as caught:
+        scheduler.replay(other, 1)
+    assert caught.value.breaks
+
+
+def test_two_phases_of_one_name_are_refused(scheduler: Scheduler) -> None:
+    namesake = Phase("step", other.function, None, other.roles)
+    with pytest.raises(GraphError, match="'step' was added already"):
+        scheduler.add(namesake, warmup_value=0)
+    with pytest.raises(RunError, match="another phase of that name"):
+        scheduler.replay(namesake, 1)
+
+
+def test_an_actor_in_two_groups_is_refused() -> None:
+    train, generation = Group(), Group(name="generation")
+    generation.actors = train.actors
+    with pytest.raises(LayoutError, match="groups 'train' and 'generation'; make one group"):
+        Scheduler([train, generation])  # type: ignore[list-item]
+
+
+def test_a_group_in_place_of_another_has_its_role_and_layout(scheduler: Scheduler, made: list[Graph]) -> None:
+    with pytest.raises(LayoutError, match="there is no group 'critic' to replace; there are train"):
+        scheduler.replace_group(Group(name="critic"))  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="has the layout dp3, but phases were traced for dp2"):
+        scheduler.replace_group(Group(3))  # type: ignore[arg-type]
+    foreign = Group()
+    foreign.owned = False
+    scheduler.replace_group(foreign)  # type: ignore[arg-type]
+    made.clear()
+    scheduler.recover()
+    assert made and not any(graph.limits.may_kill for graph in made), "its workers are somebody else's"
+    assert foreign.gates == [[0, 0]]
+    with Scheduler([Group(), Group(name="generation")]) as two:  # type: ignore[list-item]
+        with pytest.raises(LayoutError, match="groups 'generation' and 'train'; make one group"):
+            twice = Group(name="generation")
+            twice.actors = two.groups["train"].actors
+            two.replace_group(twice)  # type: ignore[arg-type]
+
+
+def test_a_replay_that_is_sent_while_graphs_are_torn_down_says_so(scheduler: Scheduler, made: list[Graph]) -> None:
+    """Another thread has seen that the phase is compiled, and waits for the lock meanwhile."""
+    said: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            scheduler.replay(step, batch(8))
+        except BaseException as error:
+            said.append(error)
+
+    with scheduler._lock:
+        thread = threading.Thread(target=send)
+        thread.start()
+        time.sleep(0.1)
+        scheduler._teardown()
+    thread.join(30.0)
+    assert [type(error) for error in said] == [RunError] and "is not compiled" in str(said[0])
+
+
+def test_an_interrupt_while_tickets_are_taken_breaks_the_graphs(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers would wait for turns that nobody has."""
+    take, taken = scheduler._take_tickets, []
+
+    def interrupted(graph_workers: Any) -> Any:
+        taken.append(take(graph_workers))
+        if len(taken) == 2:
+            raise KeyboardInterrupt
+        return taken[-1]
+
+    monkeypatch.setattr(scheduler, "_take_tickets", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.replay(step, batch(8))
+    with pytest.raises(PhaseError, match=r"could not be sent to all its workers.*call scheduler.recover\(\)"):
+        scheduler.replay(step, batch(8))
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.inf, math.nan])
+def test_a_deadline_is_a_number_of_seconds(scheduler: Scheduler, deadline_s: float) -> None:
+    with pytest.raises(RunError, match=r"deadline_s is .*; expected a finite number of seconds above 0"):
+        scheduler.replay(step, batch(8), deadline_s=deadline_s)
+
+
+def test_an_await_that_is_cancelled_leaves_no_thread_for_long(scheduler: Scheduler) -> None:
+    """`asyncio.run` waits for its threads at its end."""
+
+    async def ask() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(scheduler.replay(step, batch(8)), 0.2)
+
+    start = time.monotonic()
+    asyncio.run(ask())
+    assert time.monotonic() - start < 30, "the replay's own deadline is two minutes"
+
+
+def test_two_groups_of_one_role_are_refused() -> None:
+    groups: list[Any] = [Group(), Group(name="generation"), Group()]
+    with pytest.raises(LayoutError, match=r"2 groups have the role 'train'.*from_actors\(\.\.\., role=\.\.\.\)"):
+        Scheduler(groups)
+
+
+def test_an_actor_that_is_two_ranks_is_refused() -> None:
+    actors: list[Any] = [SimpleNamespace(_actor_id=name) for name in "abca"]
+    with pytest.raises(LayoutError, match="ranks 0 and 3 of role 'train' are the same actor"):
+        WorkerGroup.from_actors(actors, ParallelLayout(dp=4))
+
+
+@pytest.mark.parametrize(
+    ("first_s", "others_s", "replays"),
+    [(0.9, 0.001, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.01, 0.03, 4), (1.1, 0.001, 1)],
+    ids=["cold", "slow", "quick", "very slow"],
+)
+def test_a_warm_up_is_repeated_by_what_its_second_replay_took(
+    made: list[Graph], monkeypatch: pytest.MonkeyPatch, first_s: float, others_s: float, replays: int
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("dagrl.runtime.schedule.time", SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic))
+    with Scheduler([Group(dp=1)]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile()
+        (graph,) = made
+
+        def fetch(submitted: Packet, timeout_s: float) -> list[Packet]:
+            nonlocal now
+            now += others_s if len(graph.taken) > 1 else first_s
+            return [Packet(submitted.header, None)]
+
+        graph.fetch = fetch  # type: ignore[method-assign]
+        scheduler.warmup()
+    assert len(graph.taken) == replays
+
+
+def test_lengths_may_be_of_any_whole_numbers(made: list[Graph]) -> None:
+    short = Phase("short", step.function, BATCH | {"lengths": Field("int32", "row")}, step.roles)
+    with Scheduler([Group()]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(short, buckets=[Bucket(4, 4)])
+        scheduler.compile()
+        for graph in made:
+            graph.results = [None] * SETTLING_REPLAYS
+        scheduler.warmup()
+    assert {packet.value["lengths"].dtype for packet in made[0].taken} == {np.dtype("int32")}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        (Field("int64"), r"`lengths` of its inputs is int64 \[rows, tokens\]"),
+        (Field("float32", "row"), r"float32 \[rows\]; "),
+    ],
+)
+def test_lengths_that_are_no_whole_number_a_row_are_refused(lengths: Field, words: str) -> None:
+    with pytest.raises(GraphError, match=words):
+        phase(inputs={"lengths": lengths})(step.function)
+
+
+def test_a_result_can_be_asked_for_with_a_deadline_and_asked_again(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(step, batch(2))
+    made[0].results = [1]
+    with pytest.raises(DeadlineError, match="no result yet"):
+        replay.result(timeout_s=0.05)
+    made[1].results = [2]
+    assert replay.result(timeout_s=60.0) == (1, 2)
+    assert replay.result() == (1, 2)
+
+
+def test_whether_a_result_is_there_is_told_without_waiting_or_raising(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay, failing = scheduler.replay(step, batch(2)), scheduler.replay(other, 1)
+    assert not replay.ready() and not failing.ready()
+    for graph in made[:2]:
+        graph.results = [1]
+    made[2].results, made[3].results = [ValueError("broken")], [1]
+    assert replay.ready() and replay.result() == (1, 1)
+    assert failing.ready()
+    with pytest.raises(PhaseError, match="broken"):
+        failing.result()
+
+
+def test_a_deadline_holds_while_another_thread_waits(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(other, 1)
+    thread = threading.Thread(target=replay.result)
+    thread.start()
+    time.sleep(0.1)
+    with pytest.raises(DeadlineError):
+        replay.result(timeout_s=0.05)
+    assert thread.is_alive()
+    for graph in made[2:]:
+        graph.results = [1]
+    thread.join(60.0)
+    assert replay.result(timeout_s=0.0) == (1, 1)
+
+
+class Counted:
+    """Stands for a graph's `submit` and `fetch`, which may take a while; `most` replays were sent and not read at once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.sending, self.go_on = threading.Event(), threading.Event()
+        self.counting = threading.Lock()
+        self.now = self.most = 0
+        graph.submit, graph.fetch = self.submit, self.fetch  # type: ignore[method-assign]
+
+    def submit(self, packet: Packet) -> Packet:
+        with self.counting:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.sending.set()
+        assert self.go_on.wait(60.0)
+        return packet
+
+    def fetch(self, submitted: Packet, timeout_s: float) -> list[Packet]:
+        time.sleep(0.001)
+        with self.counting:
+            self.now -= 1
+        return [Packet(submitted.header, submitted.value)]
+
+
+def test_threads_that_submit_one_phase_keep_to_the_replays_in_flight(scheduler: Scheduler, made: list[Graph]) -> None:
+    """Five look for room while the first is being sent, and is not in flight yet."""
+    counted = Counted(made[2])
+    made[3].fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+    replays = []
+    threads = [threading.Thread(target=lambda: replays.append(scheduler.replay(other, 1))) for _ in range(6)]
+    threads[0].start()
+    assert counted.sending.wait(60.0)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.1)
+    counted.go_on.set()
+    for thread in threads:
+        thread.join(60.0)
+    assert counted.most == scheduler.options.max_in_flight == 2
+    assert len({replay.number for replay in replays}) == 6 and [replay.result() for replay in replays] == [(1, 0)] * 6
+
+
+def test_a_broken_graph_is_told_at_once_where_there_is_no_room_either(scheduler: Scheduler, made: list[Graph]) -> None:
+    for _ in range(2):
+        scheduler.replay(other, 1)
+    made[1].results = [TypeError("cannot be sent")]
+    with pytest.raises(TypeError):
+        scheduler.replay(step, batch(2))
+    started = time.monotonic()
+    with pytest.raises(PhaseError, match="recover"):
+        scheduler.replay(other, 1)
+    assert time.monotonic() - started < 60.0  # the deadline of those in flight is 120 s
+
+
+def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group: Group, made: list[Graph]) -> None:
+    """So that the memory that the largest needs is there once, and not behind what smaller ones have left in pieces."""
+    scheduler = Scheduler([group], SchedulerOptions(warmup_s=7.0))  # type: ignore[list-item]
+    scheduler.add(step, buckets=[Bucket(1, 4), Bucket(4, 8), Bucket(3, 2), Bucket(2, 8)], scalars={"lr": 0.5}, token_ids=9)
+    scheduler.compile()
+    for graph in made:
+        graph.fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+    scheduler.warmup()
+    for graph in made:
+        assert all(packet.header.warmup and packet.header.deadline_s == 7.0 for packet in graph.taken)
+        sent = list(dict.fromkeys((packet.value.rows, *packet.value["lengths"].tolist()) for packet in graph.taken))
+        assert sent == [(4, *[8] * 4), (2, *[8] * 2), (3, *[2] * 3), (1, 4)]
+        assert {packet.value.number("lr") for packet in graph.taken} == {0.5}
+    scheduler.close()
+
+
+def test_the_deadline_of_a_replay_reaches_its_workers(scheduler: Scheduler, made: list[Graph]) -> None:
+    scheduler.replay(other, 1, deadline_s=600.0)
+    scheduler.replay(other, 1)
+    assert [packet.header.deadline_s for packet in made[2].taken] == [600.0, scheduler.options.replay_s]
+
+
+def test_an_error_of_any_kind_is_the_replays_own(scheduler: Scheduler, made: list[Graph]) -> None:
+    first, second = scheduler.replay(step, batch(2)), scheduler.replay(other, 1)
+    made[0].results, made[1].results = [KeyError("a worker's loop")], [1]
+    for graph in made[2:]:
+        graph.results = ["unharmed"]
+    for _ in range(2):
+        with pytest.raises(PhaseError, match="replay 0: its graph broke, although no worker died: KeyError"):
+            first.result()
+    assert second.result() == ("unharmed", "unharmed")
+    with pytest.raises(PhaseError, match="recover"):
+        scheduler.replay(other, 1)
+    scheduler.recover()
+    scheduler.replay(other, 1)
+
+
+def test_what_broke_first_is_told_whatever_becomes_of_replays_that_were_under_way(
+    scheduler: Scheduler, made: list[Graph]
+) -> None:
+    """One of them fails alone, and one breaks another graph."""
+    broken, failing, last = scheduler.replay(other, 1), scheduler.replay(step, batch(2)), scheduler.replay(step, batch(2))
+    made[2].results, made[3].results = [KeyError("first")], [1]
+    made[0].results, made[1].results = [batch(1), KeyError("later")], [Batch({"lengths": np.ones(1)}), 1]
+    for replay in (broken, failing, last):
+        with pytest.raises(PhaseError):
+            replay.result()
+    with pytest.raises(PhaseError, match="the graph of phase 'other' broke; call"):
+        scheduler.replay(step, batch(2))
+
+
+def test_results_that_make_no_batch_fail_the_replay_but_not_its_graph(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(step, batch(2))
+    made[0].results, made[1].results = [batch(1)], [Batch({"lengths": np.ones(1)})]
+    for _ in range(2):
+        with pytest.raises(PhaseError, match="replay 0: the results of its shards do not fit together"):
+            replay.result()
+    again = scheduler.replay(step, batch(2))
+    made[0].results, made[1].results = [1], [2]
+    assert again.result() == (1, 2)
+
+
+def test_a_replay_that_an_interrupt_left_to_be_taken_out_makes_room(
+    made: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came when the result had been read."""
+    succeed = Replay.succeed
+
+    def interrupted(replay: Replay, packets: Any) -> None:
+        succeed(replay, packets)
+        raise KeyboardInterrupt
+
+    with Scheduler([Group(1)], SchedulerOptions(max_in_flight=1)) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile()
+        made[0].results = [1, 2]
+        replay = scheduler.replay(other, 1)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Replay, "succeed", interrupted)
+            replay.result()
+        assert scheduler.replay(other, 1).result() == (2,) and replay.result() == (1,)
+
+
+def test_a_teardown_while_a_result_is_read_ends_that_replay_alone(scheduler: Scheduler, made: list[Graph]) -> None:
+    replay = scheduler.replay(other, 1)
+
+    def closed(submitted: Packet, timeout_s: float) -> list[Packet]:
+        scheduler.recover()
+        raise ValueError("what it was read from is closed")
+
+    made[2].fetch = closed  # type: ignore[method-assign]
+    with pytest.raises(PhaseError, match="under way when its graphs were torn down"):
+        replay.result()
+    again = scheduler.replay(other, 1)
+    for graph in made[-2:]:
+        graph.results = [1]
+    assert again.result() == (1, 1)
+
+
+@pytest.mark.parametrize("end", ["recover", "close"])
+def test_a_replay_under_way_when_its_graphs_end_says_so(scheduler: Scheduler, end: str) -> None:
+    replay = scheduler.replay(step, batch(2))
+    getattr(scheduler, end)()
+    with pytest.raises(PhaseError, match="'step', replay 0 was under way when its graphs were torn down"):
+        replay.result()
+
+
+def test_turns_begin_where_the_schedulers_replays_do(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
+    scheduler.replay(step, batch(2))
+    scheduler.compile()  # nothing new, and turns are being waited for
+    assert group.gates == [[0, 0]] and len(made) == 4 and not group.passed
+    scheduler.recover()
+    assert group.passed == [[1, 1]], "workers that wait for a turn of the replay under way give up"
+    scheduler.recover()
+    assert group.passed == [[1, 1]], "none was under way"
+    scheduler.close()
+    second = Scheduler([group])  # type: ignore[list-item]
+    second.add(other, warmup_value=0)
+    second.compile()
+    assert group.gates == [[0, 0], [1, 1], [1, 1], [0, 0]]
+
+
+def test_a_second_scheduler_waits_for_the_end_of_the_first(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
+    """By actors, as two groups may be made around them; refused before anything on them has changed."""
+    compiled, same_actors = len(made), Group()
+    same_actors.actors = [*group.actors[1:], *same_actors.actors[1:]]
+    for again in (group, same_actors):
+        second = Scheduler([Group(name="generation"), again])  # type: ignore[list-item]
+        second.add(other, warmup_value=0)
+        with pytest.raises(RunError, match=r"actors of train run the phases step, other of another Scheduler.*close"):
+            second.compile()
+    assert (len(made), group.gates, same_actors.gates) == (compiled, [[0, 0]], [])
+    scheduler.replay(step, batch(2))
+    scheduler.close()
+    second.compile()
+    with pytest.raises(RunError, match="'other' is not compiled"):
+        scheduler.replay(other, 1)
+    scheduler.add(other, warmup_value=0)
+    with pytest.raises(RunError, match="the phases other of another Scheduler"):
+        scheduler.compile()
+    second.close()
+    scheduler.compile()
+
+
+def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -> None:
+    """Each has the whole deadline, however many there are."""
+    meet = threading.Barrier(len(made))
+    for graph in made:
+        graph.meet = meet
+    scheduler.close()
+    assert all(graph.gone.is_set() for graph in made) and not meet.broken
+
+
+def test_a_phase_that_compiles_on_some_shards_alone_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Graph] = []
+    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: FailingExecutor(graphs))
+    scheduler = Scheduler([Group()], SchedulerOptions(fallback="error"))  # type: ignore[list-item]
+    scheduler.add(other, warmup_value=0)
+    with pytest.raises(RunError, match="'other' could not be compiled: no free thread"):
+        scheduler.compile()
+    assert [graph.gone.is_set() for graph in graphs] == [True]
+
+
+def test_what_sets_the_room_for_results_is_named(scheduler: Scheduler, made: list[Graph]) -> None:
+    namesake = Phase("own", other.function, None, other.roles)
+    scheduler.add(namesake, warmup_value=0, result_bytes=1 << 20)
+    scheduler.compile()
+    keys = {graph.phase: graph.limits.result_key for graph in made}
+    assert (keys["other"], keys["own"]) == ("executor_cfg.result_bytes", "result_bytes of Scheduler.add(own)")
+
+
+def test_workers_of_somebody_else_are_not_killed_by_a_teardown(made: list[Graph]) -> None:
+    group = Group()
+    group.owned = False
+    scheduler = Scheduler([group])  # type: ignore[list-item]
+    scheduler.add(other, warmup_value=0)
+    scheduler.compile()
+    assert not any(graph.limits.may_kill for graph in made)
+
+
+def test_what_was_set_reaches_the_graphs_and_their_replays(made: list[Graph]) -> None:
+    options = SchedulerOptions(
+        max_in_flight=3, result_bytes=5 << 20, compile_s=11.0, replay_s=12.0, grace_s=13.0, teardown_s=14.0
+    )
+    own = Phase("own", other.function, None, other.roles)
+    with Scheduler([Group(1)], options) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        scheduler.add(own, warmup_value=0, input_bytes=7 << 20, result_bytes=6 << 20)
+        scheduler.compile()
+        limits, mine = (graph.limits for graph in made)
+        assert (limits.max_in_flight, limits.compile_s, limits.replay_s, limits.teardown_s) == (3, 11.0, 12.0, 14.0)
+        assert (limits.result_bytes, mine.result_bytes, mine.input_bytes) == (5 << 20, 6 << 20, 7 << 20)
+        replay = scheduler.replay(other, 1)
+        assert made[0].taken[0].header.deadline_s == 12.0 and replay.pending.grace_s == 13.0
+        torn: list[float] = []
+        made[0].teardown = torn.append  # type: ignore[method-assign]
+    assert torn == [14.0]
+
+
+def test_each_phase_is_told_before_its_first_warm_up(scheduler: Scheduler, made: list[Graph]) -> None:
+    for graph in made:
+        graph.fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+    told: list[tuple[str, int]] = []
+
+    def before(phase: Phase) -> None:
+        told.append((phase.name, sum(len(graph.taken) for graph in made if graph.phase == phase.name)))
+
+    scheduler.warmup(before)
+    assert told == [("step", 0), ("other", 0)]
+
+
+class Executors:
+    """Stands for `executor_of`; `compiled` and `eager` are those that were made, of which the first cannot compile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+        self.made, self.fails = list[str](), fails
+        self.compiled: list[tuple[int, str]] = []
+        monkeypatch.setattr("dagrl.runtime.schedule.executor_of", self.make)
+
+    def make(self, name: str, engine: str) -> Any:
+        number = len(self.made)
+        self.made.append(name)
+
+        def compile_(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+            if name == self.fails:
+                raise RuntimeError(f"{name} cannot")
+            self.compiled.append((number, graph.phase))
+            made = Graph(graph, limits, [])
+            made.stays = name != "eager"
+            return made
+
+        return SimpleNamespace(name=name, compile=compile_)
+
+
+def two_phases(executor: Any = "compiled") -> Scheduler:
+    scheduler = Scheduler([Group(1)], SchedulerOptions(executor=executor))  # type: ignore[list-item]
+    scheduler.add(step, buckets=[Bucket(4, 4)])
+    scheduler.add(other, warmup_value=0)
+    return scheduler
+
+
+def test_a_phase_that_cannot_be_compiled_runs_eagerly_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One executor, which orders its calls, makes all eager graphs; a recovery makes them again with a new one."""
+    executors = Executors(monkeypatch, fails="compiled")
+    with two_phases() as scheduler:
+        scheduler.compile()
+        assert "phase 'other' could not be compiled and runs eagerly: compiled cannot" in caplog.text
+        (step_by, _), (other_by, _) = executors.compiled
+        assert step_by == other_by and executors.made[step_by] == "eager"
+        scheduler.recover()
+        assert len({number for number, _ in executors.compiled}) == 2 and len(executors.compiled) == 4
+
+
+def test_what_eager_cannot_compile_either_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    executors = Executors(monkeypatch, fails="eager")
+    with two_phases("eager") as scheduler, pytest.raises(RunError, match="'step' could not be compiled: eager cannot"):
+        scheduler.compile()
+    assert not executors.compiled
+
+
+def test_a_graph_with_any_worker_of_somebody_else_kills_none(made: list[Graph]) -> None:
+    ours, theirs = Group(1), Group(1, "generation")
+    theirs.owned = False
+
+    @phase
+    def both(train: Shard, generation: Shard, value):
+        return join(train.map("forward", value), generation.map("forward", value))
+
+    with Scheduler([ours, theirs]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(both, warmup_value=0)
+        scheduler.compile()
+        assert [graph.limits.may_kill for graph in made] == [False]
+
+
+def on_one_host() -> Group:
+    """Two shards on one host."""
+    group = Group()
+    group.locations = [SimpleNamespace(node="host")] * 2
+    return group
+
+
+def test_each_shard_has_its_own_graph_unless_shards_are_fused(made: list[Graph]) -> None:
+    for fuse, widths in ((False, [1, 1]), (True, [2])):
+        with Scheduler([on_one_host()], SchedulerOptions(fuse_shards=fuse)) as scheduler:  # type: ignore[list-item]
+            scheduler.add(step, buckets=[Bucket(2, 8)])
+            scheduler.compile()
+            assert [graph.widths["train"] for graph in made] == widths
+            rows = Batch({"x": np.arange(4)[:, None] * np.ones((1, 8), np.int64), "lengths": np.full(4, 8)})
+            scheduler.replay(step, rows, rows=[np.array([0, 1]), np.array([2, 3])])
+            sent = [graph.taken[0].value["x"][:, 0].tolist() for graph in made]  # type: ignore[index]
+            assert sent == ([[0, 1, 2, 3]] if fuse else [[0, 1], [2, 3]])
+        made.clear()
+
+
+def test_recover_keeps_the_graphs_whose_replays_have_ended_on_workers_that_are_the_same(
+    scheduler: Scheduler, group: Group, made: list[Graph]
+) -> None:
+    """Four graphs at first: `step` on shards 0 and 1, then `other`."""
+    made[0].results, made[1].results = [1], [RayChannelError("closed")]
+    with pytest.raises(PhaseError, match="closed"):
+        scheduler.replay(step, batch(2)).result()
+    assert scheduler.recover() == {"step": [1]} and len(made) == 5
+    assert [graph.gone.is_set() for graph in made] == [False, True, False, False, False]
+    group.actors[0] = SimpleNamespace(_actor_id=object())
+    assert scheduler.recover() == {"step": [0], "other": [0]} and len(made) == 7
+    assert [graph.gone.is_set() for graph in made] == [True, True, True, False, False, False, False]
+    scheduler.replay(other, 1)
+    assert scheduler.recover() == {"other": [0, 1]}
+    assert scheduler.recover() == {} and group.gates[-1] == [2, 2]
+
+
+def test_communication_to_overlap_must_exist(made: list[Graph]) -> None:
+    with Scheduler([Group(1)], SchedulerOptions(overlap_communication=True)) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        with pytest.raises(GraphError, match=r"no phase has an edge between accelerators.*\.via"):
+            scheduler.compile()
+
+
+def test_replays_in_flight_are_set_by_phase(made: list[Graph]) -> None:
+    options = SchedulerOptions(max_in_flight={"default": 4, "step": 3})
+    with Scheduler([Group(1)], options) as scheduler:  # type: ignore[list-item]
+        scheduler.add(step, buckets=[Bucket(1, 8)])
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile()
+        assert [graph.limits.max_in_flight for graph in made] == [3, 4]
+    made.clear()
+    with Scheduler([Group(1)], SchedulerOptions(max_in_flight={"step": 3})) as scheduler:  # type: ignore[list-item]
+        scheduler.add(step, buckets=[Bucket(1, 8)], max_in_flight=1)
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile()
+        assert [graph.limits.max_in_flight for graph in made] == [1, 2]
+
+
+def test_results_of_shards_in_one_graph_are_told_apart_by_output(made: list[Graph]) -> None:
+    @phase
+    def pair(train: Shard, value):
+        return train.map("forward", value), train.map("forward", value, note="again")
+
+    with Scheduler([on_one_host()], SchedulerOptions(fuse_shards=True)) as scheduler:  # type: ignore[list-item]
+        scheduler.add(pair, warmup_value=0)
+        scheduler.compile()
+        (graph,) = made
+        outputs = ["first of 0", "second of 0", "first of 1", "second of 1"]
+        graph.fetch = lambda submitted, timeout_s: [  # type: ignore[method-assign]
+            Packet(submitted.header, value) for value in outputs
+        ]
+        assert scheduler.replay(pair, 0).result() == (("first of 0", "first of 1"), ("second of 0", "second of 1"))
+
+
+def test_an_input_has_the_room_of_the_largest_bucket_for_each_shard_and_no_more(made: list[Graph]) -> None:
+    def full(rows: int, tokens: int) -> Batch:
+        return Batch({"x": np.zeros((rows, tokens), np.int64), "lengths": np.full(rows, tokens)})
+
+    with Scheduler([on_one_host()], SchedulerOptions(fuse_shards=True)) as scheduler:  # type: ignore[list-item]
+        scheduler.add(step, buckets=[Bucket(1, 64), Bucket(64, 64)])
+        scheduler.add(other, warmup_value=np.zeros(1000))
+        scheduler.compile()
+        scheduler.replay(step, full(128, 64))
+        scheduler.replay(other, np.zeros(1000))
+        with pytest.raises(RunError, match=r"the input of phase 'other' needs .* bytes per shard, .* or input_bytes"):
+            scheduler.replay(other, np.zeros(3000))
+        scheduler.replay(other, 1)
+    assert [graph.limits.input_bytes > 2 * 64 * 64 * 8 for graph in made] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bucket"),
+    [([4, 4, 4], (2, 4)), ([4, 4], (1, 4)), ([4, 5], (2, 8))],
+    ids=["the shard with most rows", "rows that are shorter than the batch is wide", "the longest row"],
+)
+def test_the_bucket_is_the_smallest_for_all_shards(made: list[Graph], lengths: list[int], bucket: tuple[int, int]) -> None:
+    with Scheduler([Group()]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(step, buckets=[Bucket(2, 8), Bucket(2, 4), Bucket(1, 4)])
+        scheduler.compile()
+        scheduler.replay(step, Batch({"x": np.ones((len(lengths), 8), np.int64), "lengths": np.array(lengths)}))
+    assert [graph.taken[0].value["x"].shape for graph in made] == [bucket] * 2  # type: ignore[index]
+
+
+def test_an_input_that_a_dead_worker_cannot_be_sent_fails_the_replay_when_it_is_read(
+    scheduler: Scheduler, made: list[Graph]
+) -> None:
+    def submit(packet: Packet) -> Packet:
+        raise RayChannelError("closed")
+
+    made[2].submit, made[3].results = submit, [1]  # type: ignore[method-assign]
+    replay = scheduler.replay(other, 1)
+    with pytest.raises(PhaseError, match=r"RayChannelError.*closed") as caught:
+        replay.result()
+    assert caught.value.breaks
+
+
+def test_only_workers_that_a_phase_runs_on_take_a_turn(made: list[Graph]) -> None:
+    """Of two pipeline stages the first; the workers' next turns are then told one by one."""
+
+    @phase
+    def first_stage(train: Shard, value):
+        return train.stages()[0].map("forward", value)
+
+    group = Group()
+    group.layout = ParallelLayout(pp=2)
+    group.role = Role("train", group.layout, methods_of(Both), frozenset({"shm"}))
+    with Scheduler([group]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(first_stage, warmup_value=0)
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile()
+        for one in (first_stage, first_stage, other):
+            scheduler.replay(one, 0)
+    by_phase = {graph.phase: tickets_of(graph) for graph in made}
+    assert by_phase == {"first_stage": [0, (1, 0)], "other": [(2, 0)]}

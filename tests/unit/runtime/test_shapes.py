@@ -1,0 +1,216 @@
+"""Batches, buckets and splits: any rows come back as they were sent, and shards get equal shares."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagrl.errors import ConfigError, DataError
+from dagrl.runtime.shapes import Batch, Bucket, Field, choose_bucket, empty_batch, padding_share
+from dagrl.runtime.split import Split, split_rows
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60)
+BUCKETS = st.lists(st.builds(Bucket, st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=6)
+
+
+def ragged(lengths: list[int], width: int | None = None) -> Batch:
+    """Rows whose entries are all different, zeros past each row's length."""
+    width = max(lengths) if width is None else width
+    tokens = np.zeros((len(lengths), width), np.int64)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = 1 + 100 * row + np.arange(length)
+    logprobs = -tokens.astype(np.float32)
+    ids = np.arange(len(lengths)) * 7
+    return Batch({"tokens": tokens, "logprobs": logprobs, "ids": ids, "lengths": np.array(lengths)}, {"lr": 0.1})
+
+
+def assert_equal(ours: Batch, theirs: Batch) -> None:
+    assert ours.fields.keys() == theirs.fields.keys()
+    assert ours.scalars == theirs.scalars
+    for name in ours.fields:
+        np.testing.assert_array_equal(ours[name], theirs[name], strict=True)
+
+
+# Padding and selecting.
+
+
+@given(LENGTHS, st.integers(0, 9), st.integers(0, 9))
+def test_padding_adds_zeros_right_and_below_and_nothing_else(lengths: list[int], rows: int, tokens: int) -> None:
+    batch = ragged(lengths)
+    bucket = Bucket(len(lengths) + rows, max(lengths) + tokens)
+    padded = batch.pad(bucket)
+    assert (padded.rows, padded.tokens) == (bucket.sequences, bucket.tokens)
+    for name, array in batch.fields.items():
+        assert padded[name].dtype == array.dtype
+        inside = tuple(slice(size) for size in array.shape)
+        np.testing.assert_array_equal(padded[name][inside], array)
+        assert np.count_nonzero(padded[name]) == np.count_nonzero(array)
+    assert padded.scalars == batch.scalars
+
+
+@given(LENGTHS, st.integers(0, 9))
+def test_padding_may_cut_columns_past_the_longest_row(lengths: list[int], spare: int) -> None:
+    wide, exact = ragged(lengths, width=max(lengths) + spare), ragged(lengths)
+    bucket = Bucket(len(lengths), max(lengths))
+    assert_equal(wide.pad(bucket), exact.pad(bucket))
+
+
+def test_a_batch_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(DataError, match="a batch of 3 rows, the longest of 2 tokens, does not fit bucket 2 x 8"):
+        ragged([1, 2, 2]).pad(Bucket(2, 8))
+    with pytest.raises(DataError, match="the longest of 9 tokens, does not fit bucket 2 x 8"):
+        ragged([9]).pad(Bucket(2, 8))
+
+
+def test_padding_does_not_change_the_batch() -> None:
+    batch = ragged([2, 3])
+    before = {name: array.copy() for name, array in batch.fields.items()}
+    batch.pad(Bucket(2, 3))["tokens"][:] = 9
+    for name, array in before.items():
+        np.testing.assert_array_equal(batch[name], array)
+
+
+@given(LENGTHS, st.randoms(use_true_random=False))
+def test_selecting_every_row_in_any_order_and_back(lengths: list[int], random: object) -> None:
+    batch = ragged(lengths)
+    order = list(range(len(lengths)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    shuffled = batch.select(order)
+    assert shuffled["ids"].tolist() == [7 * row for row in order]
+    assert_equal(shuffled.select(np.argsort(order)), batch)
+
+
+def test_selecting_no_rows() -> None:
+    assert ragged([1, 2]).select([]).rows == 0
+
+
+def test_batches_of_unequal_fields_are_refused() -> None:
+    with pytest.raises(DataError, match=r"a batch needs the field 'lengths' \[rows\]; found \['tokens'\]"):
+        Batch({"tokens": np.zeros((2, 3))})
+    with pytest.raises(DataError, match="field 'tokens' has 3 rows, but 'lengths' has 2"):
+        Batch({"tokens": np.zeros((3, 3)), "lengths": np.zeros(2)})
+    with pytest.raises(DataError, match=r"'states' has 3 dimensions; fields are numpy arrays \[rows\] or \[rows, tokens\]"):
+        Batch({"states": np.zeros((2, 3, 4)), "lengths": np.zeros(2)})
+    with pytest.raises(DataError, match="'lengths' has 0 dimensions"):
+        Batch({"lengths": np.array(3)})
+    with pytest.raises(DataError, match="'lengths' has the type list"):
+        Batch({"lengths": [1, 2]})  # type: ignore[dict-item]
+
+
+def test_fields_and_scalars_are_added_to_a_copy() -> None:
+    batch = ragged([1, 2])
+    more = batch.with_fields(mask=np.ones(2)).with_scalars(step=3)
+    assert (set(more.fields) - set(batch.fields), more.scalars) == ({"mask"}, {"lr": 0.1, "step": 3})
+    assert "step" not in batch.scalars
+
+
+def test_warmup_batches_are_full() -> None:
+    spec = {"tokens": Field("int64"), "ids": Field("int32", "row"), "lengths": Field("int64", "row")}
+    batch = empty_batch(spec, Bucket(3, 5), {"lr": 1.0})
+    assert {name: (array.shape, str(array.dtype)) for name, array in batch.fields.items()} == {
+        "tokens": ((3, 5), "int64"),
+        "ids": ((3,), "int32"),
+        "lengths": ((3,), "int64"),
+    }
+    assert batch["lengths"].tolist() == [5, 5, 5]
+    assert batch.scalars == {"lr": 1.0}
+    assert set(batch["tokens"].flat) == {1}
+
+
+@pytest.mark.parametrize("token_ids", [1, 2, 300, 151_936])
+def test_tokens_of_warmup_batches_are_spread_over_the_vocabulary(token_ids: int) -> None:
+    spec = {"tokens": Field("int32"), "lengths": Field("int64", "row")}
+    tokens, again = (empty_batch(spec, Bucket(64, 300), token_ids=token_ids)["tokens"] for _ in range(2))
+    np.testing.assert_array_equal(tokens, again)
+    assert (tokens.shape, tokens.dtype.name) == ((64, 300), "int32")
+    assert tokens.min() >= 0 and tokens.max() < token_ids
+    counts = np.unique(tokens, return_counts=True)[1]
+    assert len(counts) >= 0.9 * min(token_ids, tokens.size), "nearly all ids, or nearly all tokens different"
+    assert counts.max() <= 2 * max(tokens.size / token_ids, 4)
+
+
+# Choosing a bucket.
+
+
+def test_rows_over_the_largest_bucket_name_the_key_that_sets_the_buckets() -> None:
+    words = r"3 rows of 4 tokens .* largest is 2 x 4\. Add a larger one \(policy\.sequence_buckets, or Scheduler\.add"
+    with pytest.raises(ConfigError, match=words):
+        choose_bucket([Bucket(1, 4), Bucket(2, 4)], 3, 4)
+
+
+@given(BUCKETS, st.integers(0, 64), st.integers(0, 64))
+def test_the_chosen_bucket_fits_and_none_that_fits_is_smaller(buckets: list[Bucket], rows: int, tokens: int) -> None:
+    fitting = [bucket for bucket in buckets if bucket.sequences >= rows and bucket.tokens >= tokens]
+    if not fitting:
+        with pytest.raises(ConfigError, match=f"no bucket holds {rows} rows of {tokens} tokens on one shard; the largest"):
+            choose_bucket(buckets, rows, tokens)
+        return
+    chosen = choose_bucket(buckets, rows, tokens)
+    assert chosen in fitting
+    assert chosen.sequences * chosen.tokens == min(bucket.sequences * bucket.tokens for bucket in fitting)
+    assert chosen == choose_bucket(list(reversed(buckets)), rows, tokens)
+
+
+# Splitting over shards.
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_every_row_is_on_one_shard_and_shards_get_equal_counts(lengths: list[int], shards: int) -> None:
+    parts = split_rows(np.array(lengths), shards)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
+    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+    counts = [len(part) for part in parts]
+    assert len(counts) == shards
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 8))
+def test_no_shard_has_more_tokens_than_another_by_more_than_the_longest_row(lengths: list[int], shards: int) -> None:
+    lengths += [0] * (-len(lengths) % shards)  # with a row more, a shard may have one row's tokens more
+    tokens = [int(np.array(lengths)[part].sum()) for part in split_rows(np.array(lengths), shards)]
+    assert max(tokens) - min(tokens) <= max(lengths)
+
+
+def test_many_random_rows_are_balanced_within_a_percent() -> None:
+    lengths = np.random.default_rng(0).integers(1, 513, 512)
+    tokens = [int(lengths[part].sum()) for part in split_rows(lengths, 8)]
+    assert max(tokens) <= 1.01 * sum(tokens) / 8
+
+
+@given(lengths=LENGTHS, shards=st.integers(1, 6), rows=st.integers(0, 3), tokens=st.integers(0, 5))
+def test_split_pad_replay_and_restore_gives_the_rows_back(lengths: list[int], shards: int, rows: int, tokens: int) -> None:
+    batch = ragged(lengths)
+    parts = split_rows(batch["lengths"].astype(np.int64), shards)
+    bucket = Bucket(max(len(part) for part in parts) + rows, max(lengths) + tokens)
+    split = Split(tuple(parts), bucket, batch.tokens)
+    whole = split.share(batch, range(shards))  # what one graph of all shards is sent, and what its workers make of it
+    shares = [whole.share(shard, shards) for shard in range(shards)]
+    for shard, (share, part) in enumerate(zip(shares, parts, strict=True)):
+        assert_equal(share, batch.select(part).pad(bucket))
+        assert_equal(split.share(batch, [shard]), share)
+    assert_equal(split.restore(shares), batch)
+
+
+@given(lengths=LENGTHS, shards=st.integers(1, 6), spare=st.integers(0, 5))
+def test_rows_wider_than_their_bucket_come_back_at_the_buckets_width(lengths: list[int], shards: int, spare: int) -> None:
+    """Columns past the longest row are cut for the replay. The result holds every token."""
+    batch, exact = ragged(lengths, width=max(lengths) + spare), ragged(lengths)
+    parts = split_rows(batch["lengths"].astype(np.int64), shards)
+    bucket = Bucket(max(len(part) for part in parts), max(lengths))
+    split = Split(tuple(parts), bucket, batch.tokens)
+    assert_equal(split.restore([split.share(batch, [shard]) for shard in range(shards)]), exact)
+
+
+def test_padding_share_counts_every_slot() -> None:
+    lengths: npt.NDArray[np.int64] = np.array([4, 2, 2])
+    assert padding_share(lengths, Bucket(2, 4), shards=2) == pytest.approx(0.5)
+    assert padding_share(np.array([4, 4]), Bucket(2, 4), shards=1) == 0.0
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=40))
+def test_of_as_many_rows_as_shards_the_longest_goes_first(lengths: list[int]) -> None:
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    assert [part.tolist() for part in split_rows(np.array(lengths), len(lengths))] == [[row] for row in longest_first]

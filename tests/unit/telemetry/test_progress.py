@@ -1,0 +1,128 @@
+"""Output of a run: plain lines in a file, a live bar on a terminal, and log records in both."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dagrl.config import LoggerConfig
+from dagrl.telemetry.progress import Progress, Training
+
+METRICS = {
+    "reward/mean": 0.4125,
+    "loss": 0.00312,
+    "policy/kl": 0.0012,
+    "perf/tokens_per_sec": 12345.6,
+    "timing_s/refit": 0.05,
+    "timing_s/generate": 0.8,
+    "timing_s/total": 1.0,
+}
+
+
+class Screen:
+    """A console that writes to a string."""
+
+    def __init__(self, terminal: bool) -> None:
+        self._file = io.StringIO()
+        self.console = Console(file=self._file, force_terminal=terminal, width=110, color_system=None)
+
+    @property
+    def text(self) -> str:
+        return self._file.getvalue()
+
+    def wait_for(self, pattern: str) -> None:
+        """Waits until the refresh thread has shown a line that matches."""
+        end = time.monotonic() + 30.0
+        while not re.search(pattern, "\n".join(self.lines)):
+            assert time.monotonic() < end, self.text
+            time.sleep(0.02)
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines without times of day and terminal control sequences."""
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text)
+        return [re.sub(r"^\d\d:\d\d:\d\d INFO ", "", line).rstrip() for line in plain.splitlines()]
+
+
+def short_run(screen: Screen, level: str = "INFO") -> None:
+    with Progress(LoggerConfig.model_validate({"log_level": level}), screen.console) as progress:
+        progress.stage("Starting train workers")
+        progress.stage("Warming up")
+        progress.step(0, 2, {}, stage="grpo")
+        progress.step(1, 2, {**METRICS, "validation/reward": 0.35}, stage="grpo")
+        progress.status("saving")
+        progress.step(2, 2, METRICS, stage="grpo")
+        logging.getLogger("dagrl.run.checkpoints").info("a record of another module")
+        progress.stage("Exporting")
+        progress.summary({"generate": 3.0, "train_step": 1.0}, {"metrics": Path("runs/tiny/metrics.jsonl")})
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    screen = Screen(terminal=False)
+    short_run(screen)
+    timeless = [re.sub(r"\d\.\d s$", "0.0 s", line) for line in screen.lines[:2]]
+    assert timeless == ["Starting train workers ...", "done: Starting train workers  0.0 s"]
+    numbers = "reward 0.4125  loss 0.00312  kl 0.0012  12,346 tokens/s  held-out reward 0.35"
+    assert f"grpo step 1/2  {numbers}  generate 0.80 s  refit 0.05 s" in screen.lines
+    assert f"grpo step 2/2  {numbers}  generate 0.80 s  refit 0.05 s" in screen.lines
+    assert "a record of another module" in screen.lines
+    assert any(line.startswith("done: GRPO") and "2/2 steps" in line for line in screen.lines)
+    assert "\x1b" not in screen.text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_summary_shows_times_and_paths(terminal: bool) -> None:
+    screen = Screen(terminal)
+    short_run(screen)
+    text = "\n".join(screen.lines)
+    assert text.index("Where the time went") < text.index("generate", text.index("Where")) < text.index("train_step")
+    assert re.search(r"generate\W+3\.0", text)
+    assert re.search(r"metrics +runs/tiny/metrics\.jsonl", text)
+
+
+def test_a_terminal_shows_a_bar_and_keeps_finished_stages() -> None:
+    screen = Screen(terminal=True)
+    with Progress(LoggerConfig(), screen.console) as progress:
+        progress.stage("Starting train workers")
+        screen.wait_for(r"Starting train workers  \d+\.\d s")
+        progress.step(1, 4, METRICS, stage="sft")
+        progress.status("validating")
+        screen.wait_for(r"SFT +\S+ +1/4 +validating")
+        progress.step(1, 2, METRICS, stage="grpo")
+    text = "\n".join(screen.lines)
+    assert re.search(r"✓ Starting train workers  \d+\.\d s", text)
+    assert "generate 0.80 s  refit 0.05 s" in text
+    assert re.search(r"✓ SFT  \d+\.\d s  1/4 steps  reward 0.4125", text)
+    assert "✓ GRPO" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_failed_stage_is_marked(terminal: bool) -> None:
+    screen = Screen(terminal)
+    with pytest.raises(KeyboardInterrupt), Progress(LoggerConfig(), screen.console) as progress:
+        progress.stage("Warming up")
+        raise KeyboardInterrupt
+    assert ("✗ Warming up" if terminal else "stopped: Warming up") in "\n".join(screen.lines)
+
+
+def test_the_log_level_applies_and_is_restored() -> None:
+    screen = Screen(terminal=False)
+    before = logging.getLogger("dagrl").level, list(logging.getLogger("dagrl").handlers)
+    short_run(screen, level="WARNING")
+    assert screen.text == ""
+    assert (logging.getLogger("dagrl").level, logging.getLogger("dagrl").handlers) == before
+
+
+def test_the_time_left_is_the_mean_step_times_the_steps_left() -> None:
+    now = 1000.0
+    started = now - 30.0
+    assert Training("grpo", started, now, first=0, step=10, total=50).seconds_left(now) == pytest.approx(120.0)
+    assert Training("grpo", started, now, first=20, step=30, total=50).seconds_left(now + 5) == pytest.approx(55.0)
+    assert Training("grpo", started, now, first=0, step=50, total=50).seconds_left(now + 5) == 0.0
+    assert Training("grpo", now, now, first=1, step=1, total=50).seconds_left(now) is None

@@ -1,0 +1,296 @@
+"""The run directory: what is written, what a resume drops, and that earlier runs are kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from dagrl.config import CheckpointConfig, Config
+from dagrl.errors import ConfigError, MissingDependencyError
+from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory, read_metrics
+from tests.unit.run.full_disk import full_disk
+
+
+def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: bool) -> Config:
+    return Config.model_validate(
+        {
+            "name": name,
+            "algorithm": "grpo",
+            "output_dir": str(tmp_path / "runs"),
+            "policy": {"random_init": {"hf_config": {"hidden_size": 8, "rope": {"theta": 1e4}}}},
+            "data": {"task": "dagrl.rl.tasks:arithmetic"},
+            "checkpointing": {"resume": resume},
+            "logger": {"tensorboard_enabled": False, "plot_enabled": False, **logger},
+        }
+    )
+
+
+def log_steps(run: Config, first: int, last: int, resumed_step: int = 0) -> RunPaths:
+    paths = prepare_run_directory(run)
+    with RunRecord(run, resumed_step=resumed_step) as record:
+        for step in range(first, last + 1):
+            record.log(step, "grpo", {"loss": 1 / step, "reward/mean": 0.1 * step})
+    return paths
+
+
+def test_one_line_per_step_is_flushed_at_once(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    paths = prepare_run_directory(run)
+    with RunRecord(run) as record:
+        record.log(1, "sft", {"loss": 2.0, "validation/loss": 1.5})
+        record.log(2, "grpo", {"loss": float("nan"), "reward/mean": float("inf")})
+        lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()]  # before the file is closed
+    assert [{key: value for key, value in line.items() if key != "time"} for line in lines] == [
+        {"step": 1, "stage": "sft", "loss": 2.0, "validation/loss": 1.5},
+        {"step": 2, "stage": "grpo", "loss": None, "reward/mean": None},
+    ]
+    assert lines[1]["time"] >= lines[0]["time"] > 1e9
+
+
+def test_the_saved_configuration_loads_to_the_same(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    paths = prepare_run_directory(run)
+    assert Config.model_validate(yaml.safe_load(paths.config.read_text())) == run
+
+
+def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path), 1, 5)
+    with paths.metrics.open("a") as file:
+        file.write('{"step": 6, "sta')  # truncated by a crash
+    log_steps(config(tmp_path, resume=True), 4, 6, resumed_step=3)
+    assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in paths.directory.parent.iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize("resumed_step, kept", [(0, 0), (1, 2), (2, 3)])
+def test_a_validation_at_the_start_is_recorded_once(tmp_path: Path, resumed_step: int, kept: int) -> None:
+    lines = [(0, "sft"), (1, "sft"), (2, "sft"), (2, "grpo"), (3, "grpo")]
+    run = config(tmp_path)
+    run = run.model_copy(update={"sft": run.sft.model_copy(update={"max_num_steps": 2})})
+    paths = prepare_run_directory(run)
+    for start in (0, kept):
+        with RunRecord(run, resumed_step=resumed_step) as record:
+            for step, stage in lines[start:]:
+                record.log(step, stage, {"validation/loss": 1.0})
+        assert [(line["step"], line["stage"]) for line in read_metrics(paths.metrics)] == lines
+
+
+def test_a_full_disk_error_names_the_file(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path), 1, 1)
+    run = config(tmp_path, resume=True)
+    room = paths.metrics.stat().st_size + 10  # for part of a line
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(room), RunRecord(run, resumed_step=1) as record:
+        record.log(2, "grpo", {"loss": 1.0})
+    assert raised.value.filename == str(paths.metrics)
+    log_steps(run, 2, 3, resumed_step=1)
+    assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2, 3]
+
+
+def test_a_full_disk_error_of_tensorboard_names_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flush(writer: SummaryWriter) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as its writer thread does
+
+    run = config(tmp_path, tensorboard_enabled=True)
+    paths = prepare_run_directory(run)
+    with RunRecord(run) as record:
+        monkeypatch.setattr(SummaryWriter, "flush", flush)
+        with pytest.raises(OSError, match="No space left") as raised:
+            record.log(1, "grpo", {"loss": 1.0})
+        monkeypatch.undo()
+    assert raised.value.filename == str(paths.tensorboard)
+
+
+def test_a_failed_write_of_the_configuration_leaves_no_file(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(100):
+        prepare_run_directory(run)
+    assert raised.value.filename == str(RunPaths.of(run).config)
+    assert prepare_run_directory(run).config.exists()
+
+
+def test_a_new_run_of_the_same_name_keeps_the_earlier_one(tmp_path: Path) -> None:
+    log_steps(config(tmp_path), 1, 3)
+    paths = log_steps(config(tmp_path), 1, 2)
+    assert len(read_metrics(paths.metrics)) == 2
+    assert len(read_metrics(paths.directory.with_name("tiny.1") / "metrics.jsonl")) == 3
+
+
+def test_a_resume_with_another_configuration_keeps_both(tmp_path: Path) -> None:
+    prepare_run_directory(config(tmp_path))
+    paths = prepare_run_directory(config(tmp_path, resume=True))
+    resumes = [yaml.safe_load(path.read_text())["checkpointing"]["resume"] for path in sorted(paths.directory.iterdir())]
+    assert resumes == [False, True]  # config.1.yaml, config.yaml
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_killed_while_writing_its_configuration_does_not_block_the_next(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a new directory, or in that of a run resumed with another configuration."""
+    if resume:
+        prepare_run_directory(config(tmp_path))
+
+    class KilledError(BaseException): ...
+
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(Path, "replace", killed)
+        prepare_run_directory(config(tmp_path, resume=resume))
+    assert prepare_run_directory(config(tmp_path, resume=resume)).config.exists()
+
+
+def test_a_directory_that_is_not_a_run_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "runs" / "tiny" / "thesis.tex"
+    precious.parent.mkdir(parents=True)
+    precious.touch()
+    with pytest.raises(ConfigError, match="exists and is not a run"):
+        prepare_run_directory(config(tmp_path))
+    assert precious.exists()
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "..", ""])
+def test_a_name_is_a_single_directory(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValidationError, match="without slashes"):
+        config(tmp_path, name=name)
+
+
+def test_tensorboard_events(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path, tensorboard_enabled=True), 1, 5)
+    log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 4, 4, resumed_step=3)
+    events = EventAccumulator(str(paths.tensorboard))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"grpo/loss", "grpo/reward/mean"}
+    assert [event.step for event in events.Scalars("grpo/reward/mean")] == [1, 2, 3, 4]
+    assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+
+
+def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class FakeRun:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            logged.append((step, metrics))
+
+        def finish(self) -> None:
+            logged.append((-1, {}))
+
+    def init(**options: Any) -> FakeRun:
+        started.append(options)
+        return FakeRun()
+
+    fake = ModuleType("wandb")
+    fake.__dict__.update(init=init, __spec__=object())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log_steps(config(tmp_path, wandb_enabled=True), 1, 1)
+    log_steps(config(tmp_path, wandb_enabled=True, resume=True), 2, 2, resumed_step=1)
+    assert logged == [
+        (1, {"grpo/loss": 1.0, "grpo/reward/mean": 0.1}),
+        (-1, {}),
+        (2, {"grpo/loss": 0.5, "grpo/reward/mean": 0.2}),
+        (-1, {}),
+    ]
+    assert started[0]["id"] == started[1]["id"]
+    assert started[0]["name"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("package", "key"), [("tensorboard", "tensorboard_enabled"), ("wandb", "wandb_enabled"), ("matplotlib", "plot_enabled")]
+)
+def test_a_missing_package_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, key: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError, match=rf"logger\.{key} .*'{package}'.*dagrl\[tracking\]"):
+        RunRecord(config(tmp_path, **{key: True}))
+
+
+def test_written_paths_are_those_that_exist(tmp_path: Path) -> None:
+    paths = log_steps(config(tmp_path), 1, 1)
+    assert set(paths.written()) == {"configuration", "metrics"}
+    elsewhere = config(tmp_path).model_copy(
+        update={"checkpointing": config(tmp_path).checkpointing.model_copy(update={"checkpoint_dir": "/elsewhere"})}
+    )
+    assert RunPaths.of(elsewhere).checkpoints == Path("/elsewhere")
+
+
+def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = config(Path())
+    elsewhere = here.model_copy(update={"checkpointing": CheckpointConfig(checkpoint_dir="kept")})
+    paths = RunPaths.of(here)
+    assert (paths.final_model, paths.checkpoints) == (tmp_path / "runs/tiny/final_model", tmp_path / "runs/tiny/checkpoints")
+    assert RunPaths.of(elsewhere).checkpoints == tmp_path / "kept"
+
+
+HOLD = """
+import subprocess, sys
+from pathlib import Path
+from dagrl.telemetry.record import RunPaths, lock_run
+with lock_run(RunPaths(Path(sys.argv[1]), Path(sys.argv[1]) / "checkpoints")):
+    print(subprocess.Popen(["sleep", "60"], close_fds=False).pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_lock_of_a_killed_run_is_free_although_its_child_lives(tmp_path: Path) -> None:
+    paths = RunPaths.of(config(tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, paths.directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        child = int(run.stdout.readline())
+        with (
+            pytest.raises(ConfigError, match=rf"tiny is in use by pid {run.pid} on .* choose another name"),
+            lock_run(paths),
+        ):
+            pass
+        run.kill()
+    try:
+        for _ in range(2):  # twice, like a restart in the same process
+            with lock_run(paths):
+                os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_that_saves_into_anothers_checkpoints_is_locked_out(tmp_path: Path) -> None:
+    mine, others = RunPaths.of(config(tmp_path)), tmp_path / "other"
+    others.mkdir()
+    (others / "config.yaml").touch()
+    guest = RunPaths(mine.directory, others / "checkpoints")
+    with (
+        lock_run(RunPaths(others, others / "checkpoints")),
+        pytest.raises(ConfigError, match="other is in use by pid"),
+        lock_run(guest),
+    ):
+        pass
+    with lock_run(guest):
+        pass
+
+
+def test_warning_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with lock_run(RunPaths.of(config(tmp_path))):
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "tiny.lock (No locks available): nothing keeps other runs from" in caplog.text

@@ -1,0 +1,154 @@
+"""Layouts are checked against models before anything starts, and importing the worker is cheap."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.megatron import padded_vocabulary
+from dagrl.workers.megatron import check_layout
+from dagrl.workers.megatron.architecture import read_architecture
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+}
+MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (QWEN3, ParallelLayout(tp=3), "4 attention heads are not divisible by tp 3"),
+        ({**QWEN3, "num_attention_heads": 12, "num_key_value_heads": 3}, ParallelLayout(tp=2), "3 key-value heads and tp 2"),
+        ({**QWEN3, "intermediate_size": 130}, ParallelLayout(tp=4), "intermediate_size 130"),
+        (QWEN3, ParallelLayout(pp=3), "4 layers are not divisible by pp 3"),
+        (QWEN3, ParallelLayout(pp=2, vpp=4), "not divisible by vpp 4"),
+        (
+            QWEN3,
+            ParallelLayout(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2),
+            "with pp 2 and vpp Megatron accepts the layer count of one stage only",
+        ),
+        (QWEN3, ParallelLayout(dp=2, ep=2), "no experts, but ep is 2"),
+        (MOE, ParallelLayout(dp=3, ep=3), "4 experts are not divisible by ep 3"),
+        (MOE, ParallelLayout(tp=4), "moe_intermediate_size 40 is not divisible by 8 times etp 4"),
+        ({**MOE, "moe_intermediate_size": 20}, ParallelLayout(), "moe_intermediate_size 20 is not .* by 8 times etp 1"),
+        ({**MOE, "hidden_size": 60}, ParallelLayout(), "hidden_size 60 of a model with experts is not divisible by 8"),
+    ],
+)
+def test_a_layout_that_does_not_fit_says_what_to_change(
+    config: dict[str, Any], layout: ParallelLayout, message: str
+) -> None:
+    with pytest.raises(LayoutError, match=message) as caught:
+        check_layout(config, layout)
+    assert "choose" in str(caught.value) or "set ep to 1" in str(caught.value)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(LayoutError) as caught:
+        check_layout(QWEN3, ParallelLayout(tp=3, pp=3))
+    assert str(caught.value).count("\n- ") >= 4
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(dp=3, tp=2, pp=2, cp=2), ParallelLayout(tp=4), ParallelLayout(pp=2, vpp=2)],
+)
+def test_layouts_that_fit(layout: ParallelLayout) -> None:
+    check_layout(QWEN3, layout)
+
+
+def test_fewer_expert_slices_than_dense_ones() -> None:
+    check_layout(MOE, ParallelLayout(tp=2, dp=2, ep=4, etp=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'.*qwen3_moe"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor = None; expected a number"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, "sliding_window 4096"),
+        ({"model_type": "llama", "sliding_window": 16}, "sliding_window 16"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"is_causal": False}, "is_causal is false"),
+        ({**MOE, "norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok is 1 .* norm_topk_prob to false"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
+        ({"hidden_size": None}, "hidden_size = None"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; expected a number of at least 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0; expected a number of at least 1"),
+        ({"model_type": "llama", "num_attention_heads": 128}, "head_dim = 0; expected a number of at least 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4, not a multiple of num_key_value_heads = 3"),
+        ({**MOE, "decoder_sparse_step": 0}, "decoder_sparse_step = 0; expected a number of at least 1"),
+    ],
+)
+def test_models_that_are_not_supported(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_architecture({**QWEN3, **change})
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
+    """Configurations before 2024 have `type` instead of `rope_type`. Ignoring it would give an unscaled rope."""
+    transformers = pytest.importorskip("transformers")
+    model = {**QWEN3, "rope_theta": 5000.0, key: {"type": "linear", "factor": 2.0, "rope_theta": 5000.0}}
+    rope = transformers.AutoConfig.for_model(**model).rope_parameters
+    assert rope["rope_type"] == "linear"
+    assert read_architecture(model).rope == rope
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_a_missing_rope_is_that_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = {**MOE, "model_type": kind}
+    rope = transformers.AutoConfig.for_model(**model).rope_parameters
+    assert read_architecture(model).rope["rope_theta"] == rope["rope_theta"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
+def test_missing_head_counts_are_those_of_transformers(kind: str, key: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = {**MOE, "model_type": kind, "num_attention_heads": 64, "hidden_size": 512}
+    model.pop(key, None)
+    theirs = transformers.AutoConfig.for_model(**model)
+    mine = read_architecture(model)
+    assert mine.kv_heads == theirs.num_key_value_heads
+    assert mine.head_dim == (getattr(theirs, "head_dim", None) or 512 // 64)
+
+
+def test_layers_with_experts_are_those_of_transformers() -> None:
+    model = read_architecture({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert model.moe_layers == (False, True, False, False)
+
+
+def test_mixtral_has_experts_of_the_intermediate_size_in_every_layer() -> None:
+    model = read_architecture({**QWEN3, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    assert (model.experts, model.experts_per_token, model.expert_ffn) == (8, 2, 128)
+    assert all(model.moe_layers) and model.normalize_expert_weights and model.norm_eps == 1e-5
+
+
+@pytest.mark.parametrize(("vocabulary", "tp", "rows"), [(200, 1, 256), (256, 1, 256), (200, 4, 512), (151936, 4, 152064)])
+def test_padded_vocabulary(vocabulary: int, tp: int, rows: int) -> None:
+    assert padded_vocabulary(vocabulary, tp) == rows
+
+
+def test_importing_the_worker_imports_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys, dagrl.workers.megatron; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,209 @@
+"""Grouped experts against Megatron's sequential experts with the same weights."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+from dagrl.workers.megatron import cpu
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+
+HIDDEN, FFN = 32, 24
+COMMON: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
+SWIGLU: dict[str, Any] = {"gated_linear_unit": True, "activation_func": silu, "moe_router_topk": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "swiglu": SWIGLU,
+    "clamped": SWIGLU | {"activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0},
+    "gelu": {"gated_linear_unit": False, "activation_func": gelu, "moe_router_topk": 2},
+    "probs-on-input": SWIGLU | {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+}
+COUNTS = [[3, 0, 1, 8, 5], [0, 16, 0], [0, 0, 0], [7], [1, 1, 1, 1]]
+
+
+class OneRank:
+    """A process group of this process only, without a backend."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def make_experts(
+    way: Literal["grouped", "sequential"],
+    experts: int,
+    kind: str = "swiglu",
+    hidden: int = HIDDEN,
+    ffn: int = FFN,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """The half of a layer's experts that one of two workers holds (so that no collective is in the way of the products).
+
+    Their weights depend on nothing but their sizes, before they are rounded to `dtype`.
+    """
+    cpu.adapt()
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dagrl.workers.megatron.experts import GroupedExperts
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden,
+        num_attention_heads=2,
+        ffn_hidden_size=2 * ffn,
+        moe_ffn_hidden_size=ffn,
+        num_moe_experts=2 * experts,
+        expert_model_parallel_size=2,
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        use_cpu_initialization=True,
+        **COMMON,
+        **KINDS[kind],
+    )
+    group = OneRank()
+    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    layer = (GroupedExperts if way == "grouped" else SequentialMLP)(
+        experts, config, linear, SimpleNamespace(ep=group, expt_tp=group, expt_dp=group)
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+    return layer.to(dtype)
+
+
+def inputs_of(counts: list[int], hidden: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [tokens, hidden], probabilities [tokens] and the loss's output weights, in float32."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = sum(counts)
+    states, weights = (torch.randn(tokens, hidden, generator=generator) for _ in range(2))
+    return states, torch.rand(tokens, generator=generator), weights
+
+
+def run(layer: Any, counts: list[int], inputs: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    """Returns outputs and the gradients of all inputs and weights, for a loss linear in the outputs."""
+    parameters = dict(layer.named_parameters())
+    dtype, device = next((parameter.dtype, parameter.device) for parameter in parameters.values())
+    states, probs, weights = inputs
+    hidden = states.to(device, dtype, copy=True).requires_grad_()
+    scales = probs.to(device, copy=True).requires_grad_()  # float32, as routers give them
+    outputs, bias = layer(hidden, torch.tensor(counts), scales)
+    assert bias is None
+    outputs.backward(weights.to(device, dtype))
+    found = {"outputs": outputs.detach(), "hidden": hidden.grad, "probs": scales.grad}
+    return {**found, **{name: parameter.grad for name, parameter in parameters.items()}}  # type: ignore[dict-item]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Relative norm of the difference; 0 if both are 0."""
+    difference, norm = (found.double() - expected.double()).norm(), expected.double().norm()
+    return float(difference / norm) if norm else float(difference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_outputs_and_gradients_equal_sequential_experts(kind: str, counts: list[int]) -> None:
+    inputs = inputs_of(counts)
+    found = run(make_experts("grouped", len(counts), kind), counts, inputs)
+    expected = run(make_experts("sequential", len(counts), kind), counts, inputs)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(counts=st.lists(st.integers(0, 20), min_size=1, max_size=9))
+def test_experts_take_any_number_of_tokens(counts: list[int]) -> None:
+    inputs = inputs_of(counts)
+    found = run(make_experts("grouped", len(counts)), counts, inputs)
+    for name, value in run(make_experts("sequential", len(counts)), counts, inputs).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_bfloat16_is_as_close_to_float32_as_sequential_experts(counts: list[int]) -> None:
+    inputs = inputs_of(counts)
+    exact = run(make_experts("sequential", len(counts)), counts, inputs)
+    near = run(make_experts("sequential", len(counts), dtype=torch.bfloat16), counts, inputs)
+    found = run(make_experts("grouped", len(counts), dtype=torch.bfloat16), counts, inputs)
+    for name, value in exact.items():
+        assert found[name].dtype is near[name].dtype
+        assert relative(found[name], value) < 1.2 * relative(near[name], value) + 1e-3 < 0.03, name
+
+
+def test_experts_without_tokens_have_gradients_of_zero() -> None:
+    counts = [4, 0, 2]
+    found = run(make_experts("grouped", 3), counts, inputs_of(counts))
+    weights = {name: value for name, value in found.items() if name.startswith("local_experts.")}
+    assert len(weights) == 6
+    for name, value in weights.items():
+        assert bool(value.any()) is (".1." not in name), name
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [4, 4]], ids=str)
+def test_counts_that_do_not_sum_to_the_rows_are_rejected(counts: list[int]) -> None:
+    with pytest.raises(AssertionError, match="6 rows for experts with"):
+        make_experts("grouped", 2)(torch.randn(6, HIDDEN), torch.tensor(counts), torch.rand(6))
+
+
+def test_rows_and_gradients_may_have_any_strides() -> None:
+    counts, layer = [3, 0, 5], make_experts("grouped", 3)
+    states, probs, weights = inputs_of(counts)
+    expected = run(layer, counts, (states, probs, weights))
+    layer.zero_grad()
+    hidden = states.t().contiguous().t().requires_grad_()
+    outputs, _ = layer(hidden, torch.tensor(counts), probs)
+    outputs.backward(weights.t().contiguous().t())
+    assert not hidden.is_contiguous()
+    torch.testing.assert_close(hidden.grad, expected["hidden"])
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
+def test_frozen_experts_pass_gradients_on() -> None:
+    counts = [3, 0, 5]
+    inputs = inputs_of(counts)
+    frozen = make_experts("grouped", 3).requires_grad_(False)
+    found, expected = run(frozen, counts, inputs), run(make_experts("sequential", 3), counts, inputs)
+    for name in ("outputs", "hidden", "probs"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert all(parameter.grad is None for parameter in frozen.parameters())
+
+
+def test_no_copy_of_the_weights_is_saved_for_the_backward_pass() -> None:
+    layer, counts, kept = make_experts("grouped", 4), [2, 2, 2, 2], []
+    states, probs, _ = inputs_of(counts)
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(states, torch.tensor(counts), probs)
+    own = {parameter.data_ptr() for parameter in layer.parameters()}
+    assert {tensor.data_ptr() for tensor in kept} >= own
+    smallest = min(parameter.numel() for parameter in layer.parameters())
+    assert all(tensor.numel() < smallest for tensor in kept if tensor.data_ptr() not in own)
+
+
+def test_checkpoints_have_the_names_of_sequential_experts() -> None:
+    metadata = {"dp_cp_group": OneRank()}
+    found, expected = (
+        make_experts("grouped", 3).sharded_state_dict("mlp.experts.", (), metadata),
+        make_experts("sequential", 3).sharded_state_dict("mlp.experts.", (), metadata),
+    )
+    assert [(name, value.key) for name, value in found.items()] == [(name, value.key) for name, value in expected.items()]

@@ -1,0 +1,140 @@
+"""Model FLOPs against torch's count of a Hugging Face model's forward pass, and the metrics derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dagrl.config import PolicyConfig
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.worker import WorkerContext
+from dagrl.telemetry.metrics import (
+    TRAIN_MFU,
+    TRAIN_SECONDS,
+    TRAIN_TFLOPS_PER_GPU,
+    TRAIN_TOKENS_PER_SEC_PER_GPU,
+    VALID_TOKENS,
+    StepMetrics,
+    join_optimizer_steps,
+    merge_step_metrics,
+)
+from dagrl.workers.megatron.architecture import read_architecture
+from dagrl.workers.megatron.flops import PASSES, peak_tflops, sequence_flops, step_tflop, token_flops
+from dagrl.workers.megatron.throughput import throughput_metrics
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+LENGTH = 20
+
+
+@pytest.mark.parametrize(
+    "extra", [{"model_type": "qwen3"}, {"model_type": "qwen3_moe", **EXPERTS}], ids=["grouped-queries", "experts"]
+)
+def test_forward_flops_are_those_that_torch_counts(extra: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {**SIZES, **extra}
+    config = AutoConfig.for_model(**settings, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(0, 96, (1, LENGTH)))
+    architecture = read_architecture({**settings, "rms_norm_eps": 1e-6})
+    attention = sequence_flops(architecture, LENGTH) - LENGTH * token_flops(architecture)
+    counted = float(counter.get_total_flops())
+    routers = 2 * LENGTH * settings["hidden_size"] * settings.get("num_experts", 0) * sum(architecture.moe_layers)
+    whole_square = LENGTH * token_flops(architecture) + 2 * attention  # torch counts what a causal mask hides
+    assert counted - routers == pytest.approx(whole_square, rel=1e-9)  # Megatron's formula leaves routers out
+    step = step_tflop(architecture, [LENGTH, LENGTH, 0])
+    assert step * 1e12 == pytest.approx(PASSES * 2 * sequence_flops(architecture, LENGTH))
+
+
+def test_a_known_model_costs_what_its_parameters_say() -> None:
+    """Six FLOPs per parameter and token, for Qwen3-4B's 4.02 billion (with tied embeddings)."""
+    from dagrl.bench.models import SHAPES
+
+    architecture = read_architecture(SHAPES["qwen3-4b"].config)
+    assert PASSES * token_flops(architecture) == pytest.approx(6 * 4.02e9, rel=0.002)
+
+
+QWEN3 = read_architecture({"model_type": "qwen3", **SIZES})
+
+
+def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int]], peak: float | None) -> StepMetrics:
+    """Returns the reports of all workers of a layout; `lengths` are those of each shard's rows."""
+    policy = PolicyConfig.model_validate({"megatron_cfg": {"peak_tflops": peak}})
+    parts = [
+        throughput_metrics(
+            QWEN3,
+            policy,
+            WorkerContext("train", rank, layout, 0, 1.0),
+            torch.device("cpu"),
+            np.array(lengths[layout.coordinates(rank).dp]),
+            seconds[rank],
+        )
+        for rank in range(layout.world_size)
+    ]
+    return merge_step_metrics(parts)
+
+
+def test_metrics_of_a_step_over_all_workers_and_of_each() -> None:
+    """Two shards of two workers with different rows and one slow worker."""
+    layout, lengths = ParallelLayout(dp=2, tp=2), [[10, 30], [20]]
+    seconds = [0.25, 0.25, 0.25, 0.5]
+    found = step_of(layout, seconds, lengths, peak=1e-3).flat()
+    tflop = [step_tflop(QWEN3, rows) for rows in lengths]
+    assert found[TRAIN_SECONDS] == 0.5
+    assert found[TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(60 / 0.5 / 4)
+    assert found[TRAIN_TFLOPS_PER_GPU] == pytest.approx(sum(tflop) / 0.5 / 4)
+    assert found[TRAIN_MFU] == pytest.approx(found[TRAIN_TFLOPS_PER_GPU] / 1e-3)
+    for rank in range(4):
+        shard, own = layout.coordinates(rank).dp, f"perf/rank_{rank}/"
+        assert found[own + "train_seconds"] == seconds[rank]
+        assert found[own + "policy_training_tokens_per_sec"] == pytest.approx(sum(lengths[shard]) / 2 / seconds[rank])
+        assert found[own + "train_tflops"] == pytest.approx(tflop[shard] / 2 / seconds[rank])
+        assert found[own + "train_fp_utilization"] == pytest.approx(found[own + "train_tflops"] / 1e-3)
+    assert {name for name in found if not name.startswith("perf/")} == set()
+
+
+def test_without_a_known_peak_no_worker_has_an_mfu() -> None:
+    found = step_of(ParallelLayout(dp=2), [0.25, 0.5], [[10], [20]], peak=None).flat()
+    assert found["perf/rank_1/train_tflops"] > 0
+    assert not [name for name in found if name.endswith("train_fp_utilization")]
+
+
+def test_rates_cover_all_optimizer_steps() -> None:
+    parts = [step_of(ParallelLayout(dp=2), [1.0, 2.0], rows, None) for rows in ([[10], [20]], [[30], [40]])]
+    parts = [replace(part, sums={**part.sums, VALID_TOKENS: weight}) for part, weight in zip(parts, (1.0, 9.0), strict=True)]
+    found = join_optimizer_steps(parts).flat()
+    assert found["perf/rank_0/train_seconds"] == 2.0 and found["perf/rank_1/train_seconds"] == 4.0
+    assert found["perf/rank_0/policy_training_tokens_per_sec"] == pytest.approx(40 / 2)
+    assert found["perf/rank_1/policy_training_tokens_per_sec"] == pytest.approx(60 / 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "override", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", None, 989.0),
+        ("NVIDIA H100 PCIe", "bfloat16", None, 756.0),
+        ("NVIDIA H200", "bfloat16", None, 989.0),
+        ("NVIDIA H20", "bfloat16", None, 148.0),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", None, 312.0),
+        ("NVIDIA H200", "float32", None, None),
+        ("", "bfloat16", None, None),
+        ("", "float32", 2.5, 2.5),
+    ],
+)
+def test_peaks_by_device_name(device: str, precision: str, override: float | None, peak: float | None) -> None:
+    assert peak_tflops(device, precision, override) == peak

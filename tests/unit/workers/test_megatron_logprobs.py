@@ -1,0 +1,124 @@
+"""Chunked, vocabulary-parallel log-probabilities against torch's own. Threads act as workers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard, token_logprobs
+
+PADDED, SIZE, HIDDEN = 128, 100, 24  # 28 rows of padding, not to be counted
+
+
+@pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients_are_those_of_log_softmax(chunk: int | None, temperature: float) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 7, HIDDEN), torch.randn(PADDED, HIDDEN)
+    labels, weights = torch.randint(0, SIZE, (3, 7)), torch.randn(3, 7)
+
+    mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    found, entropy = token_logprobs(mine[0], labels, OutputLayer(mine[1], VocabularyShard(0, SIZE), temperature, chunk))
+    (found * weights).sum().backward()
+
+    theirs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    distribution = ((theirs[0] @ theirs[1].T)[..., :SIZE] / temperature).log_softmax(-1)
+    expected = distribution.gather(-1, labels[..., None])[..., 0]
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(distribution.exp() * distribution).sum(-1), rtol=1e-5, atol=1e-5)
+    for own, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-5, atol=1e-5)
+    assert not entropy.requires_grad
+
+
+PARTS = [(0, 48), (48, 48), (96, 4), (100, 0)]  # (first, size) of each worker's part of `SIZE`; its other rows are padding
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])
+def test_vocabulary_parallel_results_equal_those_of_one_worker(chunk: int | None, scale: float) -> None:
+    """Also workers with few rows or only padding. In double precision results differ only by rounding."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(21, HIDDEN).mul(scale), torch.randn(SIZE, HIDDEN)
+    labels, weights, store = torch.arange(21) * 37 % SIZE, torch.randn(21), HashStore()
+    labels[:4] = torch.tensor([47, 48, 95, 96])
+
+    def run(rank: int) -> list[Tensor]:
+        first, size = PARTS[rank]
+        group = ProcessGroupGloo(store, rank, len(PARTS), timedelta(seconds=30))
+        rows = torch.cat([weight[first : first + size], torch.full((48 - size, HIDDEN), 1e3)])
+        leaves = hidden.clone().requires_grad_(), rows.requires_grad_()
+        layer = OutputLayer(leaves[1], VocabularyShard(first, size, group), 0.6, chunk)
+        logprobs, entropy = token_logprobs(leaves[0], labels, layer)
+        (logprobs * weights).sum().backward()
+        assert leaves[0].grad is not None and leaves[1].grad is not None and not leaves[1].grad[size:].any()
+        return [logprobs.detach(), entropy, leaves[0].grad, leaves[1].grad[:size]]
+
+    with ThreadPoolExecutor(len(PARTS)) as workers:
+        results = list(workers.map(run, range(len(PARTS))))
+    one = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    distribution = (one[0] @ one[1].T / 0.6).log_softmax(-1)
+    expected = distribution.gather(-1, labels[:, None])[:, 0]
+    (expected * weights).sum().backward()
+    for logprobs, entropy, _, _ in results:
+        torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5 * scale)
+        torch.testing.assert_close(entropy.double(), -(distribution.exp() * distribution).sum(-1), rtol=1e-3, atol=1e-5)
+    _, _, of_hidden, of_weight = zip(*results, strict=True)
+    torch.testing.assert_close(sum(of_hidden).double(), one[0].grad, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(torch.cat(of_weight).double(), one[1].grad, rtol=1e-3, atol=1e-5 * scale)
+
+
+def test_extreme_logits_stay_finite() -> None:
+    weight = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
+    found, entropy = token_logprobs(torch.ones(1, 1), torch.tensor([1]), OutputLayer(weight, VocabularyShard(0, 3)))
+    found.sum().backward()
+    assert found.item() == -2e4 and entropy.item() == 0
+    assert weight.grad is not None and torch.isfinite(weight.grad).all()
+
+
+def test_half_precision_gradients_accumulate_in_float32() -> None:
+    """2000 tokens, two at a time: a bfloat16 sum stops growing when it is 256 times the addend."""
+    torch.manual_seed(0)
+    hidden, weight = torch.rand(2000, HIDDEN).bfloat16(), torch.zeros(SIZE, HIDDEN, dtype=torch.bfloat16)
+    labels = torch.zeros(2000, dtype=torch.int64)
+    logprobs, _ = token_logprobs(hidden, labels, OutputLayer(weight.requires_grad_(), VocabularyShard(0, SIZE), 1.0, 2))
+    logprobs.sum().backward()
+    expected = hidden.double().sum(0) * (torch.nn.functional.one_hot(labels[:1], SIZE).T - 1 / SIZE)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-2, atol=0.0)
+
+
+class _Largest(TorchDispatchMode):
+    """Largest number of elements in any tensor that an operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf.numel() for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_never_materialized_as_a_whole(dtype: torch.dtype) -> None:
+    """In both passes the largest tensor is a chunk of logits or the output layer's gradient."""
+    tokens, vocabulary, chunk = 512, 4096, 32
+    hidden = torch.randn(tokens, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, dtype=dtype, requires_grad=True)
+    with _Largest() as largest:
+        layer = OutputLayer(weight, VocabularyShard(0, vocabulary), chunk_tokens=chunk)
+        logprobs, _ = token_logprobs(hidden, torch.zeros(tokens, dtype=torch.int64), layer)
+        logprobs.sum().backward()
+    assert largest.elements == chunk * vocabulary

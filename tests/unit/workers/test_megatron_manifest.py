@@ -1,0 +1,129 @@
+"""Manifests of train checkpoints: equal models load however `config.json` expresses them; errors name differences."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagrl.errors import CheckpointError
+from dagrl.workers.megatron.manifest import FORMAT, fingerprint, identity_of, read_manifest
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "eos_token_id": 3,
+    "transformers_version": "4.51.0",
+    "torch_dtype": "float32",
+}
+UPGRADED = {key: value for key, value in QWEN3.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+UPGRADED |= {
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    "dtype": "float32",
+    "transformers_version": "5.0.0",
+    "layer_types": ["full_attention"] * 4,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+SCALED = {**QWEN3, "rope_scaling": {"type": "llama3", **LLAMA3}}
+RESCALED = {**UPGRADED, "rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3", **LLAMA3}}
+MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def write(directory: Path, content: object) -> None:
+    (directory / "manifest.json").write_text(json.dumps(content))
+
+
+def manifest(model: dict[str, Any], precision: str = "float32") -> dict[str, Any]:
+    head = {"format": FORMAT, "identity": identity_of(precision, model), "state": {"step": 1}}
+    return {**head, "reference": False, "layout": {"tp": 1}, "files": {"a": {"bytes": 1, "crc32": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine"),
+    [
+        (QWEN3, {**QWEN3, "eos_token_id": [3, 5], "pad_token_id": 0, "max_position_embeddings": 99}),
+        (QWEN3, UPGRADED),
+        (UPGRADED, QWEN3),
+        (SCALED, RESCALED),
+        (MOE, {**MOE, "norm_topk_prob": False, "decoder_sparse_step": 1, "router_aux_loss_coef": 0.5}),
+    ],
+    ids=["edited", "upgraded", "downgraded", "scaled", "experts"],
+)
+def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+    write(tmp_path, manifest(saved))
+    assert read_manifest(tmp_path, identity_of("float32", mine))["state"] == {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("saved", "mine", "message"),
+    [
+        (QWEN3, {**QWEN3, "rope_theta": 1e4}, r"model rope_theta = 1000000\.0 \(this run: 10000\.0\);"),
+        (QWEN3, {**QWEN3, "head_dim": 32}, r"model head_dim = 128 \(this run: 32\);"),
+        (QWEN3, {**QWEN3, "rms_norm_eps": 1e-5}, r"model rms_norm_eps = 1e-06 \(this run: 1e-05\);"),
+        (QWEN3, {**QWEN3, "model_type": "qwen2", "head_dim": 128}, r"model model_type = qwen3 \(this run: qwen2\);"),
+        (QWEN3, SCALED, r"model rope_type = default \(this run: llama3\), factor = None \(this run: 8\.0\)"),
+        (SCALED, {**SCALED, "rope_scaling": {"type": "llama3", **LLAMA3, "factor": 4}}, r"model factor = 8\.0 .*: 4\.0\);"),
+        (MOE, {**MOE, "norm_topk_prob": True}, r"model norm_topk_prob = False \(this run: True\);"),
+        (MOE, {**MOE, "mlp_only_layers": [1]}, r"layers with experts = \[0, 1, 2, 3\] \(this run: \[0, 2, 3\]\);"),
+        ({**QWEN3, "model_type": "gpt2"}, QWEN3, "a model that this version does not train: model_type is 'gpt2'"),
+    ],
+)
+def test_another_model_is_rejected_with_the_differing_keys(
+    tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any], message: str
+) -> None:
+    write(tmp_path, manifest(saved))
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(tmp_path, identity_of("float32", mine))
+
+
+def test_another_precision_is_rejected(tmp_path: Path) -> None:
+    write(tmp_path, manifest(QWEN3))
+    with pytest.raises(CheckpointError, match="written with precision float32, this run has bfloat16"):
+        read_manifest(tmp_path, identity_of("bfloat16", QWEN3))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([manifest(QWEN3)], f"holds a JSON list; expected an object of format '{FORMAT}'"),
+        (None, "holds a JSON NoneType; expected an object"),
+        ({}, f"has format None, expected '{FORMAT}'"),
+        ({"format": FORMAT}, "has no identity, expected an object; it is damaged"),
+        ({**manifest(QWEN3), "identity": ["float32"]}, r"has identity = \['float32'\], expected an object"),
+        ({**manifest(QWEN3), "identity": {"precision": "float32"}}, r"has no identity\.model, expected an object"),
+        ({**manifest(QWEN3), "identity": {"model": QWEN3}}, r"has no identity\.precision, expected text"),
+        ({**manifest(QWEN3), "files": None}, "has files = None, expected an object"),
+        ({**manifest(QWEN3), "reference": "no"}, "has reference = 'no', expected true or false"),
+    ],
+)
+def test_invalid_manifests_are_rejected_with_what_was_found(tmp_path: Path, content: object, message: str) -> None:
+    write(tmp_path, content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_manifest(tmp_path, identity_of("float32", QWEN3))
+    assert "manifest.json" in str(caught.value)
+
+
+def test_invalid_json_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(b"\xff{")
+    with pytest.raises(CheckpointError, match=r"cannot read .*manifest\.json.*written by save_checkpoint"):
+        read_manifest(tmp_path, identity_of("float32", QWEN3))
+
+
+def test_a_fingerprint_covers_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.workers.megatron.manifest._READ_BYTES", 16)
+    content = bytes(range(100))
+    (tmp_path / "file").write_bytes(content)
+    assert fingerprint(tmp_path / "file") == {"bytes": 100, "crc32": zlib.crc32(content)}

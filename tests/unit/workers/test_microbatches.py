@@ -1,0 +1,174 @@
+"""Microbatches against their batch: every token occurs once, with its own label, fields and position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.workers.megatron.microbatches import Microbatch, ParallelRank, SplitRule, split_batch, warmup_batches
+
+WIDTH = 24
+RULES = {
+    "rows": SplitRule("rows", 2, 48, "", 8),
+    "packed": SplitRule("packed", 2, 48, "modified_first_fit_decreasing", 8),
+    "dynamic": SplitRule("dynamic", 2, 48, "", 8),
+}
+
+
+def make_batch(lengths: list[int]) -> Batch:
+    """All tokens differ, and fields identify the token they belong to."""
+    rows = np.arange(len(lengths))[:, None]
+    positions = np.arange(WIDTH)[None, :]
+    inside = positions < np.array(lengths)[:, None]
+    tokens = (1 + rows * WIDTH + positions) * inside
+    mask = (inside & (positions > 0) & ((tokens + rows) % 3 > 0)).astype(np.float32)
+    fields = {"tokens": tokens, "lengths": np.array(lengths), "loss_mask": mask, "advantages": tokens.astype(np.float32)}
+    return Batch(fields)
+
+
+def place(cp: int = 1, rank: int = 0, tp: int = 1, pp: int = 1, vpp: int = 1) -> ParallelRank:
+    layout = ParallelLayout(cp=cp, tp=tp, pp=pp, vpp=vpp)
+    return ParallelRank(layout, layout.coordinates(rank * tp), None, None, torch.device("cpu"))
+
+
+def attended(microbatch: Microbatch) -> list[list[int]]:
+    """Returns the tokens that each token of a microbatch sees, by its segments (single worker)."""
+    flat = microbatch.tokens.flatten().tolist()
+    if microbatch.segments is None:
+        width = microbatch.tokens.shape[1]
+        return [flat[index // width * width : index + 1] for index in range(len(flat))]
+    seen: list[list[int]] = []
+    start = 0
+    for length in microbatch.segments.query_lengths:
+        seen += [flat[start : start + offset + 1] for offset in range(length)]
+        start += length
+    assert start == len(flat)
+    return seen
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, WIDTH), min_size=1, max_size=9),
+    st.sampled_from(sorted(RULES)),
+    st.sampled_from([(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 2, 2), (4, 2, 1, 1)]),
+)
+def test_every_token_is_trained_once(lengths: list[int], kind: str, sizes: tuple[int, int, int, int]) -> None:
+    cp, tp, pp, vpp = sizes
+    batch = make_batch(lengths)
+    found: list[int] = []
+    for rank in range(cp):
+        cut = split_batch(batch, RULES[kind], place(cp, rank, tp, pp, vpp))
+        assert len(cut.items) % (pp if vpp > 1 else 1) == 0
+        assert cut.processed == sum(item.tokens.numel() for item in cut.items)
+        for item in cut.items:
+            assert item.tokens.shape[1] % tp == 0
+            targets = item.targets.flatten()
+            real = targets < batch.rows * WIDTH
+            found += targets[real].tolist()
+            label = torch.from_numpy(batch["tokens"]).flatten()[targets[real]]
+            assert torch.equal(item.labels.flatten()[real], label)
+            assert torch.equal(item.tokens.flatten()[real], label - 1)  # the token before it
+            assert torch.equal(item.positions.flatten()[real], (label - 2) % WIDTH)
+            assert torch.equal(item.data["advantages"].flatten()[real], label.float())
+            assert torch.equal(
+                item.data["loss_mask"].flatten()[real], torch.from_numpy(batch["loss_mask"]).flatten()[targets[real]]
+            )
+            assert not item.data["loss_mask"].flatten()[~real].any()
+            counts = torch.from_numpy(batch["loss_mask"].sum(1))[targets[real] // WIDTH]
+            assert torch.equal(item.data["sequence_tokens"].flatten()[real], counts)
+            assert (item.labels.flatten()[~real] == 0).all()
+    expected = [row * WIDTH + at for row, length in enumerate(lengths) for at in range(1, length)]
+    assert sorted(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "pp", "shape", "count"),
+    [
+        (4, 8, 1, 4, 1),
+        (10, 8, 1, 5, 2),
+        (16, 8, 1, 8, 2),
+        (9, 4, 1, 3, 3),
+        (4, 4, 2, 2, 2),
+        (1, 4, 2, 1, 2),
+        (5, 2, 2, 2, 4),
+    ],
+)
+def test_microbatches_of_rows_are_equal_with_minimal_padding(rows: int, limit: int, pp: int, shape: int, count: int) -> None:
+    """With `pp` 2 the schedule is interleaved and needs an even number."""
+    cut = split_batch(make_batch([WIDTH] * rows), replace(RULES["rows"], rows=limit), place(pp=pp, vpp=pp))
+    assert [item.tokens.shape for item in cut.items] == [(shape, WIDTH)] * count
+    assert shape <= limit and cut.processed - cut.filled < count * WIDTH
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_attention_stays_inside_a_sequence(kind: str) -> None:
+    batch = make_batch([3, 24, 1, 17, 9, 22, 5])
+    for item in split_batch(batch, RULES[kind], place(), vocabulary=200).items:
+        followed = (item.targets.flatten() < batch.rows * WIDTH).tolist()  # no padding, and not the last of a sequence
+        for token, real, seen in zip(item.tokens.flatten().tolist(), followed, attended(item), strict=True):
+            if real:
+                row = (token - 1) // WIDTH
+                assert seen == list(range(1 + row * WIDTH, token + 1))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("kind", RULES)
+def test_padding_repeats_the_batchs_own_tokens_evenly(kind: str, cp: int) -> None:
+    lengths = [3, 24, 0, 5, 2, 7]
+    batch, own = make_batch(lengths), sum(lengths)
+    for rank in range(cp):
+        items = split_batch(batch, RULES[kind], place(cp, rank), vocabulary=200).items
+        tokens = torch.cat([item.tokens.flatten() for item in items])
+        counts = np.bincount(tokens.numpy(), minlength=len(lengths) * WIDTH + 1)
+        real = (batch["tokens"] > 0) & (np.arange(WIDTH) < batch["lengths"][:, None])
+        found = counts[batch["tokens"][real]]
+        assert len(found) == own and found.sum() == len(tokens), "no other ids"
+        assert found.max() - found.min() <= (1 if cp == 1 else 2)  # this worker has a part of the sequences
+
+
+def test_an_empty_batch_is_padded_with_the_vocabulary() -> None:
+    assert not split_batch(make_batch([0, 0]), RULES["rows"], place()).items[0].tokens.any()  # of a model without experts
+    (item,) = split_batch(make_batch([0, 0]), RULES["rows"], place(), vocabulary=20).items
+    assert np.bincount(item.tokens.flatten().numpy()).tolist() == [3] * 8 + [2] * 12  # 48 tokens
+    assert not item.data["loss_mask"].any()
+
+
+def test_microbatches_of_rows_leave_out_padding_rows() -> None:
+    """Uses the equal microbatches of the full bucket, whose shape is warm."""
+    whole = split_batch(make_batch([WIDTH] * 8), RULES["rows"], place())
+    part = split_batch(make_batch([3, 24, 17, 9, 1, 0, 0, 0]), RULES["rows"], place())
+    rows = whole.shape[0]
+    assert part.shape == whole.shape
+    assert (len(whole.items), len(part.items)) == (-(-8 // rows), -(-5 // rows))
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_results_return_to_their_tokens(kind: str) -> None:
+    batch = make_batch([3, 24, 0, 17, 9])
+    cut = split_batch(batch, RULES[kind], place())
+    values = cut.assemble([item.labels.float() for item in cut.items])
+    expected = batch["tokens"].astype(np.float32)
+    expected[:, 0] = 0
+    np.testing.assert_array_equal(values.numpy(), expected)
+
+
+def test_packed_microbatches_have_few_widths_and_a_warm_up_covers_all() -> None:
+    full, part, rule = make_batch([WIDTH] * 8), make_batch([WIDTH] * 4), RULES["packed"]
+    widths: set[int] = set()
+    order = [split_batch(batch, rule, place()).shape[1] for batch in warmup_batches(full, rule, place(), widths)]
+    seen = set(order)
+    assert order[:-1] == sorted(seen, reverse=True), "the largest first"
+    assert seen == widths == {6, 12, 18, 24, 30, 36, 42, 48}
+    assert list(warmup_batches(part, rule, place(), widths)) == [part], "a smaller bucket has no others"
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = generator.integers(0, WIDTH + 1, 8).tolist()
+        assert split_batch(make_batch(lengths), RULES["packed"], place()).shape[1] in seen
+    assert list(warmup_batches(full, RULES["rows"], place(), set())) == [full]

@@ -1,0 +1,63 @@
+"""Packing against its definition: every sequence once, microbatches within budget, and few of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagrl.errors import DataError
+from dagrl.workers.megatron.packing import ALGORITHMS, by_length, fitting_width, largest, pack, pack_widths, spread
+
+LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(120, 400), st.sampled_from(sorted(ALGORITHMS)), st.integers(0, 5))
+def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int, algorithm: str, more: int) -> None:
+    bins = pack(lengths, budget, algorithm)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert largest(lengths, bins) <= budget
+    if algorithm != "concatenative":  # all but one of the microbatches are more than half full
+        assert len(bins) <= 2 * sum(lengths) / budget + 1
+    even = spread(lengths, bins, len(bins) + more, budget)
+    assert len(even) == len(bins) + more
+    assert sorted(row for rows in even for row in rows) == list(range(len(lengths)))
+    assert largest(lengths, even) <= largest(lengths, bins)
+
+
+def test_modified_first_fit_decreasing_fills_what_large_sequences_leave() -> None:
+    # Johnson and Garey's reason for it: first fit decreasing puts the two of 26 together and needs a third microbatch
+    lengths = [51, 51, 26, 26, 23, 23]
+    assert len(pack(lengths, 100, "modified_first_fit_decreasing")) == 2
+    worst = [516] * 30 + [259] * 60 + [252] * 30 + [250] * 60  # as in their analysis of 11/9, scaled
+    assert len(pack(worst, 1024)) <= len(pack(worst, 1024, "first_fit_decreasing"))
+
+
+def test_long_tails_waste_little() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 1, 512).clip(8, 4096).astype(int).tolist()
+    assert sum(lengths) / (4096 * len(pack(lengths, 4096))) > 0.95
+
+
+def test_spread_microbatches_are_even() -> None:
+    lengths = [60, 50, 40, 30, 20, 10]
+    assert largest(lengths, spread(lengths, pack(lengths, 110), 2, 110)) == 110
+    assert largest(lengths, spread(lengths, pack(lengths, 110), 3, 110)) == 70
+    assert spread([5], [[0]], 3, 8).count([]) == 2
+
+
+def test_widths_are_eighths_of_the_budget() -> None:
+    assert pack_widths(4096, 8) == (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
+    assert pack_widths(20, 8) == (8, 16, 24)
+    assert fitting_width(513, pack_widths(4096, 8)) == 1024
+
+
+def test_dynamic_microbatches_hold_sequences_of_similar_length() -> None:
+    assert by_length([30, 5, 7, 100, 6, 33], budget=120, round_to=8) == [[3], [5, 0, 2], [4, 1]]  # 104, 3 x 40, 2 x 8
+    assert by_length([200], budget=120, round_to=8) == [[0]]
+
+
+def test_a_sequence_longer_than_the_budget_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"a sequence of 130 tokens does not fit a microbatch of 120; raise .*mb_tokens"):
+        pack([10, 130], 120)

@@ -1,0 +1,76 @@
+"""Segments under context parallelism: each token sees its own sequence up to itself."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.workers.megatron.segments import make_segments, zigzag
+
+CPU = torch.device("cpu")
+SIZES = [2, 3, 4]
+
+
+def held(length: int, size: int, rank: int) -> list[list[int]]:
+    """Positions of a worker's two chunks of a sequence (`get_batch_on_this_cp_rank` in Megatron)."""
+    chunks = torch.arange(length).view(2 * size, -1)
+    return [chunks[rank].tolist(), chunks[2 * size - 1 - rank].tolist()]
+
+
+def rows_of(size: int) -> list[list[int]]:
+    """Two rows of equal length with several sequences each, of multiples of `2 size`."""
+    return [[2 * size * chunk for chunk in row] for row in ([3, 1, 5], [2, 7])]
+
+
+def tokens_of(rows: list[list[int]], size: int, rank: int) -> list[tuple[int, int, int]]:
+    """Returns (row, sequence, position) of a worker's tokens in order."""
+    return [
+        (row, number, position)
+        for row, sequences in enumerate(rows)
+        for number, length in enumerate(sequences)
+        for chunk in held(length, size, rank)
+        for position in chunk
+    ]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(size, rank) for size in SIZES for rank in range(size)])
+def test_a_segment_has_all_keys_of_its_sequence_up_to_its_last_query(size: int, rank: int) -> None:
+    rows = rows_of(size)
+    segments = make_segments(rows, size, rank, CPU)
+    assert segments.key_order is not None
+    gathered = [token for other in range(size) for token in tokens_of(rows, size, other)]
+    keys = [gathered[place] for place in segments.key_order.tolist()]
+    queries = tokens_of(rows, size, rank)
+    assert len(segments.query_lengths) == len(segments.key_lengths) == 2 * sum(map(len, rows))
+    for mine, seen in zip(parts(segments.query_starts, queries), parts(segments.key_starts, keys), strict=True):
+        row, number, last = mine[-1]
+        assert seen == [(row, number, position) for position in range(last + 1)]
+        assert mine == seen[-len(mine) :]
+    assert (segments.longest_query, segments.longest_key) == (max(segments.query_lengths), max(segments.key_lengths))
+    assert segments.query_starts.tolist() == list(accumulate(segments.query_lengths, initial=0))
+    assert segments.key_starts.tolist() == list(accumulate(segments.key_lengths, initial=0))
+
+
+def parts(starts: Tensor, tokens: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
+    assert (starts[0], starts[-1], starts.dtype) == (0, len(tokens), torch.int32)
+    return [tokens[start:stop] for start, stop in pairwise(starts.tolist())]
+
+
+def test_a_single_worker_has_one_segment_per_sequence() -> None:
+    segments = make_segments([[3, 1, 4], [8]], 1, 0, CPU)
+    assert segments.query_lengths == segments.key_lengths == (3, 1, 4, 8)
+    assert segments.query_starts.tolist() == segments.key_starts.tolist() == [0, 3, 4, 8, 16]
+    assert (segments.longest_query, segments.longest_key, segments.key_order) == (8, 8, None)
+
+
+@pytest.mark.parametrize("size", [1, *SIZES])
+def test_positions_of_a_workers_tokens(size: int) -> None:
+    for rank in range(size):
+        chunks = [held(length, size, rank) for length in (2 * size, 6 * size)]
+        positions = [position for sequence in chunks for chunk in sequence for position in chunk]
+        counts = torch.tensor([2, 6]).repeat_interleave(torch.tensor([2, 6]))
+        found = zigzag(torch.cat([torch.arange(2), torch.arange(6)]), counts, size, rank)
+        assert found.tolist() == positions

@@ -1,0 +1,102 @@
+"""A test double of vLLM's engine with asynchronous scheduling, which vLLM itself has on GPUs only."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+
+class AsyncEngineDouble:
+    """Stands in for `vllm.LLMEngine` and its `EngineCore`: each step returns what the previous one generated.
+
+    `params` of a request is its length in tokens. Methods have vLLM's signatures
+    (`tests/integration/test_vllm_generate.py` compares them).
+    """
+
+    model_config = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 10)
+
+    def __init__(self) -> None:
+        self.engine_core = SimpleNamespace(engine_core=self)
+        self.batch_queue: deque[list[str]] = deque()
+        self.left: dict[str, int] = {}
+        self.made: dict[str, int] = {}
+        self.paused = False
+        self.aborted: list[str] = []
+        self.salts: dict[str, str] = {}  # cache salt of each request
+        self.caches_dropped: list[bool] = []  # whether running requests lost theirs too
+        self.broken = False
+        self.forgets = False  # requests are accepted and lost
+        self.output_processor = SimpleNamespace(request_states={})
+        self.seconds = iter(())  # duration of each step; 0 when exhausted
+        self.now = 0.0
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: int) -> None:
+        assert request_id not in self.left
+        if not self.forgets:
+            self.left[request_id], self.made[request_id] = params, 0
+            self.salts[request_id] = prompt["cache_salt"]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left) or bool(self.batch_queue)
+
+    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        assert (mode, clear_cache) == ("keep", False), "running requests keep their KV cache"
+        self.paused = True
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        assert not self.batch_queue
+        self.caches_dropped.append(reset_running_requests)
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        assert not self.batch_queue
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        assert not self.batch_queue
+        self.aborted += request_ids
+        for name in request_ids:
+            del self.left[name]
+
+    def resume_scheduler(self) -> None:
+        self.paused = False
+
+    def step(self) -> list[Any]:
+        if self.broken:
+            raise OSError("a step broke")
+        if self.forgets:
+            return []
+        self.now += next(self.seconds, 0.0)
+        self.batch_queue.appendleft([] if self.paused else list(self.left))
+        for name in self.batch_queue[0]:
+            self.made[name] += 1
+        ended = [name for name in self.batch_queue[0] if self.made[name] == self.left[name]]
+        self.batch_queue[0][:] = ended
+        for name in ended:
+            del self.left[name]
+        if len(self.batch_queue) < 2:
+            return []
+        given = self.batch_queue.pop()
+        while self.paused and self.batch_queue and not self.batch_queue[-1]:
+            self.batch_queue.pop()
+        return [self._output(name) for name in given]
+
+    def _output(self, name: str) -> Any:
+        tokens = list(range(self.made[name]))
+        logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
+        completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length")
+        return SimpleNamespace(finished=True, request_id=name, outputs=[completion])
+
+
+def states_of(vllm: AsyncEngineDouble) -> dict[str, Any]:
+    """Output-processor states of the running requests, by vLLM's internal ids."""
+    return {f"{name}-0": state_of(name, list(range(vllm.made[name]))) for name in vllm.left}
+
+
+def state_of(name: str, tokens: list[int]) -> Any:
+    logprobs = [{token: SimpleNamespace(logprob=-float(token)), 9: SimpleNamespace(logprob=-9.0)} for token in tokens]
+    return SimpleNamespace(
+        external_req_id=name,
+        detokenizer=SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens)),
+        logprobs_processor=SimpleNamespace(logprobs=logprobs),
+    )

@@ -1,0 +1,49 @@
+"""The definition of a model family: layout rules for Megatron and vLLM, names outside the layers, derived tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dagrl.refit.slices import WeightSlice
+from dagrl.workers.families.hf_config import ModelConfig
+from dagrl.workers.families.megatron import MegatronRank
+from dagrl.workers.families.vllm import VllmRank
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """Names of embedding, layers, final norm and head: in Hugging Face checkpoints, in Megatron and in vLLM."""
+
+    embedding: str = "model.embed_tokens.weight"
+    layer: str = "model.layers"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    megatron_norm: str = "final_layernorm"
+    vllm_embedding: str = "model.embed_tokens.weight"
+    vllm_layer: str = "model.layers"
+    vllm_norm: str = "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class DerivedRule:
+    """Tensors that vLLM computes from others after loading, and that each refit must recompute by `rule`.
+
+    `tensors` are their attribute names in vLLM's module at the path `module`.
+    """
+
+    rule: str
+    module: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The rules of one family. Layer rules yield the slices of one layer, given its name prefixes (HF, local)."""
+
+    name: str
+    model_types: tuple[str, ...]
+    megatron_layer: Callable[[ModelConfig, MegatronRank, int, str, str], Iterator[WeightSlice]]
+    vllm_layer: Callable[[ModelConfig, VllmRank, int, str, str], Iterator[WeightSlice]]
+    names: ParameterNames = ParameterNames()
+    derived: Callable[[ModelConfig, int, str], Iterator[DerivedRule]] = lambda model, layer, prefix: iter(())

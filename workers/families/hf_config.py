@@ -1,0 +1,140 @@
+"""A model's `config.json`: typed access, transformers' defaults, and the keys that decide what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dagrl.config import Json
+from dagrl.errors import ConfigError
+
+CHECKPOINT_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys that describe the checkpoint, not the model. Train and generation workers may differ in them."""
+
+MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "mixtral": {"num_key_value_heads": 8},
+    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
+    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128, "n_shared_experts": 1},
+}
+"""Defaults of transformers' configuration classes, by `model_type`, where they differ from ours. vLLM uses the same.
+
+They apply to a missing key, not to one that is null.
+"""
+
+
+def with_defaults(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns the `config.json` completed with `MODEL_DEFAULTS` of its `model_type`."""
+    return {**MODEL_DEFAULTS.get(str(hf_config.get("model_type")), {}), **hf_config}
+
+
+def check_query_groups(heads: int, kv_heads: int) -> None:
+    """Raises ConfigError unless the attention heads divide evenly over the key-value heads."""
+    if heads % kv_heads:
+        raise ConfigError(
+            f"the model's config.json has num_attention_heads = {heads}, not a multiple of num_key_value_heads = "
+            f"{kv_heads}; correct that file. A missing num_key_value_heads has transformers' default"
+        )
+
+
+def model_keys(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns all keys that affect the computation, also those that no shape shows, such as the rotary base.
+
+    Null keys are left out.
+    """
+    return {key: value for key, value in hf_config.items() if value is not None and key not in CHECKPOINT_KEYS}
+
+
+class ModelConfig:
+    """Typed access to a `config.json`. A missing key without a default raises a ConfigError that names it."""
+
+    def __init__(self, hf_config: Mapping[str, Json]) -> None:
+        self.config = with_defaults(hf_config)
+
+    def size(self, key: str, default: int | None = None, least: int = 0) -> int:
+        """Returns a whole number of at least `least`."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"the model's config.json has {key} = {value!r}; expected a whole number")
+        if value < least:
+            raise ConfigError(f"the model's config.json has {key} = {value}; expected a number of at least {least}")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Returns a boolean."""
+        value = self.config.get(key)
+        return default if value is None else bool(value)
+
+    def text(self, key: str, default: str = "") -> str:
+        """Returns a string."""
+        value = self.config.get(key)
+        return default if value is None else str(value)
+
+    def has(self, key: str) -> bool:
+        """Whether the key is present and not null."""
+        return self.config.get(key) is not None
+
+    @property
+    def type(self) -> str:
+        return self.text("model_type")
+
+    @property
+    def layers(self) -> int:
+        """Number of layers. Hybrid models may list the kind of each layer instead."""
+        kinds = self.config.get("layers_block_type")
+        return len(kinds) if isinstance(kinds, list) else self.size("num_hidden_layers", least=1)
+
+    @property
+    def hidden(self) -> int:
+        return self.size("hidden_size", least=1)
+
+    @property
+    def heads(self) -> int:
+        return self.size("num_attention_heads", least=1)
+
+    @property
+    def kv_heads(self) -> int:
+        count = self.size("num_key_value_heads", self.heads, least=1)
+        check_query_groups(self.heads, count)
+        return count
+
+    @property
+    def head_dim(self) -> int:
+        return self.size("head_dim", self.hidden // self.heads, least=1)
+
+    @property
+    def ffn(self) -> int:
+        return self.size("intermediate_size", least=1)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.size("vocab_size", least=1)
+
+    @property
+    def tied(self) -> bool:
+        return self.flag("tie_word_embeddings")
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalized per head."""
+        return self.type.startswith("qwen3")
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether query, key and value projections have a bias."""
+        return self.type.startswith("qwen2") or self.flag("attention_bias")

@@ -1,0 +1,140 @@
+"""Runs microbatches through Megatron's schedules: losses with gradients, losses only, or log-probabilities.
+
+Every result of a microbatch is a share of a sum over the global batch (see `dagrl.rl.losses`). Gradients are summed over
+microbatches, context-parallel and data-parallel workers, never averaged. Imported only where Megatron is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from dagrl.config import LossConfig
+from dagrl.rl.losses import LOSSES, Denominators
+from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
+from dagrl.workers.megatron.cuda_graphs import ModelPass
+from dagrl.workers.megatron.logprobs import OutputLayer, token_logprobs
+from dagrl.workers.megatron.microbatches import Microbatch, Microbatches
+
+LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class MicrobatchLoss:
+    """Computes a microbatch's share of the loss from its last hidden states. `layer` is None on earlier stages."""
+
+    name: str
+    config: LossConfig
+    denominators: Denominators
+    layer: OutputLayer | None
+
+    def __call__(self, microbatch: Microbatch, hidden: Tensor) -> LossResult:
+        """Returns the loss, a count of 0 (so Megatron does not divide), and the metrics. `hidden` [b, s, hidden size]."""
+        assert self.layer is not None, "the last pipeline stage has the output layer"
+        logprobs, entropy = token_logprobs(hidden, microbatch.labels, self.layer)
+        output = LOSSES[self.name](logprobs, microbatch.data, self.config, self.denominators)
+        metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
+        if self.name == "grpo":
+            before = entropy if self.config.force_on_policy_ratio else microbatch.data.get("entropy")
+            if before is not None:  # under the weights at the start of the batch
+                metrics["sums"][ENTROPY] = (before * microbatch.data["loss_mask"]).sum() / self.denominators.tokens
+        return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), metrics
+
+
+def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Calls Megatron's `finalize_model_grads` without dividing by the number of tokens."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+@dataclass(frozen=True)
+class BatchLosses:
+    """Metrics of a batch's microbatches, still on the device. `parts` is empty except on the last stage."""
+
+    parts: list[dict[str, dict[str, Tensor]]]
+    batch: Microbatches
+
+    def read(self) -> StepMetrics:
+        """Returns the metrics over all microbatches. Waits for the device, so launch other work first."""
+        sums, maxima = ([part[kind] for part in self.parts] for kind in ("sums", "maxima"))
+        tokens = {FILLED_TOKENS: self.batch.filled, PROCESSED_TOKENS: self.batch.processed}
+        return StepMetrics(sums=_merge(sums, torch.sum) | tokens, maxima=_merge(maxima, torch.amax))
+
+
+def run_losses(
+    chunks: list[Any], model_pass: ModelPass, batch: Microbatches, loss: MicrobatchLoss, backward: bool
+) -> BatchLosses:
+    """Computes the losses of all microbatches. With `backward`, accumulates and reduces gradients."""
+    return BatchLosses(_run(chunks, model_pass, batch, loss, forward_only=not backward), batch)
+
+
+def accumulate_losses(chunks: list[Any], model_pass: ModelPass, batch: Microbatches, loss: MicrobatchLoss) -> BatchLosses:
+    """Computes losses and accumulates gradients on each worker without reducing them."""
+    config = get_model_config(chunks[0])  # shared by all chunks
+    kept = config.finalize_model_grads_func, config.no_sync_func
+    config.finalize_model_grads_func = config.no_sync_func = (
+        None  # the schedule's own no_sync ends before the last microbatch
+    )
+    try:
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            return run_losses(chunks, model_pass, batch, loss, backward=True)
+    finally:
+        config.finalize_model_grads_func, config.no_sync_func = kept
+
+
+def run_logprobs(chunks: list[Any], model_pass: ModelPass, batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:
+    """Returns token-aligned log-probabilities and entropy [rows, width] on the last stage, else an empty list."""
+
+    def score(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        assert layer is not None, "the last pipeline stage has the output layer"
+        nothing = torch.zeros((), device=hidden.device)
+        return nothing, nothing.int(), token_logprobs(hidden, microbatch.labels, layer)
+
+    with torch.no_grad():
+        parts = _run(chunks, model_pass, batch, score, forward_only=True)
+        return [batch.assemble(columns) for columns in zip(*parts, strict=True)]
+
+
+def _run(
+    chunks: list[Any],
+    model_pass: ModelPass,
+    batch: Microbatches,
+    score: Callable[[Microbatch, Tensor], Any],
+    forward_only: bool,
+) -> list[Any]:
+    """Runs Megatron's schedule over all microbatches. Returns the reports of `score` on the last stage."""
+
+    def forward(microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        microbatch = next(microbatches)
+        return model_pass(chunk, microbatch), partial(score, microbatch)
+
+    iterators = [iter(batch.items) for _ in chunks]
+    several = len(chunks) > 1
+    results: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=len(batch.items),
+        seq_length=batch.shape[1],
+        micro_batch_size=batch.shape[0],
+        forward_only=forward_only,
+    )
+    return results
+
+
+def _merge(parts: list[dict[str, Tensor]], join: Callable[..., Tensor]) -> dict[str, float]:
+    """Reduces to one number per name, with one read from the device."""
+    if not parts or not parts[0]:
+        return {}
+    table = join(torch.stack([torch.stack([value.float() for value in part.values()]) for part in parts]), dim=0)
+    return dict(zip(parts[0], table.tolist(), strict=True))

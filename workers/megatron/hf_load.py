@@ -1,0 +1,163 @@
+"""Loads this rank's weights from a Hugging Face checkpoint. `hf_export.py` writes them.
+
+The weight layout (`dagrl.workers.megatron.weights`) maps boxes of HF parameters to local tensors. Only those boxes are read
+from the safetensors files. Before anything starts, `check_hf` checks the headers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dagrl.config import Json
+from dagrl.errors import CheckpointError
+from dagrl.refit.slices import WeightSlice, expand, volume
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
+
+
+def read_hf_config(directory: str | Path) -> dict[str, Json]:
+    """Returns the content of `config.json`. Raises CheckpointError if it cannot be read."""
+    path = Path(directory) / "config.json"
+    try:
+        content: dict[str, Json] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; policy.model_name must be a Hugging Face directory") from error
+    return content
+
+
+ParameterShapes = Mapping[str, tuple[int, ...]]
+"""Full shape of each parameter."""
+
+
+def check_hf(directory: str | Path, shapes: ParameterShapes) -> None:
+    """Raises the CheckpointError that `load_hf` would raise. Reads only file headers and sizes."""
+    for path, names in _by_file(shapes, shapes, directory).items():
+        with _opened(path) as file:
+            for name in names:
+                _check_stored(path, name, file.get_slice(name), shapes[name])
+
+
+def load_hf(
+    directory: str | Path, slices: Sequence[WeightSlice], shapes: ParameterShapes, tensors: Mapping[str, Tensor]
+) -> None:
+    """Fills `tensors` from the safetensors files in `directory`. Elements without a slice (vocabulary padding) become 0.
+
+    Raises CheckpointError unless the files have exactly the parameters of `shapes`, with those shapes.
+    """
+    slices = list(expand(slices))
+    _check_covered_here(slices, tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    pieces: dict[str, list[WeightSlice]] = {}
+    for piece in slices:
+        pieces.setdefault(piece.name, []).append(piece)
+    for path, names in _by_file(pieces, shapes, directory).items():
+        _load_file(path, [piece for name in names for piece in pieces[name]], shapes, tensors)
+
+
+def local_view(tensor: Tensor, piece: WeightSlice) -> Tensor:
+    """Returns the strided view of `tensor` that holds `piece.box`, in the box's shape."""
+    view = tensor[tuple(slice(start, stop) for start, stop in piece.local)]
+    return view.view(view.shape[len(piece.local) - len(piece.box) :]) if len(piece.local) > len(piece.box) else view
+
+
+def _check_covered_here(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> None:
+    """Checks that slices cover every element of every tensor, except vocabulary padding."""
+    covered = dict.fromkeys(tensors, 0)
+    for piece in slices:
+        if piece.tensor not in covered:
+            raise CheckpointError(f"the weight layout names {piece.tensor!r}, which the model does not have")
+        covered[piece.tensor] += volume(piece.box)
+    for name, tensor in tensors.items():
+        if covered[name] != tensor.numel() and not name.endswith(_VOCABULARY_TENSORS):
+            raise CheckpointError(f"the weight layout covers {covered[name]} of the {tensor.numel()} elements of {name!r}")
+
+
+def _by_file(names: Iterable[str], shapes: ParameterShapes, directory: str | Path) -> dict[Path, list[str]]:
+    """Groups the parameters `names` by file. The checkpoint must have all of them, and only parameters of `shapes`."""
+    files = _files(Path(directory))
+    _check_names(files, shapes, directory)
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(_file_of(name, files, directory), []).append(name)
+    return by_file
+
+
+def _files(directory: Path) -> dict[str, Path]:
+    """Returns the file of each parameter."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (directory / INDEX).exists():
+            index = json.loads((directory / INDEX).read_text())["weight_map"]
+            return {name: directory / file for name, file in index.items()}
+        with safe_open(directory / SINGLE, framework="np") as file:
+            return dict.fromkeys(file.keys(), directory / SINGLE)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read the weights in {directory}: {error}; expected {SINGLE}, or {INDEX} and its files"
+        ) from error
+
+
+def _check_names(files: Mapping[str, Path], shapes: ParameterShapes, directory: str | Path) -> None:
+    """Checks that the files have no foreign parameters. The head of tied embeddings and FP8 scales are ignored."""
+    unread = ("inv_freq", "_scale_inv", "k_scale", "v_scale", "lm_head.weight")
+    others = [name for name in sorted(files) if name not in shapes and not name.endswith(unread)]
+    if others:
+        raise CheckpointError(
+            f"{directory} has {len(others)} parameters that config.json does not define, such as {others[0]!r}; "
+            "config.json and the weights belong to different models"
+        )
+
+
+def _file_of(name: str, files: Mapping[str, Path], directory: str | Path) -> Path:
+    if name not in files:
+        raise CheckpointError(
+            f"{directory} has no parameter {name!r}, which config.json defines; the checkpoint belongs to another model"
+        )
+    return files[name]
+
+
+def _load_file(path: Path, pieces: Sequence[WeightSlice], shapes: ParameterShapes, tensors: Mapping[str, Tensor]) -> None:
+    with _opened(path, "pt") as file:
+        for piece in pieces:
+            part = file.get_slice(piece.name)
+            _check_stored(path, piece.name, part, shapes[piece.name])
+            local_view(tensors[piece.tensor], piece).copy_(part[tuple(slice(start, stop) for start, stop in piece.box)])
+
+
+@contextmanager
+def _opened(path: Path, framework: str = "np") -> Iterator[Any]:
+    """A safetensors file; opening it compares its size with its header. With `np` torch is not imported."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework=framework) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
+
+
+def _check_stored(path: Path, name: str, part: Any, expected: Sequence[int]) -> None:
+    """Checks that a stored parameter has the `expected` shape and a plain dtype."""
+    shape, dtype = list(part.get_shape()), part.get_dtype()
+    if shape != list(expected):
+        raise CheckpointError(
+            f"{path}: parameter {name!r} has shape {shape}, expected {list(expected)}; "
+            "config.json and the weights belong to different models"
+        )
+    if dtype not in _PLAIN_DTYPES:
+        raise CheckpointError(
+            f"{path}: parameter {name!r} is stored as {dtype}; training starts from {', '.join(_PLAIN_DTYPES)}: "
+            "dequantize the checkpoint first (generation can be in FP8 all the same: vllm_cfg.precision)"
+        )

@@ -1,0 +1,243 @@
+"""MegatronWorkerBase: the lifecycle of a train worker: checks, setup, process groups, abort and shutdown.
+
+`MegatronWorker` adds the phases. Heavy imports happen in `setup`, so the driver can import the class to trace phases.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagrl.channels.nccl import nccl_environment
+from dagrl.config import Config, Json
+from dagrl.config.settings import has_fp8_kv_cache
+from dagrl.errors import ConfigError, RunError
+from dagrl.refit.slices import WeightSlice
+from dagrl.rl.kept_logprobs import KeptLogprobs
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.megatron.accumulation import AccumulatedParts
+from dagrl.workers.megatron.architecture import check_layout, read_architecture
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from dagrl.channels.base import Channel
+    from dagrl.refit import RefitSender
+    from dagrl.workers.megatron.checkpoint import CheckpointSave
+    from dagrl.workers.megatron.kv_scales import KvScales
+    from dagrl.workers.megatron.model import ModelChunks
+    from dagrl.workers.megatron.offload import StatePart
+    from dagrl.workers.megatron.optimizer import Trainer
+    from dagrl.workers.megatron.reference import ReferencePolicy
+
+
+class MegatronWorkerBase:
+    """Holds one rank's part of the policy, by `context.layout`. `config.policy.model_name` is a Hugging Face directory."""
+
+    requires = ("megatron",)
+
+    def __init__(self, context: WorkerContext, config: Config) -> None:
+        self.context = context
+        self.config = config
+        self._hf_config: Mapping[str, Json] = {}
+        self._trainer: Trainer | None = None
+        self._reference: ReferencePolicy | None = None
+        self._sender: RefitSender | None = None
+        self._channel: Channel | None = None
+        self._saving: CheckpointSave | None = None
+        self._checkpoint_group: ProcessGroup | None = None
+        self._aborted = False
+        self._sending = False
+        self._kv_scales: KvScales | None = None
+        self._accumulated = AccumulatedParts()
+        self._kept = KeptLogprobs()
+        self._warm_widths: dict[str, set[int]] = {}  # widths of packed microbatches, by phase
+        self._stream: torch.cuda.Stream | None = None  # None: the default stream
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
+        from dagrl.workers.megatron.hf_load import check_hf
+        from dagrl.workers.megatron.weights import parameter_shapes
+
+        check_layout(hf_config, config.policy.megatron_cfg.layout)
+        if config.policy.megatron_cfg.cuda_graphs and read_architecture(hf_config).experts:
+            raise ConfigError(
+                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: the host learns their token counts "
+                "only while the step runs; set cuda_graphs=false"
+            )
+        ddp = config.policy.megatron_cfg.distributed_data_parallel_config
+        if ddp.overlap_param_gather and read_architecture(hf_config).experts:
+            raise ConfigError(
+                "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather is true, and the model has "
+                "experts: grouped expert products read weights without calling the modules that wait for them. Set it to "
+                "false"
+            )
+        if config.policy.model_name is not None:
+            check_hf(config.policy.model_name, parameter_shapes(hf_config))
+
+    @staticmethod
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        """Returns what `rank` of `layout` will hold, without a worker."""
+        from dagrl.workers.families.kv_scales import megatron_kv_scales
+        from dagrl.workers.megatron.weights import megatron_weight_slices
+
+        weights = megatron_weight_slices(hf_config, layout, rank)
+        return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if has_fp8_kv_cache(config) else ())]
+
+    @staticmethod
+    def environment(config: Config) -> dict[str, str]:
+        """Returns environment variables that must be set before torch is imported."""
+        threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads, **nccl_environment()}
+
+    def setup(self, address: str) -> None:
+        """Joins the group at `address`, builds this rank's part of the model and loads its weights.
+
+        On failure it frees groups and memory before raising, so the worker can be set up again.
+        """
+        from dagrl.workers.megatron.hf_load import read_hf_config
+
+        self._hf_config = read_hf_config(self._source)
+        check_layout(self._hf_config, self.context.layout)
+        if self.config.policy.megatron_cfg.cuda_graphs and self._device.type == "cpu":
+            raise ConfigError("policy.megatron_cfg.cuda_graphs is true, and this worker has no GPU; set it to false")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
+            try:
+                self._trainer = self._build(address)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # frames hold the model, and with it groups and threads
+                self.shutdown()
+                raise
+
+    def _build(self, address: str) -> Trainer:
+        from dagrl.workers.megatron import cpu
+
+        cpu.adapt()
+        from dagrl.workers.megatron.groups import start_checkpoint_group, start_groups
+        from dagrl.workers.megatron.hf_load import load_hf
+        from dagrl.workers.megatron.model import build_model
+        from dagrl.workers.megatron.optimizer import make_trainer
+        from dagrl.workers.megatron.weights import parameter_shapes
+
+        gc.freeze()  # full collections skip all imports; they run at different times on each worker
+        with self._running():
+            start_groups(self.context, address, self.config.seed)
+            self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
+            architecture = read_architecture(self._hf_config)
+            model = build_model(architecture, self.config.policy, self.context.layout, self._device)
+            shapes = parameter_shapes(self._hf_config)
+            load_hf(self._source, self._slices_of(self.context.rank), shapes, model.tensors())
+            self._kv_scales = self._make_kv_scales(model)
+            return make_trainer(model, self.config, self.context.layout)
+
+    def abort(self) -> None:
+        """Aborts this worker's collectives and channel, so that peers waiting for it raise."""
+        from dagrl.workers.megatron.groups import abort_groups
+
+        if self._channel is not None:
+            self._channel.abort(f"train worker {self.context.rank} was aborted")
+        if self._sending:  # no peer waits in Megatron's groups; training can continue, refits with a new channel
+            return
+        self._aborted = True
+        if self._trainer is not None:
+            self._trainer.forget_recordings()  # NCCL cannot end a communicator that a graph refers to
+        abort_groups()
+
+    def shutdown(self) -> None:
+        """Leaves the groups and drops the model."""
+        from dagrl.workers.megatron.groups import end_groups
+
+        if self._channel is not None:
+            self._channel.close()
+        if self._trainer is not None:
+            self._trainer.forget_recordings()
+            self._trainer.model.forget_microbatches()
+        self._trainer = self._sender = self._channel = self._reference = self._saving = None
+        self._checkpoint_group = self._kv_scales = None
+        end_groups()
+
+    def _ready(self, *needs: StatePart) -> Trainer:
+        """Returns the trainer. Raises RunError if the worker cannot run, or a needed part of the state is offloaded."""
+        if self._trainer is None:
+            raise RunError("the worker is not set up; call setup(address) on all workers of the group first")
+        self._check_aborted()
+        if needs:
+            self._trainer.offloader.require(needs, f"train worker {self.context.rank}")
+        return self._trainer
+
+    @contextmanager
+    def _running(self, *, sending: bool = False, training: bool = False) -> Iterator[None]:
+        """Context in which a phase runs: sets the thread's CUDA device and stream, and waits for the launched work.
+
+        Waiting attributes a failure to its phase. It does not cover copies of offloaded state, which have their own stream.
+        Aborted NCCL collectives end without raising, so the abort is checked afterwards. `sending` marks a refit, also
+        after it failed, until the next phase. `training` leaves an overlapped parameter gathering to the forward pass; other
+        phases complete it first. With `cuda_graphs` everything runs on the worker's own stream, as capture requires.
+        """
+        import torch
+
+        self._sending = False
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self._device)
+            if self.config.policy.megatron_cfg.cuda_graphs and self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            if self._trainer is not None and not training:
+                self._trainer.finish_param_gather()
+            self._sending = sending
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+        self._check_aborted()
+        self._sending = False
+
+    def _check_aborted(self) -> None:
+        if self._aborted:
+            raise RunError(f"train worker {self.context.rank} was aborted; restart the group")
+
+    @property
+    def _device(self) -> torch.device:
+        """This worker's device. With several visible GPUs: `LOCAL_RANK`, otherwise by rank."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        visible = torch.cuda.device_count()
+        local = self.context.rank if visible > 1 else 0
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", local)) % visible)
+
+    @property
+    def _source(self) -> Path:
+        if self.config.policy.model_name is None:
+            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
+        return Path(self.config.policy.model_name)
+
+    def _slices_of(self, rank: int) -> list[WeightSlice]:
+        """Returns the parts of a checkpoint that a rank holds."""
+        from dagrl.workers.megatron.weights import megatron_weight_slices
+
+        return megatron_weight_slices(self._hf_config, self.context.layout, rank)
+
+    def _make_kv_scales(self, model: ModelChunks) -> KvScales | None:
+        from dagrl.workers.megatron.kv_scales import KvScales
+
+        if not has_fp8_kv_cache(self.config):
+            return None
+        layers = model.architecture.layers
+        return KvScales(model.chunks, layers, self.context.layout, self.context.coordinates, self._device)
+
+    @property
+    def _files_group(self) -> ProcessGroup:
+        """The group in which workers wait for each other's files."""
+        assert self._checkpoint_group is not None, "`setup` creates it"
+        return self._checkpoint_group
