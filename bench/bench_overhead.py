@@ -1,4 +1,4 @@
-"""The overhead of a step under pytest-benchmark, e.g. for `--benchmark-compare`; names as in Ray's own benchmarks.
+"""The overhead of a step under pytest-benchmark, for `--benchmark-compare`. Names are as in Ray's own benchmarks.
 
 `multiple args` has one shard per worker: `dagrl_compiled` runs one graph per shard, `dagrl_fused` one graph for all.
 

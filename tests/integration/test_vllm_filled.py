@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
 
 def test_only_vocabulary_padding_may_stay_unwritten() -> None:
+    """The embedding is built without its constructor, which needs an initialized vLLM and sets nothing that is read here."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     from dagrl.workers.vllm.destinations import _check_filled

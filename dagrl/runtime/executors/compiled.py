@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayChannelError, RayChannelTimeoutError, RayTaskError
 
 from dagrl.errors import RunError, WorkerFailure
-from dagrl.runtime.edges.edge import EdgeType, MailboxSlot, make_mailbox
+from dagrl.runtime.edges.edge import Edge, EdgeType, MailboxSlot, make_mailbox
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.ring import KEPT
 from dagrl.runtime.executors import ray_dag
@@ -36,42 +36,26 @@ DEATH_S = 10.0
 
 
 class CompiledGraph:
-    """A live Ray Compiled Graph, run by dagrl's engine."""
+    """A live Ray Compiled Graph, run by dagrl's engine. `CompiledExecutor.compile` makes it.
 
-    def __init__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> None:
-        self._phase = graph.phase
+    `start`: the edge of its input, which the driver writes; `outputs`: the edges that the driver reads.
+    """
+
+    def __init__(
+        self, phase: str, limits: GraphLimits, dag: ray_dag.Dag, start: Edge, outputs: Outputs, gathering: Gathering
+    ) -> None:
+        self._phase = phase
         self._limits = limits
-        self._actors = ray_dag.distinct(actors)
-        accelerator = bool(accelerated(graph))
-        hosts = _hosts(actors, dict(zip(self._actors, self._prepare(accelerator), strict=True)))
-        self._gathering = Gathering.of(graph, limits.result_bytes, hosts)
-        graph = with_relays(self._gathering.graph, hosts, accelerated(self._gathering.graph))
-        near = _only_driver_reads(graph, hosts)
-        mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
-        slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
-        hints = _edge_types(graph, limits, slots)
-        inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
-        with ray_dag.driver_settings(limits), ray_dag.replaced_parts(accelerator):
-            bound = ray_dag.bind_graph(graph, actors, run_node, node_calls(graph, limits), hints, inputs)
-            self._dag = ray_dag.compile_dag(bound, self._phase, limits, accelerator)
-        (self._input,) = self._dag.dag_input_channels
-        writers = [
-            (ray_dag.actor_of(graph, actors, number)._actor_id.hex(), label_of(graph, graph.nodes[number]))
-            for number in graph.outputs
-        ]
-        self._outputs = Outputs(self._dag.dag_output_channels, mailbox, writers)
+        self._dag = dag
+        self._input = start
+        self._outputs = outputs
+        self._gathering = gathering
         self._submitted = 0
-
-    def _prepare(self, accelerator: bool) -> list[str]:
-        """Returns the workers' Ray nodes, from the threads that will run this graph."""
-        size = self._limits.result_bytes if accelerator else None
-        nodes: list[str] = ray_dag.call_loops(self._actors, _prepare_worker, [size] * len(self._actors), self._limits)
-        return nodes
 
     @property
     def reusable(self) -> bool:
         """Whether all of its loops are running."""
-        return len(self._running()) == len(self._actors)
+        return len(self._running()) == len(self._dag.worker_task_refs)
 
     def submit(self, packet: Packet) -> Submitted:
         """Writes the input; the scheduler has checked its size and the replays in flight.
@@ -136,7 +120,33 @@ class CompiledExecutor:
 
     def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> CompiledGraph:
         """Compiles the graph; its actors' loops run from here to its teardown."""
-        return CompiledGraph(graph, actors, limits)
+        accelerator = bool(accelerated(graph))
+        hosts = _hosts(actors, _prepare(actors, limits, accelerator))
+        gathering = Gathering.of(graph, limits.result_bytes, hosts)
+        graph = with_relays(gathering.graph, hosts, accelerated(gathering.graph))
+        near = _only_driver_reads(graph, hosts)
+        mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
+        slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
+        hints = _edge_types(graph, limits, slots)
+        inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
+        with ray_dag.driver_settings(limits), ray_dag.replaced_parts(accelerator):
+            bound = ray_dag.bind_graph(graph, actors, run_node, node_calls(graph, limits), hints, inputs)
+            dag = ray_dag.compile_dag(bound, graph.phase, limits, accelerator)
+        (start,) = dag.dag_input_channels
+        writers = [
+            (ray_dag.actor_of(graph, actors, number)._actor_id.hex(), label_of(graph, graph.nodes[number]))
+            for number in graph.outputs
+        ]
+        outputs = Outputs(dag.dag_output_channels, mailbox, writers)
+        return CompiledGraph(graph.phase, limits, dag, start, outputs, gathering)
+
+
+def _prepare(actors: Actors, limits: GraphLimits, accelerator: bool) -> dict[ActorHandle, str]:
+    """Returns the workers' Ray nodes, from the threads that will run the graph."""
+    workers = ray_dag.distinct(actors)
+    size = limits.result_bytes if accelerator else None
+    nodes = ray_dag.call_loops(workers, _prepare_worker, [size] * len(workers), limits)
+    return dict(zip(workers, nodes, strict=True))
 
 
 def _edge_types(graph: PhaseGraph, limits: GraphLimits, slots: Mapping[int, MailboxSlot]) -> list[EdgeType]:

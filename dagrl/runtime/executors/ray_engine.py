@@ -43,7 +43,7 @@ class PickledCall:
 
 
 @dataclass(frozen=True)
-class Submitted:
+class Executed:
     """A replay of one graph: the header of its input, and its outputs as Ray returned them."""
 
     header: Header
@@ -72,7 +72,7 @@ class RayGraph:
         with ray_dag.driver_settings(limits):
             bound = ray_dag.bind_graph(graph, actors, run_pickled, calls)
             self._dag = ray_dag.compile_dag(bound, self._phase, limits, bool(on_accelerators))
-        self._unread: queue.SimpleQueue[tuple[list[Any], Submitted] | None] = queue.SimpleQueue()
+        self._unread: queue.SimpleQueue[tuple[list[Any], Executed] | None] = queue.SimpleQueue()
         self._broken = False
         threading.Thread(target=self._read_outputs, name=f"dagrl-results-{self._phase}", daemon=True).start()
 
@@ -81,9 +81,9 @@ class RayGraph:
         """Whether no read of an output failed."""
         return not self._broken
 
-    def submit(self, packet: Packet) -> Submitted:
+    def submit(self, packet: Packet) -> Executed:
         """Executes the graph; the scheduler has checked the input's size and the replays in flight."""
-        submitted = Submitted(packet.header, Future())
+        submitted = Executed(packet.header, Future())
         try:
             outputs = self._dag.execute(_pickled(packet))
         except RayChannelTimeoutError as late:
@@ -105,7 +105,7 @@ class RayGraph:
                 submitted.outputs.set_exception(error)
             del item, outputs  # Ray's references keep the graph alive
 
-    def fetch(self, submitted: Submitted, timeout_s: float) -> list[Packet]:
+    def fetch(self, submitted: Executed, timeout_s: float) -> list[Packet]:
         """Returns the outputs' packets of a replay."""
         try:
             outputs = submitted.outputs.result(timeout_s)
@@ -114,7 +114,7 @@ class RayGraph:
         packets = [_unpickled(output, writer) for output, writer in zip(outputs, self._writers, strict=True)]
         return self._gathering.put_together(submitted.header, [packets[place].body for place in self._places])
 
-    def failures(self, submitted: Submitted) -> list[WorkerFailure]:
+    def failures(self, submitted: Executed) -> list[WorkerFailure]:
         """Returns nothing: failures arrive with all outputs."""
         return []
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dagrl.bench.deadline import BenchDeadline
+from dagrl.bench import refit_rank
+from dagrl.bench.deadline import TIME_IS_UP
 from dagrl.bench.refit import check
 from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
 from dagrl.bench.refit_plan import configuration
-from dagrl.bench.refit_rank import Rank
+from dagrl.bench.refit_rank import Rank, Settings
 from dagrl.bench.refit_report import report
 from dagrl.bench.refit_resharding import _along
 from dagrl.bench.report import BenchReport
@@ -86,12 +88,12 @@ def test_report_lists_left_out_and_failed_cases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("others", [True, False])
-def test_methods_without_time_are_left_out_on_all_ranks(others: bool) -> None:
+def test_methods_without_time_are_left_out_on_all_ranks(monkeypatch: pytest.MonkeyPatch, others: bool) -> None:
     """Even if this rank alone has enough time."""
     said: list[dict[str, Any]] = []
-    rank = Rank.__new__(Rank)
-    rank._deadline = BenchDeadline(60.0 if not others else -1.0)
-    rank._say = said.append
-    rank.control = SimpleNamespace(gather=lambda mine: [mine, others])  # type: ignore[assignment]
-    assert rank._is_late(TRIALS[0], "dagrl")
-    assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "dagrl", "left_out": "the time is up"}]
+    control = SimpleNamespace(gather=lambda mine: [mine, others], leave=lambda: None)
+    monkeypatch.setattr(refit_rank, "Control", lambda *given: control)
+    until = time.monotonic() + (-1.0 if others else 60.0)
+    settings = Settings(TRIALS[:1], on_gpus=False, real=False, rounds=1, control_port=0, ports=range(9), until=until)
+    Rank(settings, 0, said.append).run()
+    assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "all methods", "left_out": TIME_IS_UP}]

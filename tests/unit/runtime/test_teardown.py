@@ -69,16 +69,23 @@ def test_who_is_busy_elsewhere_or_not_ours_is_left_alone(
     assert sum(clock.waited) <= TIMEOUT_S
 
 
-def test_only_workers_whose_loops_go_on_count_as_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_workers_whose_loops_go_on_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(loops: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         ended = [loop for loop in loops if loop.startswith("ended")][:num_returns]
         return ended, [loop for loop in loops if loop not in ended]
 
-    graph = CompiledGraph.__new__(CompiledGraph)
+    killed = list[str]()
+    hangs = threading.Event()
     loops = {"a": "ended 1", "b": "goes on", "c": "ended 2"}
-    vars(graph)["_dag"] = SimpleNamespace(worker_task_refs=loops)
+    dag = SimpleNamespace(worker_task_refs=loops, teardown=lambda: hangs.wait(60.0))
     monkeypatch.setattr(compiled, "ray", SimpleNamespace(wait=wait))
-    assert graph._running() == ["b"]
+    monkeypatch.setattr(ray_dag, "ray", SimpleNamespace(kill=killed.append))
+    edges: Any = None
+    graph = CompiledGraph("train_step", LIMITS, dag, edges, edges, edges)
+    assert not graph.reusable
+    graph.teardown(0.2)
+    hangs.set()
+    assert killed == ["b"]
 
 
 def test_a_graph_that_is_compiled_after_its_deadline_is_given_back() -> None:
