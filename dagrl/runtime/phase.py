@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -42,27 +42,13 @@ class Role:
 
 
 def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
-    """Signatures, without `self`, of the public methods of a worker class; those of `async` methods are marked by
-    `of_async`.
-    """
+    """Signatures, without `self`, of the methods of a worker class."""
     found = {}
     for name, member in inspect.getmembers(worker_class, inspect.isfunction):
-        if not name.startswith("_") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
+        if not name.startswith("__") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
             signature = inspect.signature(member)
-            mine = signature.replace(parameters=list(signature.parameters.values())[1:])
-            is_async = inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
-            found[name] = of_async(mine) if is_async else mine
+            found[name] = signature.replace(parameters=list(signature.parameters.values())[1:])
     return found
-
-
-def of_async(signature: inspect.Signature) -> inspect.Signature:
-    """Marks the signature of an `async` method: it returns a coroutine, not the value in its annotation."""
-    return signature.replace(return_annotation=Coroutine)
-
-
-def is_of_async(signature: inspect.Signature) -> bool:
-    """Whether `of_async` marked this signature."""
-    return signature.return_annotation is Coroutine
 
 
 @dataclass(frozen=True)
@@ -247,13 +233,9 @@ class Tracer:
     def _check_call(self, role: Role, method: str, positional: int, constants: Mapping[str, Json]) -> None:
         if method not in role.methods:
             raise self.error(
-                f"the {role.name} worker has no method {method!r}; it has {', '.join(sorted(role.methods)) or 'none'}. "
+                f"the {role.name} worker has no method {method!r}; it has "
+                f"{', '.join(sorted(name for name in role.methods if not name.startswith('_'))) or 'none'}. "
                 "Correct the name, or add the method to the worker"
-            )
-        if is_of_async(role.methods[method]):
-            raise self.error(
-                f"node {role.name}.{method} is an `async def`, but a node ends when its method returns, so the coroutine is "
-                f"never awaited. Make {method} a plain `def`, or name a method that returns when the work is done"
             )
         try:
             role.methods[method].bind(*[None] * positional, **constants)

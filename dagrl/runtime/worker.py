@@ -1,7 +1,7 @@
 """What a worker class is given, what it may define, and what its methods may ask while a replay runs.
 
-A worker is any class whose constructor takes `(context, config)`. Phases name its methods; such a method cannot be an
-`async def`, because a node ends when its method returns. `WorkerHooks` are the methods that the runtime itself calls. What
+A worker is any class whose constructor takes `(context, config)`. Phases name its methods; an `async def` runs on the
+actor's event loop, and the node ends when it returns. `WorkerHooks` are the methods that the runtime itself calls. What
 the training loops and refits call is typed in `dagrl.run.worker_protocols` and `dagrl.refit.worker`.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import time
@@ -18,10 +17,21 @@ from dagrl import errors
 from dagrl.errors import DeadlineError, LayoutError, RunError, UserError, WorkerError, WorkerFailure, cause_first, error_text
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.deadline import Deadline
-from dagrl.runtime.executors.node import DIED, NO_ANSWER, NodeRun, Report, drain_runs, install, report, reset_tickets, where
+from dagrl.runtime.executors.node import (
+    DIED,
+    NO_ANSWER,
+    NodeRun,
+    Report,
+    abort,
+    drain_runs,
+    install,
+    report,
+    reset_tickets,
+    where,
+)
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Role, group_transports, is_of_async, methods_of, of_async
+from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.worker import WorkerContext
 
@@ -178,11 +188,13 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """A group around existing actors, in the layout's rank order. It never sets them up or kills them.
 
-        Several phases can be compiled on the actors if they were made with `concurrency_groups={"_ray_system": n}` for n
-        phases, and if their class has no `async` methods; such methods cannot be nodes. Nodes of one actor run one at a
-        time, however many threads (`max_concurrency`) it has. `health_group` names another of their concurrency groups,
-        which nothing else uses. Without it, the actors report what they run, and abort their collectives after a peer's
-        failure, only while their main thread is free. An actor belongs to one group at a time.
+        The actors may be of any class and made with any options. Nodes of one actor run one at a time, on threads of
+        their own however many threads (`max_concurrency`) it has; `async` methods run on its event loop. Plain calls
+        (`actor.method.remote()`) run as they do without a group, also while a node runs: one that has returned before
+        `replay` comes before it, and one that is sent after `result()` comes after it. `health_group` names one of the
+        actors' concurrency groups, which nothing else uses. Without it, the actors report what they run, and abort their
+        collectives after a peer's failure, only while their default group is free. An actor belongs to one group at a
+        time.
         """
         if len(handles) != layout.world_size:
             raise LayoutError(
@@ -193,13 +205,11 @@ class WorkerGroup:
             if (other := rank_of.setdefault(actor._actor_id, rank)) != rank:
                 raise LayoutError(f"ranks {other} and {rank} of role {role!r} are the same actor; give each rank its own")
         signatures = handles[0]._ray_method_signatures
-        methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("_")}
-        traced = Role(role, layout, methods, transports)
+        methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("__")}
         deadline = Deadline(call_timeout_s, "call_timeout_s")
-        group = cls(traced, handles, owned=False, deadline=deadline, health_group=health_group)
-        known = {name: of_async(methods[name]) for name in group.call_function(_async_methods)[0] if name in methods}
-        group.role = dataclasses.replace(traced, methods=methods | known)
-        return group
+        return cls(
+            Role(role, layout, methods, transports), handles, owned=False, deadline=deadline, health_group=health_group
+        )
 
     def replace_workers(self, ranks: Sequence[int], timeout_s: float = 180.0) -> None:
         """Starts the workers of `ranks` again in new actors, killing the old ones, and sets all workers up again.
@@ -307,7 +317,7 @@ class WorkerGroup:
     def abort(self, ranks: Sequence[int]) -> None:
         """Makes workers abort their collectives. Does not wait for them."""
         for rank in ranks:
-            self._health(self.actors[rank], _abort)
+            self._health(self.actors[rank], abort)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kills workers that do not end by themselves, if this group created them."""
@@ -431,18 +441,6 @@ def _raised_in_constructor(died: ray.exceptions.RayActorError) -> tuple[str, str
 def first_line(error: Exception) -> str:
     """The first line of an error of Ray's, without Ray's advice."""
     return str(error).strip().splitlines()[0]
-
-
-def _abort(worker: object) -> None:
-    """Runs in the worker."""
-    abort = getattr(worker, "abort", None)
-    if abort is not None:
-        abort()
-
-
-def _async_methods(worker: object) -> list[str]:
-    """The names of the worker's `async` methods, which actor handles do not tell. Runs in the worker."""
-    return [name for name, signature in methods_of(type(worker)).items() if is_of_async(signature)]
 
 
 def free_address(worker: object) -> str:

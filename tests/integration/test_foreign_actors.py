@@ -1,7 +1,8 @@
-"""Actors that somebody else made, with several threads or `async` methods: turns and the order of nodes hold there too."""
+"""Actors that somebody else made, of any class and options: any number of phases, in turns and in order, on all of them."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import ray
 
-from dagrl.errors import GraphError, PhaseError
+from dagrl.errors import PhaseError
 from dagrl.runtime.executors.eager import takes_in_order
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker import in_warmup
 from dagrl.runtime.worker_group import WorkerGroup
 
 
@@ -45,8 +47,25 @@ class Threaded:
 class WithEventLoop(Threaded):
     """Ray runs all methods of such an actor on one event loop, up to 1000 of them at once."""
 
-    async def later(self, value: int) -> int:
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = asyncio.Lock()
+        self.released = asyncio.Event()
+
+    async def later(self, value: int) -> tuple[int, bool, str]:
+        async with self.lock:  # of the event loop that runs this actor's methods
+            await asyncio.sleep(0.001)
+        return value, in_warmup(), threading.current_thread().name
+
+    async def thread(self) -> str:
+        return threading.current_thread().name
+
+    async def until_released(self, value: int) -> int:
+        await self.released.wait()
         return value
+
+    async def release(self) -> None:
+        self.released.set()
 
 
 @phase
@@ -78,6 +97,11 @@ def awaits(train: Shard, value):
     return train.map("later", value)
 
 
+@phase
+def blocked(train: Shard, value):
+    return train.map("until_released", value)
+
+
 ORDER = {"two": ["first", "second"], "one": ["alone"], "back_and_forth": ["out", "back", *(f"after {n}" for n in range(6))]}
 """The nodes of worker 0 in each phase."""
 
@@ -98,7 +122,16 @@ def with_an_event_loop() -> list[Any]:
     return two_actors(WithEventLoop)
 
 
-@pytest.fixture(params=[with_two_threads, with_four_threads, with_an_event_loop])
+def with_concurrency_groups() -> list[Any]:
+    made = ray.remote(num_cpus=0, concurrency_groups={"io": 2})(Threaded)
+    return [made.options(max_concurrency=3).remote() for _ in range(2)]
+
+
+def plain() -> list[Any]:
+    return two_actors(Threaded)
+
+
+@pytest.fixture(params=[plain, with_two_threads, with_four_threads, with_an_event_loop, with_concurrency_groups])
 def actors(cluster: None, request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     make: Callable[[], list[Any]] = request.param
     made = make()
@@ -159,22 +192,61 @@ def test_failures_of_an_actor_with_threads_hold_up_nobody(cluster: None) -> None
     ray.kill(actors[0])
 
 
-def test_compiled_nodes_keep_their_order_too(actors: list[Any]) -> None:
+def test_compiled_phases_of_any_number_keep_their_order_too(actors: list[Any]) -> None:
     with scheduler_of(actors, "compiled") as scheduler:
-        scheduler.add(two, warmup_value=0)  # such actors have a thread for one graph
+        phases = [two, one, back_and_forth]
+        more = [phase(name=f"more_{number}")(one.function) for number in range(4)]
+        for item in (*phases, *more):
+            scheduler.add(item, warmup_value=0)
         scheduler.compile()
-        replays = [scheduler.replay(two, value) for value in range(5)]
-        assert [replay.result() for replay in replays] == [([value] * 4,) for value in range(5)]
+        started = [(item, value) for value in range(3) for item in (two, more[value], back_and_forth, one)]
+        replays = [scheduler.replay(item, value) for item, value in started]
+        for replay, (_, value) in zip(replays, started, strict=True):
+            assert set(replay.result()[0]) == {value}
         begun, overlapped = scheduler.groups["train"].call("history")[0]
-    assert begun == [(name, value) for value in range(5) for name in ORDER["two"]] and not overlapped
+    order = {**ORDER, **{item.name: ORDER["one"] for item in more}}
+    assert begun == [(name, value) for item, value in started for name in order[item.name]] and not overlapped
 
 
-def test_async_methods_of_foreign_actors_are_refused_when_a_phase_is_added(cluster: None) -> None:
-    """Handles of actors do not tell which methods are `async`."""
+@pytest.mark.parametrize("executor", ["compiled", "eager"])
+def test_async_methods_run_on_the_event_loop_of_their_actor(cluster: None, executor: str) -> None:
     actors = with_an_event_loop()
-    with scheduler_of(actors, "eager") as scheduler:
-        with pytest.raises(GraphError, match=r"phase 'awaits': node train\.later is an `async def`"):
-            scheduler.add(awaits, warmup_value=0)
-        scheduler.add(one, warmup_value=0)
+    with scheduler_of(actors, executor) as scheduler:
+        for item in (awaits, one):
+            scheduler.add(item, warmup_value=0)
+        scheduler.compile()
+        loops = ray.get([actor.thread.remote() for actor in actors])
+        replays = [scheduler.replay(item, 1) for item in (awaits, one, awaits)]
+        found = [replay.result() for replay in replays]
+    assert found == [([(1, False, name) for name in loops],), ([1, 1],), ([(1, False, name) for name in loops],)]
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_plain_calls_run_while_a_node_waits_on_the_event_loop(cluster: None) -> None:
+    actors = with_an_event_loop()
+    with scheduler_of(actors, "compiled") as scheduler:
+        scheduler.add(blocked, warmup_value=0)
+        scheduler.compile()
+        replay = scheduler.replay(blocked, 5)
+        assert ray.get([actor.later.remote(3) for actor in actors])[0][0] == 3
+        assert not replay.ready()
+        ray.get([actor.release.remote() for actor in actors])
+        assert replay.result() == ([5, 5],)
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_a_coroutine_that_does_not_end_is_cancelled_and_its_actor_goes_on(cluster: None) -> None:
+    actors = with_an_event_loop()
+    with scheduler_of(actors, "compiled") as scheduler:
+        for item in (blocked, one):
+            scheduler.add(item, warmup_value=0)
+        scheduler.compile()
+        with pytest.raises(PhaseError, match=r"(?s)hung.*train\[0\]\.until_released"):
+            scheduler.replay(blocked, 5, deadline_s=0.5).result()
+        scheduler.recover()
+        assert scheduler.replay(one, 6).result() == ([6, 6],)
+        assert ray.get(actors[0].later.remote(3))[0] == 3
     for actor in actors:
         ray.kill(actor)

@@ -3,7 +3,7 @@
 How each limit of Ray's engine is handled (docs/runtime.md has the whole list):
 
 - Channels have a fixed size, set before compiling. The scheduler rejects larger inputs, the worker larger results.
-- Actors run one live graph by default; actors made by `WorkerGroup` have a thread for each of several graphs.
+- Actors run one live graph by default, on a thread of Ray's; our loops have threads of their own, any number on any actor.
 - Ray's shared-memory channels poll, grow and leave semaphores behind; `edge.py` replaces them.
 - Ray's loop takes 10 us per node on top of reading, running and writing; `loop.py` replaces it.
 - Ray starts a proxy actor of the driver for each graph; ours share one (`ray_dag.py`).
@@ -12,19 +12,23 @@ How each limit of Ray's engine is handled (docs/runtime.md has the whole list):
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
+import uuid
 from collections.abc import Mapping
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayChannelError, RayChannelTimeoutError, RayTaskError
+from ray.exceptions import RayChannelError, RayChannelTimeoutError, RayError, RayTaskError
 
 from dagrl.errors import RunError, WorkerFailure
 from dagrl.runtime.edges.edge import Edge, EdgeType, MailboxSlot, make_mailbox
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.ring import KEPT
-from dagrl.runtime.executors import ray_dag
+from dagrl.runtime.executors import deaths, ray_dag
 from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, label_of, node_calls, result_rooms
+from dagrl.runtime.executors.loop import loop_runs, wait_for_loop
 from dagrl.runtime.executors.node import HasState, run_node
 from dagrl.runtime.executors.outputs import Outputs, Submitted
 from dagrl.runtime.graph import PhaseGraph, WorkerRef
@@ -38,24 +42,43 @@ DEATH_S = 10.0
 class CompiledGraph:
     """A live Ray Compiled Graph, run by dagrl's engine. `CompiledExecutor.compile` makes it.
 
-    `start`: the edge of its input, which the driver writes; `outputs`: the edges that the driver reads.
+    `name`: that of its loops; `start`: the edge of its input, which the driver writes; `outputs`: the edges that the driver
+    reads.
     """
 
     def __init__(
-        self, phase: str, limits: GraphLimits, dag: ray_dag.Dag, start: Edge, outputs: Outputs, gathering: Gathering
+        self,
+        phase: str,
+        limits: GraphLimits,
+        dag: ray_dag.Dag,
+        name: str,
+        start: Edge,
+        outputs: Outputs,
+        gathering: Gathering,
     ) -> None:
         self._phase = phase
         self._limits = limits
         self._dag = dag
+        self._name = name
+        self._actors = tuple(dag.worker_task_refs)
         self._input = start
         self._outputs = outputs
         self._gathering = gathering
         self._submitted = 0
+        deaths.watch(self, self._actors)
 
     @property
     def reusable(self) -> bool:
         """Whether all of its loops are running."""
-        return len(self._running()) == len(self._dag.worker_task_refs)
+        asked = [ray_dag.call_loop(actor, loop_runs, self._name) for actor in self._actors]
+        try:
+            return all(ray.get(asked, timeout=self._limits.teardown_s))
+        except RayError:  # a worker died, or does not answer
+            return False
+
+    def on_death(self) -> None:
+        """Tears the graph down after a death, so that no process waits for the dead one."""
+        threading.Thread(target=self._dag.teardown, name=f"dagrl-death-{self._phase}", daemon=True).start()
 
     def submit(self, packet: Packet) -> Submitted:
         """Writes the input; the scheduler has checked its size and the replays in flight.
@@ -90,7 +113,8 @@ class CompiledGraph:
 
         A death comes first if there is one: peers lose their links to a dead worker before Ray knows of its death.
         """
-        running, raised = list(self._dag.worker_task_refs.values()), list[RayTaskError]()
+        self.on_death()
+        running, raised = list(self._ends.values()), list[RayTaskError]()
         deadline = time.monotonic() + DEATH_S
         while running and (left := deadline - time.monotonic()) > 0:
             ended, running = ray.wait(running, timeout=left)
@@ -104,12 +128,23 @@ class CompiledGraph:
 
     def teardown(self, timeout_s: float) -> None:
         """Stops the graph within `timeout_s`; see `teardown_dag`."""
-        ray_dag.teardown_dag(self._dag, self._phase, self._limits, lambda seconds: self._running(), timeout_s)
+        deaths.unwatch(self)
+        ray_dag.teardown_dag(self._stop, self._phase, self._limits, lambda seconds: self._running(0.0), timeout_s)
 
-    def _running(self) -> list[ActorHandle]:
-        """Returns the actors whose loops have not ended."""
-        loops = {loop: actor for actor, loop in self._dag.worker_task_refs.items()}
-        _, running = ray.wait(list(loops), num_returns=len(loops), timeout=0)
+    @functools.cached_property
+    def _ends(self) -> dict[ActorHandle, ray.ObjectRef]:
+        """A reference for each actor, available once its loop has ended. Holds one of Ray's threads for loops until then."""
+        return {actor: ray_dag.call_loop(actor, wait_for_loop, self._name) for actor in self._actors}
+
+    def _stop(self) -> None:
+        """Closes the edges and waits for the loops."""
+        self._dag.teardown()
+        self._running(None)
+
+    def _running(self, timeout_s: float | None) -> list[ActorHandle]:
+        """Returns the actors whose loops have not ended within `timeout_s`. None: waits for all."""
+        loops = {loop: actor for actor, loop in self._ends.items()}
+        _, running = ray.wait(list(loops), num_returns=len(loops), timeout=timeout_s)
         return [loops[loop] for loop in running]
 
 
@@ -129,7 +164,8 @@ class CompiledExecutor:
         slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
         hints = _edge_types(graph, limits, slots)
         inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
-        with ray_dag.driver_settings(limits), ray_dag.replaced_parts(accelerator):
+        name = f"{graph.phase}-{uuid.uuid4().hex}"
+        with ray_dag.driver_settings(limits), ray_dag.replaced_parts(name, accelerator):
             bound = ray_dag.bind_graph(graph, actors, run_node, node_calls(graph, limits), hints, inputs)
             dag = ray_dag.compile_dag(bound, graph.phase, limits, accelerator)
         (start,) = dag.dag_input_channels
@@ -138,7 +174,7 @@ class CompiledExecutor:
             for number in graph.outputs
         ]
         outputs = Outputs(dag.dag_output_channels, mailbox, writers)
-        return CompiledGraph(graph.phase, limits, dag, start, outputs, gathering)
+        return CompiledGraph(graph.phase, limits, dag, name, start, outputs, gathering)
 
 
 def _prepare(actors: Actors, limits: GraphLimits, accelerator: bool) -> dict[ActorHandle, str]:

@@ -3,14 +3,19 @@
 It replaces Ray's loop (`do_exec_tasks` in ray/dag/compiled_dag_node.py), which spends about 10 us per node on schedules,
 futures, streams and devices. Graphs with edges between accelerators need those and keep Ray's loop.
 
-A loop ends when an edge is closed, as teardown does. If it ended because a link to another host was lost, it raises that.
-Ray's monitor (`CompiledDAG._monitor_failures`) then tears the graph down, as after a death, so that no process blocks.
+A loop runs on a thread of its own, so that an actor of any class, made with any options, runs any number of graphs: Ray's
+threads for loops (`_ray_system`) cannot be added to an actor that exists.
+
+A loop ends when an edge is closed, as teardown does, and then closes all edges of its tasks, so that no process blocks. If
+it ended because a link to another host was lost, `wait_for_loop` raises that.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,6 +37,49 @@ class Task(Protocol):
 
     def prepare(self, overlap_gpu_communication: bool = False) -> None:
         """Open the edges."""
+
+    def cancel(self) -> None:
+        """Close the edges."""
+
+
+_loops: dict[str, Future[None]] = {}
+"""The loops of this process by name, until `wait_for_loop` has told how they ended."""
+
+
+def start_loop(run: Callable[..., None], name: str, worker: HasState, tasks: Sequence[Task], *rays: object) -> None:
+    """Starts `run(worker, tasks, *rays)`, a loop, on a thread of its own. Runs in the worker.
+
+    `name` is that of its graph; `rays` are the other arguments of Ray's loop.
+    """
+    ended = _loops[name] = Future[None]()
+
+    def loop() -> None:
+        try:
+            try:
+                run(worker, tasks, *rays)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        except BaseException as error:  # raised by `wait_for_loop`
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=loop, name=f"dagrl-loop-{name}", daemon=True).start()
+
+
+def wait_for_loop(worker: HasState, name: str) -> None:
+    """Waits for the end of a loop, and raises what ended it. Runs in the worker."""
+    if name in _loops:
+        try:
+            _loops[name].result()
+        finally:
+            _loops.pop(name, None)
+
+
+def loop_runs(worker: HasState, name: str) -> bool:
+    """Whether a loop is running. Runs in the worker."""
+    return name in _loops and not _loops[name].done()
 
 
 def run_tasks(worker: HasState, tasks: Sequence[Task], *rays: object) -> None:

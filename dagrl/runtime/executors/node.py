@@ -6,7 +6,10 @@ that phases name. A `NodeState` holds what a worker's process remembers between 
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import importlib
+import inspect
 import logging
 import os
 import socket
@@ -15,8 +18,10 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Coroutine
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ray
 
@@ -169,6 +174,7 @@ class NodeState:
     gate: TicketGate = field(default_factory=TicketGate)
     runs: deque[Run] = field(default_factory=lambda: deque(maxlen=TRACE_CAPACITY))
     activity: tuple[str, int, str, int, float] | None = None  # phase, replay, label, thread and start of what is running
+    coroutine: Future[Any] | None = None  # the coroutine that the running node waits for
 
 
 _STATE = "_dagrl_node_state"
@@ -283,11 +289,37 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
     if call.kind == "collect":
         return args
     method = getattr(worker, call.method)
-    if call.kind == "reduce":
-        return method(args)
+    constants = call.constants
     if call.copied:
-        return method(*args, **call.constants | {name: copy.deepcopy(call.constants[name]) for name in call.copied})
-    return method(*args, **call.constants)
+        constants = constants | {name: copy.deepcopy(constants[name]) for name in call.copied}
+    value = method(args) if call.kind == "reduce" else method(*args, **constants)
+    return _awaited(worker, call, value) if inspect.iscoroutine(value) else value
+
+
+def _awaited(worker: HasState, call: NodeCall, coroutine: Coroutine[Any, Any, object]) -> object:
+    """Runs a coroutine on the actor's event loop, where its `async` methods run, until it ends or is aborted."""
+    state = state_of(worker)
+    state.coroutine = asyncio.run_coroutine_threadsafe(coroutine, _event_loop(call))
+    try:
+        return state.coroutine.result()
+    except CancelledError:
+        raise RunError(f"{call.label} was aborted while it ran on the actor's event loop") from None
+    finally:
+        state.coroutine = None
+
+
+def _event_loop(call: NodeCall) -> asyncio.AbstractEventLoop:
+    """Returns the event loop of the actor's default concurrency group. Ray has no public way to get it."""
+    core = ray._private.worker.global_worker.core_worker
+    if not core.current_actor_is_asyncio():
+        raise RunError(
+            f"{call.label} returned a coroutine, but its actor has no event loop: Ray gives one to actors whose class has "
+            "an `async def` method. Await it inside the method, or make the method an `async def`"
+        )
+    constructor = importlib.import_module("ray._raylet").PythonFunctionDescriptor("", "__init__", "")
+    loop, _ = core.get_event_loop(constructor, "")
+    assert isinstance(loop, asyncio.AbstractEventLoop)
+    return loop
 
 
 def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseException) -> WorkerFailure:
@@ -334,6 +366,14 @@ def drain_runs(worker: HasState) -> list[NodeRun]:
     """Returns the node runs since the last call, oldest first."""
     runs = state_of(worker).runs
     return [NodeRun(*runs.popleft()) for _ in range(len(runs))]
+
+
+def abort(worker: HasState) -> None:
+    """Ends what the worker waits for: its collectives by its `abort()`, and a coroutine by cancelling it."""
+    _abort(worker)
+    coroutine = state_of(worker).coroutine
+    if coroutine is not None:
+        coroutine.cancel()
 
 
 def reset_tickets(worker: HasState, ticket: int) -> None:

@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, packet_sources
-from dagrl.runtime.executors.loop import raise_lost_link, run_tasks
+from dagrl.runtime.executors.loop import raise_lost_link, run_tasks, start_loop
 from dagrl.runtime.executors.node import HasState
 from dagrl.runtime.graph import PhaseGraph
 
@@ -37,7 +37,8 @@ IDLE_S = 5.0
 """Ray's loop wakes at least this often while it waits for input."""
 
 LOOPS = "_ray_system"
-"""Ray's concurrency group for graph loops; it has one thread unless the actor was made with more."""
+"""Ray's concurrency group for graph loops; it has one thread unless the actor was made with more. Each live graph of Ray's
+engine holds one; dagrl's loops have threads of their own (`loop.py`), and need it only to start and to end."""
 
 PATIENCE = 0.8
 """Share of a teardown's time after which actors with running loops are killed; the rest is for their end."""
@@ -65,11 +66,13 @@ def _known_parts() -> dict[str, Callable[[], bool]]:
             _names(name, nodes().CompiledDAG.__init__)
             for name in ("dag_input_channels", "dag_output_channels", "worker_task_refs")
         ),
+        "ActorHandle._get_local_state": lambda: callable(ActorHandle._get_local_state),
         "ExecutableTask.task_inputs, input_channels, output_channels": lambda: all(
             _names(name, nodes().ExecutableTask.__init__) for name in ("task_inputs", "input_channels", "output_channels")
         ),
-        "ExecutableTask.prepare(self, overlap_gpu_communication)": lambda: (
+        "ExecutableTask.prepare(self, overlap_gpu_communication), cancel(self)": lambda: (
             _parameters(nodes().ExecutableTask.prepare) == ["self", "overlap_gpu_communication"]
+            and _parameters(nodes().ExecutableTask.cancel) == ["self"]
         ),
         "_ExecutableTaskInput.input_variant, resolve": lambda: (
             _names("input_variant", nodes()._ExecutableTaskInput.__init__) and callable(nodes()._ExecutableTaskInput.resolve)
@@ -139,22 +142,24 @@ def distinct(actors: Actors) -> list[ActorHandle]:
 
 
 def call_loops(actors: Sequence[ActorHandle], function: Callable[..., Any], args: Sequence[Any], limits: GraphLimits) -> Any:
-    """Calls `function(worker, args[i])` on a thread for loops of each actor; each live graph holds one such thread.
+    """Calls `function(worker, args[i])` on one of Ray's threads for loops of each actor.
 
     Raises TimeoutError for an actor without a free one.
     """
-    called = [
-        actor.__ray_call__.options(concurrency_group=LOOPS).remote(function, arg)
-        for actor, arg in zip(actors, args, strict=True)
-    ]
+    called = [call_loop(actor, function, arg) for actor, arg in zip(actors, args, strict=True)]
     try:
         return ray.get(called, timeout=limits.compile_s)
     except GetTimeoutError as late:
         raise TimeoutError(
-            f"a worker had no free thread for its loop within {limits.compile_s:.0f} s. An actor runs as many graphs at "
-            f'once as it has threads for them; make it with concurrency_groups={{"{LOOPS}": n}} for n phases '
-            "(WorkerGroup.create does), and of a class without async methods"
+            f"a worker had no free thread of Ray's for loops within {limits.compile_s:.0f} s. A compiled graph of Ray's own "
+            f'engine holds one; make the actor with concurrency_groups={{"{LOOPS}": n}} for n of them (WorkerGroup.create '
+            "does), or tear down the graph that somebody else compiled on it"
         ) from late
+
+
+def call_loop(actor: ActorHandle, function: Callable[..., Any], *args: object) -> ray.ObjectRef:
+    """Calls `function(worker, *args)` on one of the actor's threads for loops."""
+    return actor.__ray_call__.options(concurrency_group=LOOPS).remote(function, *args)
 
 
 def set_channel_size(size: int, accelerator: bool) -> None:
@@ -205,15 +210,19 @@ def _tear_down_unused(compiled: Future[Dag]) -> None:
 
 
 def teardown_dag(
-    dag: Dag, phase: str, limits: GraphLimits, running: Callable[[float], list[ActorHandle]], timeout_s: float
+    stop: Callable[[], None],
+    phase: str,
+    limits: GraphLimits,
+    running: Callable[[float], list[ActorHandle]],
+    timeout_s: float,
 ) -> None:
-    """Cancels the loops within `timeout_s`; kills the actors whose loops keep running for most of that time, if ours.
+    """Ends the loops by `stop()` within `timeout_s`; kills actors of ours whose loops keep running for most of that time.
 
     `running(seconds)` returns these actors. Ray also waits for an actor's plain calls; those get no actor killed, as the
     loops end without them.
     """
     deadline = time.monotonic() + timeout_s
-    stopper = threading.Thread(target=dag.teardown, name=f"dagrl-teardown-{phase}", daemon=True)
+    stopper = threading.Thread(target=stop, name=f"dagrl-teardown-{phase}", daemon=True)
     stopper.start()
     stopper.join(PATIENCE * timeout_s)
     if stopper.is_alive() and (stuck := running(max(0.0, deadline - time.monotonic()) / 2)):
@@ -245,15 +254,15 @@ def driver_settings(limits: GraphLimits) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_parts(accelerator: bool) -> Iterator[None]:
-    """Replaces Ray's loop and its driver proxies for graphs compiled inside.
+def replaced_parts(name: str, accelerator: bool) -> Iterator[None]:
+    """Replaces Ray's loop and its driver proxies for a graph, called `name`, compiled inside.
 
-    Graphs with edges between accelerators keep Ray's loop. All graphs of a driver share one proxy actor; Ray starts one, a
-    whole process, for each graph (ray/dag/compiled_dag_node.py, `CompiledDAG.__init__`).
+    Graphs with edges between accelerators keep Ray's loop, on a thread of ours. All graphs of a driver share one proxy
+    actor; Ray starts one, a whole process, for each graph (ray/dag/compiled_dag_node.py, `CompiledDAG.__init__`).
     """
     nodes: Any = importlib.import_module("ray.dag.compiled_dag_node")
     loop, proxy_class = nodes.do_exec_tasks, nodes.CompiledDAG.DAGDriverProxyActor
-    nodes.do_exec_tasks = run_rays_tasks if accelerator else run_tasks
+    nodes.do_exec_tasks = functools.partial(start_loop, run_rays_tasks if accelerator else run_tasks, name)
     nodes.CompiledDAG.DAGDriverProxyActor = _SharedProxy(_driver_proxy(proxy_class))
     try:
         yield

@@ -121,7 +121,7 @@ class RayGraph:
     def teardown(self, timeout_s: float) -> None:
         """Stops the graph within `timeout_s`; see `teardown_dag`."""
         self._unread.put(None)
-        ray_dag.teardown_dag(self._dag, self._phase, self._limits, self._running, timeout_s)
+        ray_dag.teardown_dag(self._dag.teardown, self._phase, self._limits, self._running, timeout_s)
 
     def _running(self, timeout_s: float) -> list[ActorHandle]:
         """Returns the actors that report a running node of this phase; one that is busy with a plain call does not."""

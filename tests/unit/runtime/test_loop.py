@@ -182,12 +182,12 @@ def live_graph(
     loops: Iterable[str] = (),
 ) -> CompiledGraph:
     """A graph with these edges, whose workers' loops have these names; without Ray."""
-    dag = SimpleNamespace(worker_task_refs={name: name for name in loops})
+    dag = SimpleNamespace(worker_task_refs={name: name for name in loops}, teardown=lambda: None)
     start: Any = SimpleNamespace(write=write)
     outputs: Any = SimpleNamespace(read=read)
     gathering: Any = SimpleNamespace(put_together=lambda header, parts: parts)
     limits = GraphLimits(1 << 16, 1 << 16, max_in_flight=2, compile_s=1.0, replay_s=7.0, teardown_s=1.0)
-    return CompiledGraph("train_step", limits, dag, start, outputs, gathering)
+    return CompiledGraph("train_step", limits, dag, "its loops", start, outputs, gathering)
 
 
 def told(monkeypatch: pytest.MonkeyPatch, loops: dict[str, Exception | None]) -> None:
@@ -202,6 +202,8 @@ def told(monkeypatch: pytest.MonkeyPatch, loops: dict[str, Exception | None]) ->
 
     fake = SimpleNamespace(wait=lambda running, timeout: (running[:1], running[1:]), get=get)
     monkeypatch.setattr(compiled, "ray", fake)
+    monkeypatch.setattr(ray_dag, "call_loop", lambda actor, function, name: actor)
+    monkeypatch.setattr(compiled, "deaths", SimpleNamespace(watch=lambda graph, actors: None))
     live_graph(read=closed, loops=loops).fetch(Submitted(1, HEADER), 3.0)
 
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,17 +34,12 @@ class Worker:
     def scaled(self, x: object, factor: float = 1.0, names: list[str] | None = None) -> object: ...
     def pair(self, x: object, y: object) -> object: ...
     def total(self, parts: list[object]) -> object: ...
-    def _hidden(self, x: object) -> object: ...
 
 
 class Awaited:
-    """Methods of which some cannot be nodes."""
+    """Methods of which one is `async`."""
 
     async def forward(self, x: object) -> object: ...
-    async def stream(self, x: object) -> AsyncIterator[object]:
-        yield x
-
-    async def total(self, parts: list[object]) -> object: ...
     def plain(self, x: object) -> object: ...
 
 
@@ -219,10 +214,6 @@ def unknown_method(train: Shard, x: Input) -> Value:
     return train.map("foward", x)
 
 
-def hidden_method(train: Shard, x: Input) -> Value:
-    return train.map("_hidden", x)
-
-
 def static_method(train: Shard, x: Input) -> Value:
     return train.map("environment", x)
 
@@ -317,46 +308,17 @@ def joins_nothing(train: Shard, x: Input) -> Value:
     return join()
 
 
-def async_method(train: Shard, x: Input) -> Value:
-    return train.map("forward", x)
-
-
-def async_generator(train: Shard, x: Input) -> Value:
-    return train.map("stream", x)
-
-
-def async_reduction(train: Shard, x: Input) -> Value:
-    return train.reduce("total", train.map("plain", x))
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (
-            async_method,
-            "phase 'async_method': node train.forward is an `async def`, .* never awaited. Make forward a plain",
-        ),
-        (async_generator, "phase 'async_generator': node train.stream is an `async def`"),
-        (async_reduction, "phase 'async_reduction': node train.total is an `async def`"),
-    ],
-)
-def test_async_methods_are_refused_with_their_phase_and_node(function: Callable[..., Any], words: str) -> None:
-    with pytest.raises(GraphError, match=words):
-        trace(function, Role("train", ParallelLayout(tp=2), methods_of(Awaited)))
-
-
-def test_plain_methods_of_a_class_with_async_ones_are_traced() -> None:
+def test_async_methods_are_traced_as_plain_ones() -> None:
     def step(train: Shard, x: Input) -> Value:
-        return train.map("plain", x)
+        return train.map("plain", train.map("forward", x))
 
-    assert len(trace(step, Role("train", ParallelLayout(), methods_of(Awaited))).nodes) == 1
+    assert len(trace(step, Role("train", ParallelLayout(), methods_of(Awaited))).nodes) == 2
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (unknown_method, "the train worker has no method 'foward'; it has forward, pair, scaled, total. Correct the name"),
-        (hidden_method, "has no method '_hidden'"),
         (static_method, "has no method 'environment'"),
         (too_many_arguments, "node train.forward is called with 2 positional arguments and no constants, but its signature"),
         (unknown_constant, r"train.scaled .* \['faktor'\] constants, but its signature is scaled\(x: .*factor: "),

@@ -41,8 +41,8 @@ def torn_down(monkeypatch: pytest.MonkeyPatch, clock: Clock, running: Sequence[s
     monkeypatch.setattr(ray_dag, "time", clock)
     monkeypatch.setattr(ray_dag, "threading", SimpleNamespace(Thread=clock.thread))
     monkeypatch.setattr(ray_dag, "ray", SimpleNamespace(kill=killed.append))
-    dag, limits = SimpleNamespace(teardown=lambda: None), replace(LIMITS, may_kill=may_kill)
-    ray_dag.teardown_dag(dag, "train_step", limits, lambda seconds: list(running), TIMEOUT_S)
+    limits = replace(LIMITS, may_kill=may_kill)
+    ray_dag.teardown_dag(lambda: None, "train_step", limits, lambda seconds: list(running), TIMEOUT_S)
     return killed
 
 
@@ -70,7 +70,7 @@ def test_who_is_busy_elsewhere_or_not_ours_is_left_alone(
 
 
 def test_only_workers_whose_loops_go_on_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(loops: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+    def wait(loops: list[str], num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
         ended = [loop for loop in loops if loop.startswith("ended")][:num_returns]
         return ended, [loop for loop in loops if loop not in ended]
 
@@ -78,10 +78,13 @@ def test_only_workers_whose_loops_go_on_are_killed(monkeypatch: pytest.MonkeyPat
     hangs = threading.Event()
     loops = {"a": "ended 1", "b": "goes on", "c": "ended 2"}
     dag = SimpleNamespace(worker_task_refs=loops, teardown=lambda: hangs.wait(60.0))
-    monkeypatch.setattr(compiled, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(compiled, "ray", SimpleNamespace(wait=wait, get=lambda answers, timeout: answers))
     monkeypatch.setattr(ray_dag, "ray", SimpleNamespace(kill=killed.append))
+    monkeypatch.setattr(compiled, "deaths", SimpleNamespace(watch=lambda graph, actors: None, unwatch=lambda graph: None))
+    asked = {"wait_for_loop": loops.get, "loop_runs": lambda actor: loops[actor] == "goes on"}
+    monkeypatch.setattr(ray_dag, "call_loop", lambda actor, function, name: asked[function.__name__](actor))
     edges: Any = None
-    graph = CompiledGraph("train_step", LIMITS, dag, edges, edges, edges)
+    graph = CompiledGraph("train_step", LIMITS, dag, "its loops", edges, edges, edges)
     assert not graph.reusable
     graph.teardown(0.2)
     hangs.set()
