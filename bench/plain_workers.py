@@ -169,7 +169,7 @@ class PlainVllmWorker(_Timed, VllmWorker):
             assert self._llm is not None
             self._llm.collective_rpc(_load_weights, args=(list(tensors.items()),))
             return
-        for piece in expand(self._slices):  # vLLM's CPU backend keeps no parameters to load into
+        for piece in expand(self.weight_slices()):  # vLLM's CPU backend keeps no parameters to load into
             if piece.name in tensors:
                 part = tensors[piece.name][tuple(slice(start, stop) for start, stop in piece.box)]
                 local_view(self.weight_tensors()[piece.tensor], piece).copy_(part)

@@ -7,7 +7,6 @@ loading do not use. Transformers writes the checkpoints, with the names of publi
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -26,9 +25,10 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.derived import derive
+from dagrl.workers.vllm.derived import ABSORBED, derive
 from dagrl.workers.vllm.launch import _import_model, _import_vllm
-from dagrl.workers.vllm.weights import derived_tensors, local_name, vllm_weight_slices
+from dagrl.workers.vllm.recording import record
+from dagrl.workers.vllm.weights import local_name, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
 from tests.unit.refit import fp8_reference
 from tests.unit.refit.memory_channel import run_refit
@@ -167,32 +167,67 @@ def check(case: Case, root: Path) -> None:
         model.load_weights(iter(checkpoint.items()))
         held.append(named_tensors(model))
         check_rank(checkpoint, held[-1], vllm_weight_slices(config, rank))
+        check_recording(model, checkpoint, vllm_weight_slices(config, rank), "bfloat16" if case.fp8 else "float32")
         if not case.fp8:
-            check_derived(model, config)
+            check_derived(model)
     if case.fp8:
         check_refit(whole, config, ranks, held)
     print("agrees:", case.family, case.tp, case.ep, case.fp8, flush=True)
 
 
-def check_derived(model: torch.nn.Module, config: Hf) -> None:
-    """Hooks recompute in place, from refitted tensors, what vLLM computes after loading."""
-    rules = derived_tensors(config)
-    latent = [model.get_submodule(rule.module) for rule in rules if rule.rule == "absorbed_kv"]
+def check_recording(model: torch.nn.Module, checkpoint: Weights, rules: Sequence[WeightSlice], dtype: str) -> None:
+    """The recording of vLLM's loader has the boxes of the rules, and computes what the loader computes."""
+    before = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
+    whole = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()]
+    found = record(model, whole, getattr(torch, dtype))
+    for name, tensor in named_tensors(model).items():
+        assert torch.equal(_raw(tensor), _raw(before[name])), f"recording has changed {name}"
+    assert boxes(found.slices, dtype) == boxes(rules, dtype)
+    assert len(found.slices) == len(rules)  # experts are stacked alike
+    assert not (found.unwritten or found.refused or found.arranged)
+    for one in found.computations:
+        inputs = {name: torch.zeros(where.shape, dtype=kind) for name, (where, kind) in one.inputs.items()}
+        for piece in expand(found.slices):
+            if piece.tensor in inputs:
+                inputs[piece.tensor][_slices(piece.local)] = checkpoint[piece.name][_slices(piece.box)]
+        assert torch.equal(one.compute(inputs), before[local_name(one.parameter)])
+
+
+Boxes = list[tuple[str, Box, str, Box, str, str, Box]]
+
+
+def boxes(slices: Sequence[WeightSlice], dtype: str) -> Boxes:
+    """Returns the content of slices, in an order and with names that rules and recordings share."""
+
+    def tensor(name: str) -> str:
+        return local_name(name).replace("mixer.A.loaded", "mixer.A_log")
+
+    found = []
+    for one in expand(slices):
+        scales = ("", ()) if one.scales is None else (tensor(one.scales.tensor), one.scales.local)
+        found.append((one.name, one.box, tensor(one.tensor), one.local, one.dtype or dtype, *scales))
+    return sorted(found)
+
+
+def check_derived(model: torch.nn.Module) -> None:
+    """Hooks recompute in place what vLLM computes from `kv_b_proj` after loading."""
+    latent = [
+        module
+        for name, module in model.named_modules()
+        if hasattr(module, "kv_b_proj") and name.endswith("mla_attn.mla_attn")
+    ]
     for module in latent:
         module.process_weights_after_loading(torch.float32)
-    found = derive(model, rules, torch.float32)
-    assert bool(found.hooks) == (config["model_type"] in (*LATENT, "nemotron_h"))
-    held = {(rule.module, name): getattr(model.get_submodule(rule.module), name) for rule in rules for name in rule.tensors}
-    right = {key: tensor.clone() for key, tensor in held.items()}
+    found = derive(model, (), torch.float32)
+    assert len(found.hooks) == len(latent) and not found.inputs
+    held = [getattr(module, name) for module in latent for name in ABSORBED]
+    right = [tensor.clone() for tensor in held]
     for module in latent:
         module.kv_b_proj.weight.data.mul_(2)
-    for tensor in found.inputs.values():
-        tensor.add_(math.log(2))
     for hook in found.hooks:
         hook.run()
-    for (module, name), tensor in held.items():
-        assert getattr(model.get_submodule(module), name) is tensor, (module, name)
-        assert torch.allclose(tensor, 2 * right[module, name]), (module, name)
+    for old, new, was in zip(held, [getattr(module, name) for module in latent for name in ABSORBED], right, strict=True):
+        assert new is old and torch.allclose(new, 2 * was)
 
 
 def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:

@@ -12,13 +12,11 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.family import DerivedRule
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.registry import find_family
 
 KINDS = ("k", "v")
 FAMILIES = ("dense", "moe")
-VLLM_RULE = "kv_scales"
 
 
 def megatron_kv_scales(hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
@@ -48,11 +46,9 @@ def vllm_kv_scales(hf_config: Mapping[str, Json]) -> list[WeightSlice]:
     ]
 
 
-def derived_kv_scales(hf_config: Mapping[str, Json]) -> list[DerivedRule]:
-    """Returns the rules by which vLLM takes over the scales after a write."""
-    tensors = tuple(f"{kind}_scale" for kind in KINDS)
-    layers = range(ModelConfig(hf_config).layers)
-    return [DerivedRule(VLLM_RULE, _vllm_attention(hf_config, layer), tensors) for layer in layers]
+def vllm_attentions(hf_config: Mapping[str, Json]) -> list[str]:
+    """Returns vLLM's attention modules, which take over the scales after a write."""
+    return [_vllm_attention(hf_config, layer) for layer in range(ModelConfig(hf_config).layers)]
 
 
 def check_family(hf_config: Mapping[str, Json]) -> None:

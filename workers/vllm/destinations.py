@@ -9,112 +9,104 @@ result is a tensor.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
-from dagrl.refit.slices import WeightSlice, volume
-from dagrl.workers.families.family import DerivedRule
+from dagrl.refit.slices import WeightSlice
 from dagrl.workers.vllm.derived import RefitHook, derive
-from dagrl.workers.vllm.loader import LoadedParameter
+from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form
-from dagrl.workers.vllm.weights import local_name
 
 if TYPE_CHECKING:
     import torch
 
+    from dagrl.refit.strided import Strided
+    from dagrl.workers.vllm.recording import Computation, Recording
+
+HEAD = "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class Destinations:
-    """`tensors` by local name, written in any order. Then all `hooks` run in order."""
+    """What a refit writes: `slices` of `tensors`, by local name, in any order. Then all `hooks` run in order."""
 
+    slices: Sequence[WeightSlice]
     tensors: Mapping[str, torch.Tensor]
     hooks: Sequence[RefitHook]
 
 
 def find_destinations(
-    model: torch.nn.Module,
-    loaded: Mapping[str, LoadedParameter],
-    slices: Sequence[WeightSlice],
-    vllm_config: Any,
-    rules: Sequence[DerivedRule] = (),
+    model: torch.nn.Module, loaded: LoadedModel, vllm_config: Any, *, tied: bool = False, scaled: Sequence[str] = ()
 ) -> Destinations:
-    """Returns the destinations of `slices` in a loaded model. `rules` are its family's rules for derived tensors.
+    """Returns the destinations in a loaded model.
 
-    Raises ConfigError if an update in place is not possible.
+    `tied`: a refit sends the embedding alone, also if the checkpoint has a head of its own. `scaled`: attention modules with
+    an FP8 KV cache whose scales a refit sends. Raises ConfigError if an update in place is not possible.
     """
     if vllm_config.quant_config is not None:
         check_form(vllm_config.quant_config)
-    wanted = {piece.tensor for piece in slices} | {piece.scales.tensor for piece in slices if piece.scales is not None}
-    named = {
-        local_name(name): name for name, parameter in loaded.items() if parameter.tensor.dim()
-    }  # scalars belong to the KV cache
-    derived = derive(model, rules, vllm_config.model_config.dtype)
-    wanted -= derived.inputs.keys()
-    _check_names(wanted, named, loaded, model, {f"{rule.module}.{name}" for rule in rules for name in rule.tensors})
-    live = dict(model.named_parameters(remove_duplicate=False))
-    described = _described(slices)
-    tensors: dict[str, torch.Tensor] = {}
-    kept: dict[str, torch.Tensor] = {}
-    for name in sorted(wanted):
-        parameter = loaded[named[name]]
-        if not parameter.unchanged():
-            raise ConfigError(
-                f"vLLM rearranged {named[name]!r} in place after loading, which a refit cannot undo; choose a kernel that "
-                "does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
-            )
-        tensors[name] = parameter.tensor
-        _check_filled(named[name], parameter.tensor, described[name], model)
-        if not _same_memory(parameter.tensor, live.get(named[name])):
-            kept[named[name]] = parameter.tensor
-    hooks = (*_hooks(model, kept, wanted, vllm_config), *derived.hooks)
-    return Destinations({**tensors, **derived.inputs}, hooks)
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        raise ConfigError("vLLM's EPLB moves experts at run time, but a refit is planned once; set enable_eplb to false")
+    recording = loaded.recording
+    check_complete(type(model).__name__, recording)
+    slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
+    inputs = {name: _like(*form, model) for one in recording.computations for name, form in one.inputs.items()}
+    live = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors, kept = dict[str, "torch.Tensor"](), dict[str, "torch.Tensor"]()
+    for name in _local_names(slices):
+        arranged = recording.arranged.get(name)
+        parameter = arranged.tensor if arranged else name
+        tensor = inputs.get(parameter)
+        if tensor is None:
+            tensor = loaded.tensors[parameter].tensor
+            if not loaded.tensors[parameter].unchanged():
+                raise ConfigError(
+                    f"vLLM rearranged {parameter!r} in place after loading, which a refit cannot undo; choose a kernel that "
+                    "does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
+                )
+            if not _same_memory(tensor, live.get(parameter)):
+                kept[parameter] = tensor
+        tensors[name] = arranged.of(tensor) if arranged else tensor
+    derived = derive(model, scaled, vllm_config.model_config.dtype)
+    computed = [_computed(one, inputs, loaded) for one in recording.computations]
+    hooks = (*computed, *_hooks(model, kept, tied, vllm_config), *derived.hooks)
+    return Destinations(slices, {**tensors, **derived.inputs}, hooks)
 
 
-def _check_names(
-    wanted: set[str],
-    named: Mapping[str, str],
-    loaded: Mapping[str, LoadedParameter],
-    model: torch.nn.Module,
-    derived: set[str],
-) -> None:
-    """Checks that slices and parameters name the same tensors. Aliases of one tensor (tied head, router) count once."""
-    missing = sorted(wanted - named.keys())
-    known = {loaded[named[name]].tensor.data_ptr() for name in wanted & named.keys()}
-    others = {name for name in named.keys() - wanted if loaded[named[name]].tensor.data_ptr() not in known}
-    unknown = sorted(others - derived - {"lm_head.weight"})  # wanted when untied; else see _tied_head
-    if missing or unknown:
+def check_complete(model: str, recording: Recording) -> None:
+    """Raises ConfigError unless a refit can write all of the model."""
+    for name, reason in recording.refused.items():
+        raise ConfigError(f"vLLM's loader of {model} puts {name!r} where a refit cannot: {reason}")
+    if recording.unwritten:
+        names = [f"{name!r} ({count} elements)" for name, count in sorted(recording.unwritten.items())]
         raise ConfigError(
-            f"{type(model).__name__} in this vLLM lacks tensors of its weight layout ({missing[:4]}) "
-            f"or has others ({unknown[:4]}). Use a plain checkpoint of a known family, or extend workers/families"
+            f"the checkpoint fills {model} of this vLLM in part: {', '.join(names[:4])} of {len(names)} parameters would "
+            "stay as they are. Use a complete plain checkpoint, or a kernel that does not pad"
         )
 
 
-def _described(slices: Sequence[WeightSlice]) -> Mapping[str, int]:
-    """Returns how many elements of each tensor the slices cover. Slices do not overlap."""
-    found: dict[str, int] = defaultdict(int)
-    for piece in slices:
-        found[piece.tensor] += volume(piece.local)
-        if piece.scales is not None:
-            found[piece.scales.tensor] += volume(piece.scales.local)
-    return found
+def _like(where: Strided, dtype: torch.dtype, model: torch.nn.Module) -> torch.Tensor:
+    import torch
+
+    device = next(model.parameters()).device
+    return torch.zeros(1, dtype=dtype, device=device).new_empty_strided(where.shape, where.strides).zero_()
 
 
-def _check_filled(name: str, tensor: torch.Tensor, described: int, model: torch.nn.Module) -> None:
-    """Raises ConfigError if a refit would leave elements unwritten, except padding rows of a vocabulary."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+def _local_names(slices: Sequence[WeightSlice]) -> list[str]:
+    named = (name for one in slices for name in (one.tensor, *([one.scales.tensor] if one.scales else [])))
+    return list(dict.fromkeys(named))
 
-    if described == tensor.numel():
-        return
-    padded = isinstance(model.get_submodule(name.rpartition(".")[0]), VocabParallelEmbedding)
-    if not padded or described > tensor.numel() or described % tensor[0].numel():
-        raise ConfigError(
-            f"{name!r} has {tensor.numel()} elements in this vLLM, shape {tuple(tensor.shape)}, but its weight layout "
-            f"covers {described}; vLLM has padded or changed it. Extend workers/families, or choose a kernel that does not"
-        )
+
+def _computed(one: Computation, inputs: Mapping[str, torch.Tensor], loaded: LoadedModel) -> RefitHook:
+    target = loaded.tensors[one.parameter].tensor.as_strided(one.target.shape, one.target.strides, one.target.offset)
+
+    def compute() -> None:
+        target.copy_(one.compute(inputs))
+
+    return RefitHook(f"compute {one.parameter}", compute)
 
 
 def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
@@ -125,10 +117,8 @@ def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     )
 
 
-def _hooks(
-    model: torch.nn.Module, kept: Mapping[str, torch.Tensor], wanted: set[str], vllm_config: Any
-) -> Iterator[RefitHook]:
-    if "lm_head.weight" not in wanted:
+def _hooks(model: torch.nn.Module, kept: Mapping[str, torch.Tensor], tied: bool, vllm_config: Any) -> Iterator[RefitHook]:
+    if tied:
         yield from _tied_head(model)
     by_module: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
     for name, tensor in kept.items():
@@ -143,8 +133,8 @@ def _hooks(
 def _tied_head(model: torch.nn.Module) -> Iterator[RefitHook]:
     """Yields a hook for a tied head that has its own memory in vLLM, because the checkpoint stores a different one."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    head, embedding = parameters.get("lm_head.weight"), parameters["model.embed_tokens.weight"]
-    if head is not None and head.data_ptr() != embedding.data_ptr():
+    head, embedding = parameters.get(HEAD), parameters.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and head.data_ptr() != embedding.data_ptr():
         yield RefitHook("copy the embedding to the tied lm_head", partial(_copy, embedding.data, head.data))
 
 

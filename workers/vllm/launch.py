@@ -31,7 +31,7 @@ from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.environment import OWN_ARGUMENTS, device_index, model_path, require_generation
 from dagrl.workers.vllm.loader import LOAD_FORMAT, register_loader
-from dagrl.workers.vllm.quantization import quantization_arguments, quantized_names, quantizes
+from dagrl.workers.vllm.quantization import quantization_arguments, quantizes
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -106,7 +106,7 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ.update(RANK=str(rendezvous.rank), LOCAL_RANK=str(rendezvous.local_rank), WORLD_SIZE=str(context.layout.tp))
     hf_config = read_hf_config(config)
-    register_loader(quantized_names(hf_config) if quantizes(config, hf_config) else frozenset())
+    register_loader(quantizes(config, hf_config))
     _import_model(hf_config.get("architectures") or ())
     # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
     own = {"additional_config": {"device": rendezvous.local_rank}}

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dagrl.workers.vllm.quantization import quantize_checkpoint
 
 if TYPE_CHECKING:
     import torch
 
+    from dagrl.workers.vllm.recording import Recording
+
 LOAD_FORMAT = "dagrl"
-_ATTRIBUTE = "dagrl_loaded_parameters"
+_ATTRIBUTE = "dagrl_loaded"
 
 
 @dataclass(frozen=True)
@@ -32,37 +34,56 @@ class LoadedParameter:
         return _sample(self.tensor).equal(self.sample)
 
 
-def register_loader(quantized: frozenset[str] = frozenset()) -> None:
+@dataclass(frozen=True)
+class LoadedModel:
+    """Parameters and buffers as loaded, by vLLM's names, and where the loader has put the checkpoint."""
+
+    tensors: dict[str, LoadedParameter]
+    recording: Recording
+
+
+def register_loader(quantizes: bool = False) -> None:
     """Registers the load format for the next engine (`vllm.model_executor.model_loader.register_model_loader`).
 
-    Parameters named in `quantized` are quantized while the checkpoint is read.
+    `quantizes`: a plain checkpoint is read into an FP8 model. What the model holds in FP8 is quantized while it is read.
     """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from dagrl.workers.vllm.recording import record
 
     class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
         def __init__(self, load_config: LoadConfig) -> None:
             load_config.load_format = "auto"
             load_config.use_tqdm_on_load = False
             super().__init__(load_config)
+            self.checkpoint: list[tuple[str, tuple[int, ...], torch.dtype]] = []
 
-        def get_all_weights(self, model_config: object, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-            device = next(model.parameters()).device
-            return quantize_checkpoint(super().get_all_weights(model_config, model), quantized, device)
+        def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+            weights = super().get_all_weights(model_config, model)
+            if quantizes:
+                device = next(model.parameters()).device
+                plain = [(name, tuple(weight.shape), weight.dtype) for name, weight in weights]
+                names = record(model, plain, model_config.dtype).quantized
+                weights = quantize_checkpoint(super().get_all_weights(model_config, model), names, device)
+            for name, weight in weights:
+                self.checkpoint.append((name, tuple(weight.shape), weight.dtype))
+                yield name, weight
 
-        def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            named = model.named_parameters(remove_duplicate=False)
-            loaded = {name: LoadedParameter(tensor.data, _sample(tensor.data)) for name, tensor in named}
-            object.__setattr__(model, _ATTRIBUTE, loaded)
+            recording = record(model, self.checkpoint, model_config.dtype)
+            named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+            tensors = {name: LoadedParameter(tensor.data, _sample(tensor.data)) for name, tensor in named}
+            object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
 
     register_model_loader(LOAD_FORMAT)(KeepingLoader)
 
 
-def take_loaded_parameters(model: torch.nn.Module) -> dict[str, LoadedParameter]:
-    """Returns the parameters as loaded, by vLLM's names, and removes them from the model."""
-    loaded: dict[str, LoadedParameter] = model.__dict__.pop(_ATTRIBUTE)
+def take_loaded_model(model: torch.nn.Module) -> LoadedModel:
+    """Returns the model as loaded, and removes it from the module."""
+    loaded: LoadedModel = model.__dict__.pop(_ATTRIBUTE)
     return loaded
 
 

@@ -6,23 +6,26 @@ layer except the routers is quantized; embedding, head and norms are not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
 from dagrl.config.settings import generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.refit.fp8 import BLOCK, quantize_blocks
-from dagrl.refit.slices import WeightSlice, expand
-from dagrl.workers.families.vllm import VllmRank
+from dagrl.workers.families import find_family
+from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.vllm.environment import require_generation
-from dagrl.workers.vllm.weights import vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 SCALE_SUFFIX = "_scale_inv"
+
+ROUTERS = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "block_sparse_moe.gate", "mixer.gate")
+"""Names of routers in a layer."""
+
 _FORM: dict[str, Json] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
@@ -71,13 +74,8 @@ def quantizes(config: Config, hf_config: Mapping[str, Json]) -> bool:
     return in_fp8(config, hf_config) and hf_config.get("quantization_config") is None
 
 
-def quantized_names(hf_config: Mapping[str, Json]) -> frozenset[str]:
-    """Returns the Hugging Face parameters that an FP8 engine holds quantized."""
-    return frozenset(held.name for held in _whole_model(hf_config) if held.scales is not None)
-
-
 def quantize_checkpoint(
-    weights: Iterator[tuple[str, Tensor]], names: frozenset[str], device: torch.device
+    weights: Iterator[tuple[str, Tensor]], names: Collection[str], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields a checkpoint's weights in order. Those in `names` are in FP8, each followed by its scales."""
     for name, weight in weights:
@@ -99,13 +97,8 @@ def check_form(quant_config: Any) -> None:
         )
 
 
-def _whole_model(hf_config: Mapping[str, Json]) -> Iterator[WeightSlice]:
-    return expand(vllm_weight_slices(hf_config, VllmRank(fp8=True)))
-
-
 def _unconverted(hf_config: Mapping[str, Json]) -> Iterator[str]:
-    """Yields modules with an unquantized matrix that vLLM would treat as linear layers, such as routers."""
-    for held in _whole_model(hf_config):
-        vocabulary = "embed" in held.name or held.name.startswith("lm_head")
-        if held.scales is None and len(held.box) == 2 and held.name.endswith(".weight") and not vocabulary:
-            yield held.name.removesuffix(".weight")
+    """Yields the modules of routers, which vLLM would treat as linear layers, by all names that they may have."""
+    layers, prefix = ModelConfig(hf_config).layers, find_family(hf_config).names.layer
+    for layer in range(layers):
+        yield from (f"{prefix}.{layer}.{router}" for router in ROUTERS)

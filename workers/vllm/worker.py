@@ -20,19 +20,18 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.workers.families.hf_config import model_keys
-from dagrl.workers.families.kv_scales import check_family, derived_kv_scales, vllm_kv_scales
+from dagrl.workers.families.kv_scales import check_family, vllm_attentions, vllm_kv_scales
 from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
 from dagrl.workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
-from dagrl.workers.vllm.experts import held_experts
 from dagrl.workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
-from dagrl.workers.vllm.loader import take_loaded_parameters
+from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.peers import Peers
 from dagrl.workers.vllm.quantization import compute_dtype, in_fp8
 from dagrl.workers.vllm.sampling import Sampling
-from dagrl.workers.vllm.weights import derived_tensors, vllm_weight_slices
+from dagrl.workers.vllm.weights import vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
@@ -76,13 +75,10 @@ class VllmWorker:
         hf_config: Mapping[str, Json],
         layout: ParallelLayout,
         rank: int,
-        placement: tuple[int, ...] | None = None,
     ) -> list[WeightSlice]:
-        """Returns what `rank` of `layout` will hold, without a worker. `placement`: its experts as reported by an engine."""
-        fp8, spread = in_fp8(config, hf_config), layout.ep > 1
-        place = VllmRank(
-            layout.tp, layout.coordinates(rank).tp, expert_parallel=spread, fp8=fp8, placement=placement if spread else None
-        )
+        """Returns what `rank` of `layout` will hold, without a worker."""
+        fp8 = in_fp8(config, hf_config)
+        place = VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1, fp8=fp8)
         weights = vllm_weight_slices(hf_config, place)
         return [*weights, *(vllm_kv_scales(hf_config) if has_fp8_kv_cache(config) else ())]
 
@@ -107,8 +103,6 @@ class VllmWorker:
         self._hf_config = read_hf_config(self.config)
         llm = self._llm = start_engine(self.config, self.context, meet(self.context, address))
         model, self._device = llm.collective_rpc(_worker_model)[0]
-        placement = held_experts(model, llm.vllm_config)
-        self._slices = self.describe(self.config, self._hf_config, self.context.layout, self.context.rank, placement)
         self._destinations = self._find_destinations(model, llm)
         max_model_len = int(llm.model_config.max_model_len)
         sampling = Sampling.of(self.generation, _eos_token_ids(self._hf_config), max_model_len)
@@ -192,7 +186,8 @@ class VllmWorker:
 
     def weight_slices(self) -> list[WeightSlice]:
         """Returns which Hugging Face parameters this rank holds, and where. Available after setup()."""
-        return self._slices
+        scales = vllm_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else []
+        return [*self._destinations.slices, *scales]
 
     def weight_config(self) -> dict[str, Json]:
         """Returns the model configuration that train workers must agree with. Available after setup()."""
@@ -299,9 +294,13 @@ class VllmWorker:
         return Peers(get_tp_group().cpu_group, most, self.context.collective_timeout_s)
 
     def _find_destinations(self, model: torch.nn.Module, llm: LLMEngine) -> Destinations:
-        rules = derived_tensors(self._hf_config)
-        rules += derived_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else []
-        return find_destinations(model, take_loaded_parameters(model), self._slices, llm.vllm_config, rules)
+        return find_destinations(
+            model,
+            take_loaded_model(model),
+            llm.vllm_config,
+            tied=bool(self._hf_config.get("tie_word_embeddings")),
+            scaled=vllm_attentions(self._hf_config) if has_fp8_kv_cache(self.config) else (),
+        )
 
     def _enter_device(self) -> None:
         """Sets the CUDA device and stream of the current thread. Phases run on the runtime's threads.

@@ -25,8 +25,10 @@ from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.hf_load import load_hf
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm import VllmWorker
-from dagrl.workers.vllm.experts import held_experts
+from dagrl.workers.vllm.destinations import find_destinations
+from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form, in_fp8
+from dagrl.workers.vllm.recording import Recording
 from dagrl.workers.vllm.weights import vllm_weight_slices
 from tests.families import FAMILIES
 from tests.unit.refit.memory_channel import MemoryChannel
@@ -223,21 +225,10 @@ def test_unsupported_fp8_kv_caches_are_rejected() -> None:
     VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8", precision="bfloat16"), FAMILIES["qwen3"])
 
 
-def test_moving_or_inconsistent_experts_are_rejected() -> None:
-    class Layer(torch.nn.Module):
-        def __init__(self, mapping: list[int]) -> None:
-            super().__init__()
-            self.register_buffer("_expert_map", torch.tensor(mapping))
-
-    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=False))
-    same = torch.nn.ModuleList([Layer([-1, 1, -1, 0]), Layer([-1, 1, -1, 0])])
-    assert held_experts(same, config) == (3, 1)
-    with pytest.raises(
-        ConfigError, match=r"'1' holds the experts \(0, 1\), but '0' holds \(3, 1\); a refit needs one placement"
-    ):
-        held_experts(torch.nn.ModuleList([Layer([-1, 1, -1, 0]), Layer([0, 1, -1, -1])]), config)
+def test_moving_experts_are_rejected() -> None:
+    config = SimpleNamespace(quant_config=None, parallel_config=SimpleNamespace(enable_eplb=True))
     with pytest.raises(ConfigError, match="EPLB moves experts at run time"):
-        held_experts(same, SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True)))
+        find_destinations(torch.nn.Module(), LoadedModel({}, Recording()), config)
 
 
 def test_training_does_not_start_from_quantized_weights(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dagrl.config import Config as Settings
-from dagrl.workers.vllm.quantization import quantization_arguments, quantize_checkpoint, quantized_names, quantizes
+from dagrl.workers.vllm.quantization import quantization_arguments, quantize_checkpoint, quantizes
 from tests.unit.refit.fp8_reference import is_quantized, quantized, random_weights
 from tests.unit.refit.test_bad_input import BLOCKS, engine_config
 from tests.unit.refit.weight_reference import Config, hf_weights, model_config
@@ -24,8 +24,8 @@ def config_of(kind: str) -> Config:
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_linear_layers_are_quantized_while_loading(kind: str) -> None:
     config = config_of(kind)
-    weights, names = random_weights(config, torch.bfloat16), quantized_names(config)
-    assert names == {name for name, tensor in weights.items() if is_quantized(name, tensor)}
+    weights = random_weights(config, torch.bfloat16)
+    names = {name for name, tensor in weights.items() if is_quantized(name, tensor)}
     given = list(quantize_checkpoint(iter(weights.items()), names, torch.device("cpu")))
     expected: list[tuple[str, torch.Tensor]] = []
     for name, tensor in weights.items():
@@ -41,12 +41,15 @@ def test_only_linear_layers_are_quantized_while_loading(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllms_arguments_name_the_unquantized_matrices(kind: str) -> None:
-    """Only routers: vLLM knows that embedding and head are not linear layers."""
+    """Routers, by all names that they may have: vLLM knows that embedding and head are not linear layers."""
     config = config_of(kind)
-    routers = sorted(name.removesuffix(".weight") for name in hf_weights(config) if name.endswith("gate.weight"))
+    weights = hf_weights(config)
+    routers = {name.removesuffix(".weight") for name in weights if name.endswith("gate.weight")}
     assert bool(routers) == (kind != "qwen3")
     arguments = quantization_arguments(engine_config("float32", precision="fp8"), config)
-    assert arguments["hf_overrides"] == {"quantization_config": {**BLOCKS, "modules_to_not_convert": routers}}
+    kept = arguments["hf_overrides"]["quantization_config"].pop("modules_to_not_convert")
+    assert {name for name in kept if f"{name}.weight" in weights} == routers
+    assert arguments["hf_overrides"] == {"quantization_config": BLOCKS}
     assert arguments["dtype"] == "bfloat16"
 
 

@@ -1,0 +1,233 @@
+"""Recordings of loaders: written by slices, a module holds what its own loader makes of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dagrl.errors import ConfigError
+from dagrl.refit.slices import expand
+from dagrl.workers.vllm.destinations import check_complete
+from dagrl.workers.vllm.recording import Recording, record
+
+Load = Callable[["Model", Tensor], object]
+
+
+class Model(torch.nn.Module):
+    """One parameter, and a loader of one checkpoint parameter into it."""
+
+    def __init__(self, shape: tuple[int, ...], load: Load, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        self.load = load
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, weight in weights:
+            self.load(self, weight)
+
+
+def refitted(model: Model, source: Tensor, found: Recording) -> Tensor:
+    """Returns the parameter as written by the recorded slices and computations."""
+    parameter = torch.zeros_like(model.weight.data)
+    inputs = {
+        name: torch.zeros(()).new_empty_strided(where.shape, where.strides, dtype=dtype).zero_()
+        for one in found.computations
+        for name, (where, dtype) in one.inputs.items()
+    }
+    tensors = {"weight": parameter, **inputs}
+    tensors |= {name: arranged.of(tensors[arranged.tensor]) for name, arranged in found.arranged.items()}
+    for piece in expand(found.slices):
+        part = source[tuple(slice(*extent) for extent in piece.box)]
+        target = tensors[piece.tensor][tuple(slice(*extent) for extent in piece.local)]
+        target.copy_(part.reshape(target.shape))
+    for one in found.computations:
+        parameter.as_strided(one.target.shape, one.target.strides, one.target.offset).copy_(one.compute(inputs))
+    return parameter
+
+
+def check(model: Model, source: Tensor) -> Recording:
+    """Compares a refit of the recorded slices with the loader itself, on data."""
+    found = record(model, [("w", tuple(source.shape), source.dtype)], model.weight.dtype)
+    assert not model.weight.any(), "recording wrote into the parameter"
+    assert not found.refused, found.refused
+    model.load_weights([("w", source)])
+    assert torch.equal(refitted(model, source, found), model.weight.data)
+    return found
+
+
+def numbered(*shape: int) -> Tensor:
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+
+
+LOADERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Load]] = {
+    "a shard": ((4, 6), (8, 6), lambda model, w: model.weight.data.copy_(w.narrow(0, 4, 4))),
+    "columns": ((4, 3), (4, 6), lambda model, w: model.weight.data.copy_(w[:, 3:])),
+    "a fused part": ((8, 6), (4, 6), lambda model, w: model.weight.data[2:6].copy_(w)),
+    "transposed": ((6, 4), (4, 6), lambda model, w: model.weight.data.copy_(w.t())),
+    "transposed and dense": ((6, 4), (4, 6), lambda model, w: model.weight.data.copy_(w.t().contiguous().view(6, 4))),
+    "transposed experts": ((3, 8, 2), (3, 2, 8), lambda model, w: model.weight.data.copy_(w.permute(0, 2, 1))),
+    "halves of transposed experts": (
+        (3, 8, 2),
+        (3, 2, 8),
+        lambda model, w: [model.weight.data[:, 4 * i : 4 * i + 4].copy_(h) for i, h in enumerate(w.mT.chunk(2, 1))],
+    ),
+    "one expert of a stack": ((3, 4, 2), (5, 4, 2), lambda model, w: model.weight.data[1].copy_(w[3])),
+    "interleaved heads": (
+        (3, 4, 5),
+        (12, 5),
+        lambda model, w: model.weight.data.copy_(w.view(4, 3, 5).transpose(0, 1)),
+    ),
+    "de-interleaved rows": ((8, 5), (8, 5), lambda model, w: model.weight.data.copy_(torch.cat([w[::2], w[1::2]]))),
+    "even rows": ((4, 5), (8, 5), lambda model, w: model.weight.data.copy_(w[::2])),
+    "a squeezed convolution": ((6, 4), (6, 1, 4), lambda model, w: model.weight.data.copy_(w.squeeze(1))),
+    "a widened convolution": ((6, 1, 4), (6, 4), lambda model, w: model.weight.data.copy_(w.unsqueeze(1))),
+    "flattened": ((24,), (4, 6), lambda model, w: model.weight.data.copy_(w.flatten())),
+    "split": ((4, 6), (24,), lambda model, w: model.weight.data.copy_(w.view(4, 6))),
+    "a scalar": ((1,), (), lambda model, w: model.weight.data.copy_(w)),
+    "stacked": ((2, 3, 4), (3, 8), lambda model, w: model.weight.data.copy_(torch.stack(w.chunk(2, 1)))),
+    "a loaded value computed in place": (
+        (4,),
+        (8,),
+        lambda model, w: [model.weight.data.copy_(w[4:]), model.weight.data.copy_(-torch.exp(model.weight.float()))],
+    ),
+    "one more": ((4,), (4,), lambda model, w: model.weight.data.copy_(w + 1)),
+    "scaled and transposed": ((2, 4), (4, 3), lambda model, w: model.weight.data.copy_((w[:, :2] * 0.5).t())),
+    "a cast that rounds": ((4, 4), (4, 4), lambda model, w: model.weight.data.copy_((w / 3).to(torch.float16))),
+    "a cast that does not": ((4, 4), (4, 4), lambda model, w: model.weight.data.copy_(w.to(torch.float64)[:4])),
+    "padding of zeros": (
+        (6, 4),
+        (4, 4),
+        lambda model, w: [model.weight.data[:4].copy_(w), model.weight.data[4:].fill_(0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_refit_writes_what_the_loader_writes(name: str) -> None:
+    shape, source, load = LOADERS[name]
+    found = check(Model(shape, load), numbered(*source))
+    assert bool(found.unwritten) == (name in {"a fused part", "one expert of a stack"})
+    computed = {
+        "de-interleaved rows",
+        "stacked",
+        "a loaded value computed in place",
+        "one more",
+        "scaled and transposed",
+        "a cast that rounds",
+    }
+    assert bool(found.computations) == (name in computed), "views need no computation"
+
+
+@st.composite
+def viewed(draw: st.DrawFn, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """A chain of view operations that fits a tensor of `shape`."""
+    steps: list[Callable[[Tensor], Tensor]] = []
+    example = torch.empty(shape, device="meta")
+    for _ in range(draw(st.integers(0, 5))):
+        dim = draw(st.integers(0, example.dim() - 1)) if example.dim() else 0
+        size = example.shape[dim] if example.dim() else 1
+        other = draw(st.integers(0, example.dim() - 1)) if example.dim() else 0
+        start = draw(st.integers(0, size - 1))
+        length = draw(st.integers(1, size - start))
+        split = draw(st.sampled_from([part for part in range(1, size + 1) if size % part == 0]))
+        choices: list[Callable[[Tensor], Tensor]] = [lambda x: x.unsqueeze(0), lambda x: x.contiguous(), lambda x: x.clone()]
+        if example.dim():
+            choices += [
+                lambda x, d=dim, s=start, n=length: x.narrow(d, s, n),
+                lambda x, d=dim, o=other: x.transpose(d, o),
+                lambda x, d=dim, s=size, p=split: x.unflatten(d, (p, s // p)),
+                lambda x, d=dim, s=start: x.select(d, s),
+                lambda x, d=dim, p=split: x.chunk(p, d)[0],
+                lambda x: x.squeeze(),
+                lambda x: x.reshape(-1),
+            ]
+        step = draw(st.sampled_from(choices))
+        steps.append(step)
+        example = step(example)
+
+    def chain(tensor: Tensor) -> Tensor:
+        for step in steps:
+            tensor = step(tensor)
+        return tensor
+
+    return chain
+
+
+@settings(max_examples=300)
+@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3))
+def test_any_chain_of_views_is_described(data: st.DataObject, sizes: list[int]) -> None:
+    """The target is a permuted range of a larger parameter. Chains that mix elements of a box are refused, never wrong."""
+    chain = data.draw(viewed(tuple(sizes)))
+    source = numbered(*sizes)
+    value = chain(source)
+    order = data.draw(st.permutations(range(value.dim())))
+    before = [data.draw(st.integers(0, 2)) for _ in order]
+    shape = tuple(value.shape[dim] + low + 1 for dim, low in zip(order, before, strict=True))
+
+    def load(model: Model, w: Tensor) -> None:
+        part = model.weight.data
+        for at, (dim, low) in enumerate(zip(order, before, strict=True)):
+            part = part.narrow(at, low, value.shape[dim])
+        back = [order.index(dim) for dim in range(value.dim())]
+        part.permute(back).copy_(chain(w))
+
+    model = Model(shape, load)
+    found = record(model, [("w", tuple(sizes), torch.float32)], torch.float32)
+    if found.refused:
+        assert value.numel() > 1
+        return
+    model.load_weights([("w", source)])
+    assert torch.equal(refitted(model, source, found), model.weight.data)
+    assert found.unwritten == ({"weight": model.weight.numel() - value.numel()} if shape else {})
+
+
+def test_numbered_parameters_of_one_tensor_are_stacked() -> None:
+    """Experts 4, 5 and 7 of a rank that holds three: one stack of two, and one alone."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w2 = torch.nn.Parameter(torch.zeros(3, 2, 4))
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            for name, weight in weights:
+                self.w2.data[{"4": 0, "5": 1, "7": 2}[name.split(".")[1]]].copy_(weight)
+
+    found = record(Experts(), [(f"experts.{n}.down", (2, 4), torch.float32) for n in (4, 5, 7)], torch.float32)
+    assert [(one.name, one.box, one.local) for one in found.slices] == [
+        ("experts.*.down", ((4, 6), (0, 2), (0, 4)), ((0, 2), (0, 2), (0, 4))),
+        ("experts.7.down", ((0, 2), (0, 4)), ((2, 3), (0, 2), (0, 4))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda model, w: model.weight.data.fill_(w.sum().item()), r"loader of 'w' needs .*local_scalar_dense"),
+        (lambda model, w: model.weight.data.copy_(w[w > 0]), r"loader of 'w' needs aten\.(nonzero|index)"),
+        (lambda model, w: model.weight.data.mul_(w), r"loader of 'w', 'weight' needs aten\.mul_"),
+        (lambda model, w: model.weight.data.copy_(w.add_(1)), r"loader of 'w' needs aten\.add_"),
+        (lambda model, w: model.weight.data.copy_(torch.zeros(4).copy_(w)), r"assembles w in a buffer of its own"),
+    ],
+)
+def test_loaders_that_need_data_are_refused_by_name(load: Load, message: str) -> None:
+    model = Model((4,), load)
+    with pytest.raises(ConfigError, match=message):
+        record(model, [("w", (4,), torch.float32)], torch.float32)
+    assert not model.weight.any()
+
+
+def test_what_a_refit_would_leave_is_named() -> None:
+    model = Model((6, 4), lambda model, w: model.weight.data[:4].copy_(w))
+    found = record(model, [("w", (4, 4), torch.float32)], torch.float32)
+    with pytest.raises(ConfigError, match=r"fills Model of this vLLM in part: 'weight' \(8 elements\) of 1 parameters"):
+        check_complete("Model", found)
+    odd = Model((2, 3), lambda model, w: model.weight.data.copy_(w.t().contiguous().view(-1)[1:7].view(2, 3)))
+    found = record(odd, [("w", (4, 2), torch.float32)], torch.float32)
+    with pytest.raises(ConfigError, match=r"loader of Model puts 'w' where a refit cannot: a view of"):
+        check_complete("Model", found)

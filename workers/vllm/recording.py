@@ -1,0 +1,384 @@
+"""Records where a model's own `load_weights` puts each element of a checkpoint, without data.
+
+`load_weights` runs over meta tensors. Views of them are exact: torch itself computes their strides. The recorder sees every
+operation below, and keeps copies into parameters instead of executing them:
+
+- a copy of a view becomes `WeightSlice`s of the parameter's tensor, or of a view of it (`dagrl.refit.strided.Arranged`);
+- a copy of a computed value becomes a `Computation`: its inputs are slices of tensors of their own, and a refit computes
+  the value again after it has written them;
+- constants stay as vLLM has initialized them.
+
+Operations that need the data (`item`, boolean masks) and parameters changed in place raise a ConfigError with their name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dagrl.errors import ConfigError, RefitPlanError
+from dagrl.refit.fp8 import in_blocks
+from dagrl.refit.slices import Scales, WeightSlice, volume
+from dagrl.refit.strided import Arranged, Strided, StridedCopy, copied_slices, stack_experts
+from dagrl.workers.vllm.quantization import SCALE_SUFFIX
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ATEN = torch.ops.aten
+_COPIES = {_ATEN.clone.default, _ATEN._to_copy.default, _ATEN.contiguous.default}
+_CONSTANTS = {_ATEN.fill_.Scalar, _ATEN.fill_.Tensor, _ATEN.zero_.default}
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A value that a loader computes, and the parameter that it writes.
+
+    `inputs` are tensors of its own that a refit writes first, by local name. `compute(inputs)` returns the value of the view
+    `target` of the parameter `parameter`.
+    """
+
+    parameter: str
+    target: Strided
+    inputs: Mapping[str, tuple[Strided, torch.dtype]]
+    compute: Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Where a loader puts a checkpoint: `slices` of parameters, of views of them (`arranged`) and of `computations`' inputs.
+
+    `unwritten` has the parameters of which a refit would leave elements unwritten that the loader does not set to a constant
+    either, and how many. `quantized` are the checkpoint's parameters that are held in FP8. `refused` has the reason for each
+    parameter of the checkpoint that cannot be described.
+    """
+
+    slices: list[WeightSlice] = field(default_factory=list)
+    arranged: dict[str, Arranged] = field(default_factory=dict)
+    computations: list[Computation] = field(default_factory=list)
+    unwritten: dict[str, int] = field(default_factory=dict)
+    quantized: frozenset[str] = frozenset()
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def record(
+    model: torch.nn.Module,
+    checkpoint: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+    dtype: torch.dtype,
+    load: Callable[[Iterator[tuple[str, Tensor]]], object] | None = None,
+) -> Recording:
+    """Records what `model.load_weights` (or `load`) does with a checkpoint of these names, shapes and dtypes.
+
+    Neither parameters nor buffers change. Slices of tensors in other dtypes than `dtype` have theirs. Raises ConfigError if
+    the loader needs data.
+    """
+    recorder = _Recorder(model)
+    sources = [(name, recorder.source(name, shape, kind)) for name, shape, kind in checkpoint]
+    with torch.inference_mode(False), torch.no_grad(), recorder:
+        (load or model.load_weights)(iter(sources))  # type: ignore[operator]
+    return recorder.finish(dtype)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What a storage holds: a parameter of the checkpoint, one of the model, a dense copy of a view, or a computed value."""
+
+    kind: str
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    copied: Strided | None = None
+    original: _View | None = None
+    made: Callable[[Mapping[_View, Tensor]], Tensor] | None = None
+    inputs: tuple[_View, ...] = ()
+
+
+@dataclass(frozen=True)
+class _View:
+    base: _Base
+    where: Strided
+    dtype: torch.dtype
+
+    def sources(self) -> Iterator[_View]:
+        """Yields the views of checkpoint or model parameters that this one is made of."""
+        if self.base.original is not None:
+            yield from self.base.original.sources()
+        elif self.base.made is None:
+            yield self
+        for view in self.base.inputs:
+            yield from view.sources()
+
+
+_Place = tuple[str, Strided, bool]
+"""A written view of a parameter of the model, and whether the value is computed from that parameter."""
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self.targets = {name: tensor.detach() for name, tensor in named}
+        self._parameters = [name for name, _ in model.named_parameters()]
+        self._bases: dict[int, _Base] = {}
+        self._alive: list[Any] = []  # storages, so that no other has the address of one of them
+        self._writes: dict[_Place, _View] = {}
+        self._written: set[str] = set()
+        self._constants: dict[str, int] = defaultdict(int)
+        self._refused: dict[str, str] = {}
+        for name, tensor in reversed(self.targets.items()):
+            self._register(tensor, _Base("target", name))
+
+    def source(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the meta tensor that stands for a parameter of the checkpoint."""
+        return self._register(torch.empty(shape, dtype=dtype, device="meta"), _Base("source", name, tuple(shape)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tracked = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_tracked(leaf)]
+        if not tracked or (not func._schema.is_mutable and not any(map(self._is_changed, tracked))):
+            return func(*args, **kwargs)
+        if func is _ATEN.copy_.default:
+            return self._copy(args[0], args[1])
+        if func in _CONSTANTS and self._base(args[0]).kind == "target":
+            self._constants[self._base(args[0]).name] += args[0].numel()
+            return args[0]
+        if func._schema.is_mutable:
+            raise self._refusal(func, tracked)
+        if func in _COPIES:
+            return self._dense_copy(args[0], kwargs)
+        if func.is_view or func is _ATEN._unsafe_view.default:
+            return func(*args, **kwargs)
+        decomposed = func.decompose(*args, **kwargs) if func._can_decompose() else NotImplemented
+        return self._computed(func, args, kwargs, tracked) if decomposed is NotImplemented else decomposed
+
+    def _copy(self, target: Tensor, value: Tensor) -> Tensor:
+        if not target.numel():
+            return target
+        into, taken = self._view(target), self._view(value)
+        if into is None or into.base.kind != "target":
+            names = ", ".join(sorted({view.base.name for view in (taken.sources() if taken else ())})) or into
+            raise ConfigError(
+                f"vLLM's loader assembles {names} in a buffer of its own, which a refit cannot follow; load this model by "
+                "refit.unmapped=load"
+            )
+        self._written.add(into.base.name)
+        if taken is None:
+            self._constants[into.base.name] += target.numel()
+        elif value.numel() != target.numel():
+            raise self._refusal("a copy that repeats its input", [value])
+        else:
+            taken = self._view(value.reshape(target.shape)) or taken
+            self._writes[into.base.name, into.where, _reads(taken, into.base.name)] = taken
+        return target
+
+    def _dense_copy(self, tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        view, dtype = self._view(tensor), kwargs.get("dtype")
+        assert view is not None
+        exact = dtype is None or dtype == tensor.dtype or dtype.itemsize > tensor.dtype.itemsize
+        if not exact or (dtype is not None and dtype.is_floating_point != tensor.dtype.is_floating_point):
+            made: Tensor = self._computed(_ATEN._to_copy.default, (tensor,), {"dtype": dtype}, [tensor])
+            return made
+        form = kwargs.get("memory_format") or torch.preserve_format
+        made = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=form)
+        return self._register(made, _Base("copied", copied=Strided.of(made), original=view))
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
+        inputs = tuple(view for leaf in tracked for view in (self._view(leaf),) if view is not None)
+        numbered = {id(leaf): number for number, leaf in enumerate(tracked)}
+
+        def on_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+        try:
+            made = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
+        except (RuntimeError, NotImplementedError) as error:
+            raise self._refusal(func, tracked) from error
+        leaves = tree_leaves(made)
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise self._refusal(func, tracked)
+        template = tree_map(lambda leaf: _Slot(numbered[id(leaf)]) if id(leaf) in numbered else leaf, (args, kwargs))
+        for number, leaf in enumerate(leaves):
+            base = _Base("made", str(func), tuple(leaf.shape), made=_Call(func, template, number, inputs), inputs=inputs)
+            self._register(leaf, base)
+        return made
+
+    def _refusal(self, operation: object, tracked: Iterable[Tensor]) -> ConfigError:
+        views = [view for tensor in tracked for view in (self._view(tensor),) if view is not None]
+        names = sorted({source.base.name for view in views for source in view.sources()})
+        return ConfigError(
+            f"vLLM's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe; "
+            "load this model by refit.unmapped=load"
+        )
+
+    def _register(self, tensor: Tensor, base: _Base) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        self._bases[storage._cdata] = base
+        return tensor
+
+    def _is_tracked(self, leaf: object) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self._bases
+
+    def _is_changed(self, tensor: Tensor) -> bool:
+        """Whether a refit changes it. Not what the loader only reads, such as expert maps."""
+        base = self._base(tensor)
+        return base.kind != "target" or base.name in self._written
+
+    def _base(self, tensor: Tensor) -> _Base:
+        return self._bases.get(tensor.untyped_storage()._cdata, _Base("other"))
+
+    def _view(self, tensor: Tensor) -> _View | None:
+        base = self._bases.get(tensor.untyped_storage()._cdata)
+        return None if base is None else _View(base, Strided.of(tensor), tensor.dtype)
+
+    def finish(self, dtype: torch.dtype) -> Recording:
+        """Returns what was recorded."""
+        return _Finish(self.targets, self._writes, dtype).recording(self._parameters, self._constants)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A computed value: `func` of `template`, with the inputs in its slots; output `number` of it."""
+
+    func: Any
+    template: Any
+    number: int
+    inputs: tuple[_View, ...]
+
+    def __call__(self, tensors: Mapping[_View, Tensor]) -> Tensor:
+        values = [evaluate(view, tensors) for view in self.inputs]
+        args, kwargs = tree_map(lambda leaf: values[leaf.number] if isinstance(leaf, _Slot) else leaf, self.template)
+        found: Tensor = tree_leaves(self.func(*args, **kwargs))[self.number]
+        return found
+
+
+def evaluate(view: _View, tensors: Mapping[_View, Tensor]) -> Tensor:
+    """Returns the value of a view. `tensors` has those of its sources, contiguous."""
+    if view.base.original is not None:
+        dense = evaluate(view.base.original, tensors).to(view.dtype)
+        memory = view.base.copied
+        assert memory is not None
+        held = torch.empty_strided(memory.shape, memory.strides, dtype=dense.dtype, device=dense.device).copy_(dense)
+        return held.as_strided(view.where.shape, view.where.strides, view.where.offset)
+    if view.base.made is not None:
+        return view.base.made(tensors).as_strided(view.where.shape, view.where.strides, view.where.offset)
+    return tensors[view]
+
+
+class _Finish:
+    """Turns writes into slices and computations."""
+
+    def __init__(self, targets: Mapping[str, Tensor], writes: Mapping[_Place, _View], dtype: torch.dtype) -> None:
+        self._targets, self._writes, self._dtype = targets, writes, dtype
+        self._found = Recording()
+        self._slices: list[WeightSlice] = []
+        self._written: dict[str, int] = defaultdict(int)
+
+    def recording(self, parameters: Iterable[str], constants: Mapping[str, int]) -> Recording:
+        recomputed = {name for name, _, reads in self._writes if reads}
+        for (name, where, reads), view in self._writes.items():
+            if any(source.base.kind == "target" for source in view.sources()) or view.base.made is not None:
+                self._compute(name, where, view)
+                self._written[name] += 0 if reads else _elements(where)
+            else:
+                held = Strided.of(self._targets[name])
+                local = f"{name}.loaded" if name in recomputed else name
+                self._take(view, local, held, where, self._targets[name].dtype)
+                self._written[name] += _elements(where)
+        for name in parameters:
+            tensor = self._targets[name]
+            missing = tensor.numel() - self._written[name] - constants.get(name, 0)
+            if missing > 0 and tensor.dim():  # scalars belong to the KV cache
+                self._found.unwritten[name] = missing
+        fp8 = {one.name for one in self._slices if one.dtype == "float8_e4m3fn"}
+        slices = stack_experts(_with_scales(self._slices))
+        return Recording(
+            slices,
+            self._found.arranged,
+            self._found.computations,
+            self._found.unwritten,
+            frozenset(fp8),
+            self._found.refused,
+        )
+
+    def _take(self, view: _View, tensor: str, held: Strided, where: Strided, dtype: torch.dtype) -> None:
+        """Adds the slices of a copied view."""
+        copy = StridedCopy.between(view.where, where)
+        try:
+            while view.base.original is not None:
+                memory, view = view.base.copied, view.base.original
+                assert memory is not None
+                copy = copy.through(memory, view.where)
+            kind = "" if dtype == self._dtype else str(dtype).removeprefix("torch.")
+            slices, arranged = copied_slices(view.base.name, view.base.shape, copy, tensor, held, kind)
+        except RefitPlanError as error:
+            self._found.refused[view.base.name] = str(error)
+            return
+        self._slices += slices
+        if arranged is not None:
+            self._found.arranged[arranged.name] = arranged
+
+    def _compute(self, name: str, where: Strided, view: _View) -> None:
+        """Adds a computation, and the slices of its inputs."""
+        inputs: dict[str, tuple[Strided, torch.dtype]] = {}
+        locals_of: dict[_View, str] = {}
+        own = sum(computation.parameter == name for computation in self._found.computations)
+        for number, source in enumerate(dict.fromkeys(view.sources())):
+            if source.base.kind == "target":
+                if source.base.name != name:
+                    self._found.refused[source.base.name] = f"vLLM's loader computes {name!r} from it after loading"
+                    return
+                held = Strided.of(self._targets[name])
+                local, held = f"{name}.loaded", replace(held, offset=0)
+            else:
+                local, held = f"{name}.input{own}.{number}", Strided.whole(source.where.shape)
+                self._take(source, local, held, held, source.dtype)
+            inputs[local] = (held, source.dtype)
+            locals_of[source] = local
+
+        def compute(tensors: Mapping[str, Tensor]) -> Tensor:
+            def of(source: _View, local: str) -> Tensor:
+                if source.base.kind != "target":
+                    return tensors[local]
+                at = source.where
+                return tensors[local].as_strided(at.shape, at.strides, at.offset - Strided.of(self._targets[name]).offset)
+
+            return evaluate(view, {source: of(source, local) for source, local in locals_of.items()})
+
+        self._found.computations.append(Computation(name, where, inputs, compute))
+
+
+def _reads(view: _View, name: str) -> bool:
+    return any(source.base.kind == "target" and source.base.name == name for source in view.sources())
+
+
+def _elements(where: Strided) -> int:
+    return volume(tuple((0, size) for size in where.shape))
+
+
+def _with_scales(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
+    """Yields the slices, those of FP8 weights with their scales, which checkpoints have as parameters of their own."""
+    slices = list(slices)
+    scales = {(one.name, one.box): one for one in slices if one.name.endswith(SCALE_SUFFIX)}
+    used: set[int] = set()
+    merged: list[WeightSlice] = []
+    for one in slices:
+        held = scales.get((f"{one.name}{SCALE_SUFFIX}", in_blocks(one.box))) if one.dtype == "float8_e4m3fn" else None
+        if held is None:
+            merged.append(one)
+            continue
+        used.add(id(held))
+        merged.append(WeightSlice(one.name, one.box, one.tensor, one.local, one.dtype, Scales(held.tensor, held.local)))
+    yield from (one for one in merged if id(one) not in used)
