@@ -10,9 +10,8 @@ from dagrl.config import Json
 from dagrl.refit import TIED_HEAD
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 NAMES = {"4B": "qwen3-4b", "30B": "qwen3-30b-a3b"}
 

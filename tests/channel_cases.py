@@ -29,9 +29,8 @@ from dagrl.errors import ChannelError, DagrlError, RefitPlanError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, plan_refit
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.weight_reference import (
     equal,
     hf_weights,

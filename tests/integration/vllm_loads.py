@@ -23,12 +23,11 @@ from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.slices import Box, WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm.derived import ABSORBED, derive
 from dagrl.workers.vllm.launch import _import_model, _import_vllm
 from dagrl.workers.vllm.recording import record
-from dagrl.workers.vllm.weights import local_name, vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, local_name, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
 from tests.unit.refit import fp8_reference
 from tests.unit.refit.memory_channel import run_refit

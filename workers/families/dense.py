@@ -8,8 +8,6 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank, replicated
-from dagrl.workers.families.vllm import VllmRank
-from dagrl.workers.families.vllm import replicated as vllm_replicated
 
 
 def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
@@ -39,24 +37,4 @@ def megatron_moe_norm(model: ModelConfig, hf: str, local: str) -> WeightSlice:
     return replicated(f"{hf}post_attention_layernorm.weight", f"{local}pre_mlp_layernorm.weight", model.hidden)
 
 
-def vllm_layer(model: ModelConfig, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """Yields attention, MLP and both norms."""
-    yield from vllm_attention(model, rank, hf, local)
-    yield from vllm_mlp(model, rank, hf, local)
-
-
-def vllm_attention(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    """Yields grouped-query attention and both norms."""
-    output_bias = model.type == "llama" and model.qkv_bias
-    yield from rank.attention(model, f"{hf}self_attn.", f"{local}self_attn.", output_bias=output_bias)
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield vllm_replicated(f"{hf}{norm}.weight", model.hidden, tensor=f"{local}{norm}.weight")
-
-
-def vllm_mlp(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    """Yields the MLP without its norm."""
-    bias = "bias" if model.type == "llama" and model.flag("mlp_bias") else ""
-    yield from rank.gated_mlp(f"{hf}mlp.", f"{local}mlp.", model.hidden, model.ffn, bias)
-
-
-FAMILY = Family("dense", ("llama", "qwen2", "qwen3"), megatron_layer, vllm_layer)
+FAMILY = Family("dense", ("llama", "qwen2", "qwen3"), megatron_layer)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from dagrl.refit.slices import WeightSlice
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank
-from dagrl.workers.families.vllm import VllmRank
 
 
 @dataclass(frozen=True)
@@ -26,24 +25,10 @@ class ParameterNames:
 
 
 @dataclass(frozen=True)
-class DerivedRule:
-    """Tensors that vLLM computes from others after loading, and that each refit must recompute by `rule`.
-
-    `tensors` are their attribute names in vLLM's module at the path `module`.
-    """
-
-    rule: str
-    module: str
-    tensors: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Family:
     """The rules of one family. Layer rules yield the slices of one layer, given its name prefixes (HF, local)."""
 
     name: str
     model_types: tuple[str, ...]
     megatron_layer: Callable[[ModelConfig, MegatronRank, int, str, str], Iterator[WeightSlice]]
-    vllm_layer: Callable[[ModelConfig, VllmRank, int, str, str], Iterator[WeightSlice]]
     names: ParameterNames = ParameterNames()
-    derived: Callable[[ModelConfig, int, str], Iterator[DerivedRule]] = lambda model, layer, prefix: iter(())

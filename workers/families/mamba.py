@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dagrl.errors import ConfigError, LayoutError
+from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
-from dagrl.workers.families.family import DerivedRule, Family, ParameterNames
+from dagrl.workers.families.family import Family, ParameterNames
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank, replicated, shard_range
-from dagrl.workers.families.vllm import VllmRank
-from dagrl.workers.families.vllm import replicated as vllm_replicated
 
 RowRanges = tuple[tuple[int, int], tuple[int, int]]
 """Row range in the HF parameter, and row range in the local tensor."""
@@ -144,69 +142,6 @@ def shared_width(model: ModelConfig) -> int:
     )
 
 
-def vllm_layer(model: ModelConfig, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """Yields one norm and one mixer."""
-    kind, mixer, to = layer_kind(model, layer), f"{hf}mixer.", f"{local}mixer."
-    yield vllm_replicated(f"{hf}norm.weight", model.hidden, tensor=f"{local}norm.weight")
-    if kind == "M":
-        yield from _vllm_mixer(model, rank, mixer, to)
-    elif kind == "*":
-        yield from rank.attention(model, mixer, to)
-    elif kind == "-":
-        yield from _vllm_mlp(model, rank, mixer, to, model.ffn)
-    else:
-        yield from _vllm_experts(model, rank, mixer, to)
-
-
-def _vllm_mixer(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    space = state_space_of(model)
-    heads = rank.part(space.heads, "the mamba heads")
-    inner = (heads[0] * space.head_dim, heads[1] * space.head_dim)
-    groups = _vllm_groups(space, rank)
-    for rows, at in stack_rows(space, (inner, inner, groups, groups, heads)):
-        yield from rank.stacked(f"{hf}in_proj", f"{local}in_proj", rows, at[0], model.hidden)
-    kernel = ((0, 1), (0, space.kernel))
-    for rows, at in stack_rows(space, (inner, groups, groups)):
-        yield WeightSlice(f"{hf}conv1d.weight", (rows, *kernel), f"{local}conv1d.weight", (at, *kernel))
-        if model.flag("use_conv_bias", True):
-            yield WeightSlice(f"{hf}conv1d.bias", (rows,), f"{local}conv1d.bias", (at,))
-    for name, dtype in (("dt_bias", ""), ("A_log", "float32"), ("D", "")):
-        yield WeightSlice(f"{hf}{name}", (heads,), f"{local}{name}", ((0, heads[1] - heads[0]),), dtype)
-    yield WeightSlice(f"{hf}norm.weight", (inner,), f"{local}norm.weight", ((0, inner[1] - inner[0]),))
-    yield from rank.row_parallel(f"{hf}out_proj", f"{local}out_proj", model.hidden, inner)
-
-
-def _vllm_groups(space: StateSpace, rank: VllmRank) -> tuple[int, int]:
-    """Returns the rows of B, and equally of C, that a rank holds. A single group is on every rank."""
-    if space.groups % rank.tp == 0:
-        first, stop = rank.part(space.groups, "the mamba groups")
-        return first * space.state, stop * space.state
-    if space.groups == 1:
-        return 0, space.state
-    raise LayoutError(
-        f"tensor parallel size {rank.tp} does not divide the {space.groups} mamba groups; choose one that does"
-    )
-
-
-def _vllm_mlp(model: ModelConfig, rank: VllmRank, hf: str, local: str, width: int) -> Iterator[WeightSlice]:
-    part = rank.part(width, "the intermediate size")
-    yield from rank.stacked(f"{hf}up_proj", f"{local}up_proj", part, 0, model.hidden)
-    yield from rank.row_parallel(f"{hf}down_proj", f"{local}down_proj", model.hidden, part)
-
-
-def _vllm_experts(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
-    yield vllm_replicated(f"{hf}gate.weight", count, model.hidden, tensor=f"{local}gate.weight")
-    bias = "gate.e_score_correction_bias"
-    yield vllm_replicated(f"{hf}{bias}", count, tensor=f"{local}{bias}", dtype="float32")
-    names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
-    yield from rank.experts(names, f"{local}experts.", count, expert_hidden(model), width)
-    for name, (rows, columns) in latent_projections(model):
-        yield rank.matrix(f"{hf}{name}", ((0, rows), (0, columns)), f"{local}{name}", ((0, rows), (0, columns)))
-    if shared := shared_width(model):
-        yield from _vllm_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
-
-
 def expert_hidden(model: ModelConfig) -> int:
     """Returns the input size of routed experts: the hidden size, or in Nemotron 3 Super a smaller latent size."""
     return model.size("moe_latent_size", model.hidden)
@@ -220,17 +155,10 @@ def latent_projections(model: ModelConfig) -> Iterator[tuple[str, tuple[int, int
         yield "fc2_latent_proj.weight", (model.hidden, latent)
 
 
-def derived(model: ModelConfig, layer: int, local: str) -> Iterator[DerivedRule]:
-    """Yields the rule for `A`, which vLLM computes from `A_log` without keeping `A_log`."""
-    if layer_kind(model, layer) == "M":
-        yield DerivedRule("negative_exponential", f"{local}mixer", ("A",))
-
-
 FAMILY = Family(
     "mamba",
     ("nemotron_h",),
     megatron_layer,
-    vllm_layer,
     ParameterNames(
         embedding="backbone.embeddings.weight",
         layer="backbone.layers",
@@ -238,5 +166,4 @@ FAMILY = Family(
         megatron_norm="final_norm",
         vllm_norm="model.norm_f.weight",
     ),
-    derived,
 )

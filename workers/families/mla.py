@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 from dagrl.refit.slices import WeightSlice
 from dagrl.workers.families import dense
-from dagrl.workers.families.family import DerivedRule, Family
+from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank, replicated
-from dagrl.workers.families.vllm import VllmRank
-from dagrl.workers.families.vllm import replicated as vllm_replicated
 
 
 @dataclass(frozen=True)
@@ -107,56 +105,4 @@ def _megatron_experts(model: ModelConfig, rank: MegatronRank, hf: str, local: st
         yield from rank.gated_mlp(parts, f"{local}shared_experts.", model.hidden, size, "the rows of the shared experts")
 
 
-def vllm_layer(model: ModelConfig, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """Yields latent attention, then an MLP or experts, and both norms."""
-    yield from _vllm_attention(model, rank, f"{hf}self_attn.", f"{local}self_attn.")
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield vllm_replicated(f"{hf}{norm}.weight", model.hidden, tensor=f"{local}{norm}.weight")
-    if has_experts(model, layer):
-        yield from _vllm_experts(model, rank, f"{hf}mlp.", f"{local}mlp.")
-    else:
-        yield from dense.vllm_mlp(model, rank, hf, local)
-
-
-def _vllm_attention(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    latent = latent_of(model)
-    key_value = latent.key_value + latent.rope
-    queries = rank.part(model.heads, "the attention heads")
-    rows = (queries[0] * latent.head, queries[1] * latent.head)
-    if latent.query:
-        fused = f"{local}fused_qkv_a_proj"
-        yield from rank.stacked(f"{hf}q_a_proj", fused, (0, latent.query), 0, model.hidden)
-        yield from rank.stacked(f"{hf}kv_a_proj_with_mqa", fused, (0, key_value), latent.query, model.hidden)
-        yield vllm_replicated(f"{hf}q_a_layernorm.weight", latent.query, tensor=f"{local}q_a_layernorm.weight")
-        yield from rank.stacked(f"{hf}q_b_proj", f"{local}q_b_proj", rows, 0, latent.query)
-    else:
-        yield from rank.stacked(f"{hf}q_proj", f"{local}q_proj", rows, 0, model.hidden)
-        yield from rank.stacked(f"{hf}kv_a_proj_with_mqa", f"{local}kv_a_proj_with_mqa", (0, key_value), 0, model.hidden)
-    yield vllm_replicated(f"{hf}kv_a_layernorm.weight", latent.key_value, tensor=f"{local}kv_a_layernorm.weight")
-    each = latent.nope + latent.value
-    up = (queries[0] * each, queries[1] * each)
-    yield from rank.stacked(f"{hf}kv_b_proj", f"{local}kv_b_proj", up, 0, latent.key_value)
-    columns = (queries[0] * latent.value, queries[1] * latent.value)
-    yield from rank.row_parallel(f"{hf}o_proj", f"{local}o_proj", model.hidden, columns)
-
-
-def _vllm_experts(model: ModelConfig, rank: VllmRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
-    yield vllm_replicated(f"{hf}gate.weight", count, model.hidden, tensor=f"{local}gate.weight")
-    if has_expert_bias(model):
-        bias = "gate.e_score_correction_bias"
-        yield vllm_replicated(f"{hf}{bias}", count, tensor=f"{local}{bias}", dtype="float32")
-    names = tuple(f"{hf}experts.*.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj"))
-    yield from rank.experts(names, f"{local}experts.", count, model.hidden, width)
-    if model.has("n_shared_experts"):
-        size = width * model.size("n_shared_experts")
-        shared = "shared_experts."
-        yield from rank.gated_mlp(f"{hf}{shared}", f"{local}{shared}", model.hidden, size, what="the shared experts' size")
-
-
-def derived(model: ModelConfig, layer: int, local: str) -> Iterator[DerivedRule]:
-    """Yields the rule for the absorbed projections used in decoding."""
-    yield DerivedRule("absorbed_kv", f"{local}self_attn.mla_attn.mla_attn", ("W_UV", "W_UK_T"))
-
-
-FAMILY = Family("mla", ("deepseek_v3", "deepseek_v2"), megatron_layer, vllm_layer, derived=derived)
+FAMILY = Family("mla", ("deepseek_v3", "deepseek_v2"), megatron_layer)

@@ -10,8 +10,6 @@ from dagrl.workers.families import dense
 from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank, replicated
-from dagrl.workers.families.vllm import VllmRank
-from dagrl.workers.families.vllm import replicated as vllm_replicated
 
 
 @dataclass(frozen=True)
@@ -68,21 +66,4 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
         yield replicated(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
 
 
-def vllm_layer(model: ModelConfig, rank: VllmRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """Yields a dense layer with router and fused experts instead of the MLP."""
-    if not has_experts(model, layer):
-        yield from dense.vllm_layer(model, rank, layer, hf, local)
-        return
-    experts = experts_of(model)
-    block, to = f"{hf}{experts.block}", f"{local}{experts.block}"
-    yield from dense.vllm_attention(model, rank, hf, local)
-    yield vllm_replicated(f"{block}gate.weight", experts.count, model.hidden, tensor=f"{to}gate.weight")
-    names = tuple(f"{block}experts.*.{part}.weight" for part in experts.parts)
-    yield from rank.experts(names, f"{to}experts.", experts.count, model.hidden, experts.width)
-    if experts.shared_width:
-        shared, width = "shared_expert.", experts.shared_width
-        yield from rank.gated_mlp(f"{block}{shared}", f"{to}{shared}", model.hidden, width, what="the shared expert's size")
-        yield vllm_replicated(f"{block}shared_expert_gate.weight", 1, model.hidden, tensor=f"{to}shared_expert_gate.weight")
-
-
-FAMILY = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral"), megatron_layer, vllm_layer)
+FAMILY = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral"), megatron_layer)

@@ -1,30 +1,77 @@
-"""Maps the weights of a Hugging Face model to vLLM's tensors on one rank. A pure function.
+"""What a vLLM rank will hold of a model, for plans and checks before an engine runs. A pure function.
 
-`dagrl.workers.families` has the rules. Local tensor names are vLLM's parameter names, except that `local_name` hides a
-difference between versions.
+A running engine reports what it holds: it records its own loader (`recording.py`). Tests prove for each family that both are
+equal, box by box. Parameters are placed by the last parts of their Hugging Face names, as in vLLM 0.26 to 0.33:
+
+- `QKVParallelLinear` holds `[Q; K; V]` of the rank's heads. With fewer key-value heads than ranks, ranks share one.
+- `MergedColumnParallelLinear` holds `[gate; up]` of the rank's rows.
+- `RowParallelLinear` holds a range of columns and the whole bias.
+- `VocabParallelEmbedding` pads the vocabulary to 64, then divides it.
+- Fused experts are `w13_weight [E, 2I, H]`, gate first, and `w2_weight [E, H, I]`. Without expert parallelism every expert
+  is sharded over tp. With it each tp rank holds consecutive whole experts.
+- Mamba's `in_proj` is `[z, x, B, C, dt]` of the rank's heads and groups. A single group is on every rank.
+- Everything else is on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from dagrl.config import Json
-from dagrl.refit.slices import WeightSlice
-from dagrl.workers.families import find_family
-from dagrl.workers.families.family import DerivedRule, Family
+from dagrl.errors import LayoutError, RefitPlanError
+from dagrl.refit.fp8 import BLOCK, FP8
+from dagrl.refit.slices import STACKED, Box, Scales, WeightSlice
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families import find_family, mla
 from dagrl.workers.families.hf_config import ModelConfig
-from dagrl.workers.families.vllm import VllmRank, replicated
+from dagrl.workers.families.mamba import StateSpace, stack_rows, state_space_of
+from dagrl.workers.families.megatron import MegatronModules
+from dagrl.workers.megatron.weights import megatron_weight_slices
 
 VOCABULARY_PADDING = 64
+ROUTERS = ("gate", "shared_expert_gate")
+DTYPES = {"A_log": "float32", "e_score_correction_bias": "float32"}
+
+Range = tuple[int, int]
+Rows = list[tuple[Range, int]]
+"""Ranges of a parameter's rows, each with its first row in the local tensor."""
+
+
+@dataclass(frozen=True)
+class VllmRank:
+    """One rank of an engine with `tp` tensor-parallel ranks. Data-parallel replicas are separate engines.
+
+    `fp8` quantizes every linear layer in blocks of 128x128 with float32 scales, except routers, embedding and head.
+    """
+
+    tp: int = 1
+    tp_rank: int = 0
+    expert_parallel: bool = False
+    fp8: bool = False
+
+    def part(self, size: int, what: str) -> Range:
+        """Returns this rank's range of `size` items. Raises LayoutError if tp does not divide `size`."""
+        if size % self.tp:
+            raise LayoutError(f"tensor parallel size {self.tp} does not divide {what} ({size}); choose one that does")
+        each = size // self.tp
+        return self.tp_rank * each, (self.tp_rank + 1) * each
 
 
 def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[WeightSlice]:
     """Returns every weight that `rank` holds. Tied embeddings are one tensor, described once.
 
-    `hf_config` is the content of `config.json`. Raises ConfigError for a family without rules, LayoutError if sizes do not
-    divide, RefitPlanError if a slice of a fused FP8 tensor starts inside a block.
+    `hf_config` is the content of `config.json`. Local tensor names are vLLM's; `local_name` hides a difference between
+    versions. Raises ConfigError for a family without rules, LayoutError if sizes do not divide, RefitPlanError if a slice of
+    a fused FP8 tensor starts inside a block.
     """
-    return list(_model(find_family(hf_config), ModelConfig(hf_config), rank))
+    whole = megatron_weight_slices(hf_config, ParallelLayout(), 0, MegatronModules())
+    shapes: dict[str, list[int]] = {}
+    for one in whole:
+        ends = [stop for _, stop in one.box]
+        shapes[one.name] = [max(pair) for pair in zip(shapes.get(one.name, ends), ends, strict=True)]
+    shapes |= _llama_biases(ModelConfig(hf_config))
+    return list(_Placement(hf_config, rank, shapes).slices())
 
 
 def local_name(parameter: str) -> str:
@@ -32,27 +79,162 @@ def local_name(parameter: str) -> str:
     return parameter.replace(".experts.routed_experts.", ".experts.")
 
 
-def derived_tensors(hf_config: Mapping[str, Json]) -> list[DerivedRule]:
-    """Returns the rules for tensors that vLLM derives from weights after loading, for all layers."""
-    family, model = find_family(hf_config), ModelConfig(hf_config)
-    prefix = family.names.vllm_layer
-    return [rule for layer in range(model.layers) for rule in family.derived(model, layer, f"{prefix}.{layer}.")]
+class _Placement:
+    def __init__(self, hf_config: Mapping[str, Json], rank: VllmRank, shapes: Mapping[str, list[int]]) -> None:
+        self._names, self._model = find_family(hf_config).names, ModelConfig(hf_config)
+        self._rank, self._shapes = rank, shapes
+        self._latent = mla.latent_of(self._model) if self._model.has("kv_lora_rank") else None
+
+    def slices(self) -> Iterator[WeightSlice]:
+        for name, shape in self._shapes.items():
+            if f".experts.{STACKED}." in name:
+                yield from self._experts(name, shape)
+            elif name in (self._names.embedding, self._names.head):
+                yield from self._vocabulary(name, shape[1])
+            elif name == self._names.norm:
+                yield WeightSlice(name, ((0, shape[0]),), self._names.vllm_norm, ((0, shape[0]),))
+            else:
+                yield from self._parameter(name, shape)
+
+    def _vocabulary(self, name: str, hidden: int) -> Iterator[WeightSlice]:
+        padded = -(-self._model.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
+        start, stop = self._rank.part(padded, "the padded vocabulary")
+        stop, columns = min(stop, self._model.vocabulary), (0, hidden)
+        if start < stop:
+            yield WeightSlice(name, ((start, stop), columns), self._local(name), ((0, stop - start), columns))
+
+    def _experts(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
+        """Yields the rank's experts of a stack."""
+        rank, (count, rows, columns) = self._rank, shape
+        prefix, _, projection = name.removesuffix(".weight").rpartition(".")
+        down = projection in ("down_proj", "w2")
+        width = columns if down else rows
+        part = (0, width) if rank.expert_parallel else rank.part(width, "the experts' intermediate size")
+        size = part[1] - part[0]
+        at = size if projection == "w3" or (projection == "up_proj" and f"{prefix}.gate_proj.weight" in self._shapes) else 0
+        held, more = divmod(count, rank.tp if rank.expert_parallel else 1)
+        number = rank.tp_rank if rank.expert_parallel else 0
+        first = number * held + min(number, more)
+        many = (first, first + held + (number < more))
+        tensor = self._local(prefix.removesuffix(STACKED)) + ("w2_weight" if down else "w13_weight")
+        box = (many, (0, rows), part) if down else (many, part, (0, columns))
+        inner = ((0, rows), (0, size)) if down else ((at, at + size), (0, columns))
+        if many[0] < many[1]:
+            yield self._slice(name, box, tensor, ((0, many[1] - many[0]), *inner), quantized=True)
+
+    def _parameter(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
+        module, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            module, kind = name, ""
+        path, _, leaf = module.rpartition(".")
+        fused, rows = self._rows(path, leaf, shape[0])
+        columns = (0, shape[1]) if len(shape) == 2 else (0, 0)
+        if leaf in ("o_proj", "down_proj", "out_proj") and len(shape) == 2:
+            columns = self._rank.part(shape[1], _width_of(path) if leaf == "down_proj" else "the heads' columns")
+        tensor = f"{self._local(f'{path}.{fused}')}.{kind}".rstrip(".")
+        for part, at in rows:
+            local = (at, at + part[1] - part[0])
+            if len(shape) == 2:
+                target = (local, (0, columns[1] - columns[0]))
+                yield self._slice(name, (part, columns), tensor, target, quantized=leaf not in ROUTERS)
+            else:
+                rest: Box = tuple((0, size) for size in shape[1:])
+                yield WeightSlice(name, (part, *rest), tensor, (local, *rest), DTYPES.get(name.rpartition(".")[2], ""))
+
+    def _rows(self, path: str, leaf: str, size: int) -> tuple[str, Rows]:
+        """Returns vLLM's module for a Hugging Face module, and where the rank's rows are in it."""
+        rank, latent, whole = self._rank, self._latent, [((0, size), 0)]
+        if latent is not None:
+            if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
+                return leaf, [(_scaled(rank.part(self._model.heads, "the attention heads"), size // self._model.heads), 0)]
+            if leaf in ("q_a_proj", "kv_a_proj_with_mqa") and latent.query:
+                return "fused_qkv_a_proj", [((0, size), 0 if leaf == "q_a_proj" else latent.query)]
+        elif leaf in ("q_proj", "k_proj", "v_proj"):
+            return "qkv_proj", [self._heads(leaf)]
+        if leaf in ("gate_proj", "up_proj"):
+            part = rank.part(size, _width_of(path))
+            if f"{path}.gate_proj.weight" not in self._shapes:
+                return leaf, [(part, 0)]
+            return "gate_up_proj", [(part, part[1] - part[0] if leaf == "up_proj" else 0)]
+        if self._model.type == "nemotron_h" and leaf in ("in_proj", "conv1d", "norm", "A_log", "D", "dt_bias"):
+            return leaf, self._mixer(leaf) if path.endswith(".mixer") else whole
+        return leaf, whole
+
+    def _heads(self, leaf: str) -> tuple[Range, int]:
+        """Returns the rows of q, k or v that this rank holds, and where `qkv_proj` has them."""
+        rank, keys, dim = self._rank, self._model.kv_heads, self._model.head_dim
+        queries = rank.part(self._model.heads, "the attention heads")
+        if keys >= rank.tp:
+            heads = rank.part(keys, "the key/value heads")
+        elif rank.tp % keys == 0:
+            replica = rank.tp_rank // (rank.tp // keys)
+            heads = (replica, replica + 1)
+        else:
+            raise LayoutError(
+                f"tensor parallel size {rank.tp} is not a multiple of the {keys} key/value heads; choose one that is"
+            )
+        own = {"q_proj": queries}.get(leaf, heads)
+        before = {"q_proj": 0, "k_proj": queries[1] - queries[0], "v_proj": queries[1] - queries[0] + heads[1] - heads[0]}
+        return _scaled(own, dim), before[leaf] * dim
+
+    def _mixer(self, leaf: str) -> Rows:
+        """Returns the rows of a Mamba mixer's parameter."""
+        space = state_space_of(self._model)
+        heads = self._rank.part(space.heads, "the mamba heads")
+        inner = _scaled(heads, space.head_dim)
+        groups = self._groups(space)
+        if leaf == "in_proj":
+            parts = stack_rows(space, (inner, inner, groups, groups, heads))
+        elif leaf == "conv1d":
+            parts = stack_rows(space, (inner, groups, groups))
+        else:
+            return [(inner if leaf == "norm" else heads, 0)]
+        return [(rows, at[0]) for rows, at in parts]
+
+    def _groups(self, space: StateSpace) -> Range:
+        if space.groups == 1:
+            return 0, space.state
+        return _scaled(self._rank.part(space.groups, "the mamba groups"), space.state)
+
+    def _slice(self, name: str, box: Box, tensor: str, local: Box, quantized: bool) -> WeightSlice:
+        """Returns a slice of a linear layer's weight; in FP8 with its scales."""
+        if not (self._rank.fp8 and quantized):
+            return WeightSlice(name, box, tensor, local)
+        scales = Scales(f"{tensor}_scale_inv", (*local[:-2], *(_blocks(name, tensor, part) for part in local[-2:])))
+        return WeightSlice(name, box, tensor, local, FP8, scales)
+
+    def _local(self, name: str) -> str:
+        """Returns vLLM's name of a module or parameter outside the fused ones."""
+        names = self._names
+        if name == names.embedding:
+            return names.vllm_embedding
+        prefix = f"{names.layer}."
+        return f"{names.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
-def _model(family: Family, model: ModelConfig, rank: VllmRank) -> Iterator[WeightSlice]:
-    names = family.names
-    yield from _vocabulary(model, rank, names.embedding, names.vllm_embedding)
-    for layer in range(model.layers):
-        yield from family.vllm_layer(model, rank, layer, f"{names.layer}.{layer}.", f"{names.vllm_layer}.{layer}.")
-    yield replicated(names.norm, model.hidden, tensor=names.vllm_norm)
-    if not model.tied:
-        yield from _vocabulary(model, rank, names.head, names.head)
+def _llama_biases(model: ModelConfig) -> Iterator[tuple[str, list[int]]]:
+    """Yields biases that Megatron's Llama does not have."""
+    for layer in range(model.layers if model.type == "llama" else 0):
+        if model.qkv_bias:
+            yield f"model.layers.{layer}.self_attn.o_proj.bias", [model.hidden]
+        if model.flag("mlp_bias"):
+            for projection, size in (("gate_proj", model.ffn), ("up_proj", model.ffn), ("down_proj", model.hidden)):
+                yield f"model.layers.{layer}.mlp.{projection}.bias", [size]
 
 
-def _vocabulary(model: ModelConfig, rank: VllmRank, name: str, tensor: str) -> Iterator[WeightSlice]:
-    padded = -(-model.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
-    start, stop = rank.part(padded, "the padded vocabulary")
-    stop = min(stop, model.vocabulary)
-    if start < stop:
-        columns = (0, model.hidden)
-        yield WeightSlice(name, ((start, stop), columns), tensor, ((0, stop - start), columns))
+def _width_of(path: str) -> str:
+    return "the shared experts' size" if "shared_expert" in path else "the intermediate size"
+
+
+def _scaled(part: Range, size: int) -> Range:
+    return part[0] * size, part[1] * size
+
+
+def _blocks(name: str, tensor: str, part: Range) -> Range:
+    """Converts a row or column range to blocks. The last block may extend past the end of the parameter."""
+    if part[0] % BLOCK:
+        raise RefitPlanError(
+            f"parameter {name!r} begins at {part[0]} in {tensor!r}, inside an FP8 block of {BLOCK}; choose a tensor "
+            f"parallel size whose shards are multiples of {BLOCK}"
+        )
+    return part[0] // BLOCK, -(-part[1] // BLOCK)

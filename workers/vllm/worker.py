@@ -21,7 +21,6 @@ from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.families.kv_scales import check_family, vllm_attentions, vllm_kv_scales
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
@@ -31,7 +30,7 @@ from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.peers import Peers
 from dagrl.workers.vllm.quantization import compute_dtype, in_fp8
 from dagrl.workers.vllm.sampling import Sampling
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch

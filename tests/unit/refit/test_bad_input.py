@@ -21,7 +21,6 @@ from dagrl.refit.slices import Box, Scales, WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.families.hf_config import model_keys
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.hf_load import load_hf
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm import VllmWorker
@@ -29,7 +28,7 @@ from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form, in_fp8
 from dagrl.workers.vllm.recording import Recording
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES
 from tests.unit.refit.memory_channel import MemoryChannel
 from tests.unit.refit.test_plan import held

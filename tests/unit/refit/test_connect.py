@@ -16,10 +16,9 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.executors.node import install
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker_group import WorkerGroup
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.vllm import VllmWorker
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES
 from tests.unit.refit.memory_channel import run_refit
 

@@ -14,9 +14,8 @@ from dagrl.refit import plan_refit
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.fp8_reference import cuts_a_block, fp8_configs, fp8_tensors, quantized_model, random_weights
 from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import Config, Weights, megatron_layouts, megatron_tensors, vllm_sizes

@@ -15,8 +15,7 @@ from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.plan.routes import _split_parts
 from dagrl.refit.slices import volume
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.vllm import VllmRank
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.memory_channel import MemoryChannel
 from tests.unit.refit.test_plan import check_megatron_to_vllm, megatron_slices
 from tests.unit.refit.weight_reference import Config, hf_weights, megatron_tensors, model_config, vllm_tensors

@@ -22,9 +22,8 @@ from dagrl.refit.transfers import DIRECT_BYTES
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
 from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import (
     Config,

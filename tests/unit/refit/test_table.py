@@ -17,9 +17,8 @@ from dagrl.refit.fp8 import quantize_blocks
 from dagrl.refit.slices import expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.fp8_reference import spread
 from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like

@@ -15,9 +15,8 @@ from dagrl.errors import ConfigError, LayoutError
 from dagrl.refit.slices import expand, volume
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.families.vllm import VllmRank
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES, random_model
 from tests.unit.refit.weight_reference import (
     Config,

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.refit.slices import WeightSlice, expand
-from dagrl.workers.families.vllm import VllmRank
-from dagrl.workers.vllm.weights import local_name, vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, local_name, vllm_weight_slices
 from tests.unit.refit.weight_reference import (
     equal,
     filled,
     hf_weights,
-    model_config,
     model_configs,
     vllm_sizes,
     vllm_tensors,
@@ -150,16 +148,3 @@ def test_sizes_that_do_not_divide(change: dict[str, Any], tp: int, message: str)
 def test_an_unknown_model_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'gpt2'"):
         vllm_weight_slices({"model_type": "gpt2"}, VllmRank(1, 0))
-
-
-@pytest.mark.parametrize("placement", [(0, 2), (3, 0, 1), (1,), ()])
-def test_experts_in_an_engines_placement(placement: tuple[int, ...]) -> None:
-    """For any placement (round-robin, unordered, one, none) each local tensor stacks the listed experts."""
-    config = model_config("qwen3_moe")
-    weights = hf_weights(config)
-    slices = vllm_weight_slices(config, VllmRank(2, 1, expert_parallel=True, placement=placement))
-    held = [one for one in expand(slices) if "w2_weight" in one.tensor and "layers.1." in one.name]
-    assert [(int(one.name.split("experts.")[1].split(".")[0]), one.local[0][0]) for one in held] == [
-        (expert, place) for place, expert in enumerate(placement)
-    ]
-    assert all(one.box == tuple((0, size) for size in weights[one.name].shape) for one in held)
