@@ -1,4 +1,4 @@
-"""The definition of a model family: layout rules for Megatron and vLLM, names outside the layers, derived tensors."""
+"""The definition of a model family: layout rules for Megatron, and names outside the layers."""
 
 from __future__ import annotations
 
