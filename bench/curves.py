@@ -89,7 +89,7 @@ def measure(
     from dagrl.run.plans import grpo_plans
     from dagrl.run.start import open_session
 
-    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
         if config.sft.max_num_steps:
             train_sft(session)
         session.train.call("snapshot_reference")

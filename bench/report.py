@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dagrl.bench.deadline import BenchDeadline
-from dagrl.bench.gpus import gpus
 from dagrl.errors import ConfigError
 from dagrl.imports import require_package
-from dagrl.machine import package_versions
+from dagrl.machine import gpus, package_versions
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -177,7 +177,7 @@ def measure(
         config = with_plain_workers(config)
     measured: dict[Variant, list[Sequence[Metrics]]] = {}
     started = time.monotonic()
-    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
         sys.stderr.write(f"workers ready and warm after {time.monotonic() - started:.1f} s\n")
         session.train.call("snapshot_reference")
         if first_weights is not None:

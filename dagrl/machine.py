@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEV_SHM = Path("/dev/shm")  # noqa: S108  # Linux's shared memory, not a temporary file
+_QUERY = "uuid,name,memory.total,driver_version"
 
 
 def cpu_count() -> int:
@@ -46,6 +50,39 @@ def visible_gpus(present: Sequence[str]) -> list[str]:
         else:
             break
     return found
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. `memory_mib` is 0 if the GPU shares the host's memory."""
+
+    uuid: str
+    name: str
+    memory_mib: int
+    driver: str
+
+
+def gpus() -> list[Gpu]:
+    """Returns what `nvidia-smi` says of the GPUs that `CUDA_VISIBLE_DEVICES` allows; nothing if it is missing or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)  # noqa: S603
+    return visible(done.stdout) if done.returncode == 0 else []
+
+
+def visible(table: str) -> list[Gpu]:
+    """Returns the visible GPUs from `nvidia-smi`'s output."""
+    every = []
+    for uuid, name, memory, driver in (line.split(", ") for line in table.strip().splitlines()):
+        every.append(Gpu(uuid, name, int(memory) if memory.isdigit() else 0, driver))
+    chosen = visible_gpus([gpu.uuid for gpu in every])
+    return [gpu for uuid in chosen for gpu in every if gpu.uuid.startswith(uuid)]
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def descendants_of(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: the configuration reference, and files of the repository that pages link to.
+"""Hooks of the documentation site: the configuration reference, its comparison with NeMo-RL, and files that pages link to.
 
 The reference is generated from the configuration's JSON schema, so it has every key. A page may link to any file of the
 repository by its relative path; the site has a copy of it.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -28,6 +29,7 @@ Schema = dict[str, Any]
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated reference, and the linked files from outside `docs/`."""
     files.append(File.generated(config, "reference/configuration.md", content=configuration_reference()))
+    files.append(File.generated(config, "reference/nemo-rl.md", content=nemo_rl_comparison()))
     for page in files.documentation_pages():
         if page.generated_by is not None:
             continue
@@ -78,6 +80,35 @@ def configuration_reference() -> str:
     ]
     lines += section_lines("", schema, schema["$defs"])
     return "\n".join(lines) + "\n"
+
+
+def nemo_rl_comparison() -> str:
+    """Returns the page that compares defaults with NeMo-RL's, from `docs/nemo_rl.yaml`."""
+    schema = Config.model_json_schema()
+    lines = [
+        "# Defaults and NeMo-RL's",
+        "",
+        "Keys with NeMo-RL's names have its meaning. Its defaults are those of `examples/configs/grpo_math_1B.yaml`, and of",
+        "`sft.yaml` for the section `sft`. Derived values are logged at the start and saved in the run's `config.yaml`,",
+        "each with its reason; `dagrl train CONFIG --dry-run` prints them.",
+        "",
+        "| key | NeMo-RL | dagrl | why |",
+        "|---|---|---|---|",
+    ]
+    for row in yaml.safe_load((ROOT / "docs" / "nemo_rl.yaml").read_text(encoding="utf-8")):
+        ours = default_of(field_at(row["key"], schema), required=False)
+        lines.append(f"| `{row['key']}` | `{json.dumps(row['nemo'])}` | {ours} | {row.get('why', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def field_at(key: str, schema: Schema) -> Schema:
+    """Returns the field of the key `a.b.c`."""
+    *sections, name = key.split(".")
+    section = schema
+    for part in sections:
+        section = section_of(section["properties"][part], schema["$defs"]) or {}
+    field: Schema = section["properties"][name]
+    return field
 
 
 def section_lines(name: str, section: Schema, sections: dict[str, Schema]) -> Iterator[str]:
@@ -132,7 +163,9 @@ def type_of(field: Schema) -> str:
 
 
 def default_of(field: Schema, required: bool) -> str:
-    """A field's default as YAML, or nothing if it is required."""
+    """A field's default as YAML or what it is derived from; nothing if it is required."""
+    if "derived" in field:
+        return f"derived: {field['derived']}"
     return "" if required else f"`{json.dumps(field.get('default'))}`"
 
 

@@ -13,8 +13,8 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
-from dagrl.bench.gpus import gpus
 from dagrl.bench.report import commit, hardware, versions
+from dagrl.machine import gpus
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ def _train(options: argparse.Namespace) -> None:
     if options.dry_run:
         from dagrl.run.preflight import preflight
 
-        preflight(config)
-        sys.stdout.write(dump_config(config))
+        inputs = preflight(config)
+        sys.stdout.write(dump_config(inputs.config, inputs.derived))
         return
     _run(config)
 
@@ -187,7 +187,10 @@ def _config(options: argparse.Namespace) -> None:
     elif options.config is None:
         raise ConfigError("dagrl config needs a CONFIG, or --schema")
     else:
-        sys.stdout.write(dump_config(load_config(options.config, options.overrides)))
+        from dagrl.run.derive import derive_from_machine
+
+        derived = derive_from_machine(load_config(options.config, options.overrides))
+        sys.stdout.write(dump_config(derived.config, derived.reasons))
 
 
 def _examples(options: argparse.Namespace) -> None:
@@ -202,9 +205,11 @@ def _examples(options: argparse.Namespace) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     from dagrl.cli.inspect import inspect_config
     from dagrl.config.file import load_config
+    from dagrl.run.derive import derive_from_machine
 
     _log(options)
-    sys.stdout.write(inspect_config(load_config(options.config, options.overrides), options.phase, options.output))
+    config = derive_from_machine(load_config(options.config, options.overrides)).config
+    sys.stdout.write(inspect_config(config, options.phase, options.output))
 
 
 def _bench(options: argparse.Namespace) -> None:

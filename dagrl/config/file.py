@@ -47,9 +47,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join(dict.fromkeys(problems))) from error
 
 
-def dump_config(config: Config) -> str:
-    """Returns the resolved configuration as YAML, which `load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def dump_config(config: Config, derived: Mapping[str, str] | None = None) -> str:
+    """Returns the resolved configuration as YAML, which `load_config` reads back to an equal one.
+
+    Comments above the keys in `derived` say why they have their value.
+    """
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    if not derived:
+        return text
+    starts: dict[KeyPath, yaml.Mark] = {}
+    _note_starts(yaml.compose(text, yaml.SafeLoader), (), starts)
+    lines = text.splitlines()
+    for key, reason in derived.items():
+        start = starts[tuple(key.split("."))]
+        lines[start.line] = f"{' ' * start.column}# derived: {reason}\n{lines[start.line]}"
+    return "\n".join(lines) + "\n"
+
+
+def value_text(config: Config, key: str) -> str:
+    """Returns the value of the key `a.b.c` as YAML."""
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return json.dumps(value)
 
 
 def config_schema() -> str:
@@ -105,6 +125,13 @@ def _note_locations(node: yaml.Node | None, key: KeyPath, file: str, locations: 
         for index, value in enumerate(node.value):
             locations[(*key, index)] = f"{file}, line {value.start_mark.line + 1}"
             _note_locations(value, (*key, index), file, locations)
+
+
+def _note_starts(node: yaml.Node | None, key: KeyPath, starts: dict[KeyPath, yaml.Mark]) -> None:
+    """Records where every key below `node` starts."""
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        starts[(*key, name.value)] = name.start_mark
+        _note_starts(value, (*key, name.value), starts)
 
 
 def _override(content: dict[str, Json], word: str, locations: Locations) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dagrl.config.section import Json, PathText, Section, Seed
+from dagrl.config.section import Json, PathText, Section, Seed, derived
 from dagrl.errors import LayoutError
 from dagrl.runtime.layout import ParallelLayout
 
@@ -49,7 +49,7 @@ class TokenizerConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, as Megatron implements it."""
 
-    lr: PositiveFloat = 1e-3
+    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT")
     """Peak learning rate."""
 
     min_lr: NonNegativeFloat = 0.0
@@ -70,7 +70,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the gradient over all parameters. 0: no clipping."""
 
-    use_distributed_optimizer: bool = False
+    use_distributed_optimizer: bool = derived(False, "true if `data_parallel_size` is derived and above 1, else false")
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
 
@@ -112,7 +112,7 @@ class DistributedDataParallelConfig(Section):
 class MegatronConfig(Section):
     """Megatron train workers: parallel layout, recomputation, optimizer."""
 
-    data_parallel_size: PositiveInt = 1
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine if no layout is set, else 1")
     """Replicas of the model, each trained on its share of the batch."""
 
     tensor_model_parallel_size: PositiveInt = 1
@@ -148,7 +148,7 @@ class MegatronConfig(Section):
     The Megatron layers in use always overlap the reduction of input gradients with the weight gradients.
     """
 
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = derived(False, "true if a sequence does not fit the GPU without, else false")
     """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
 
     recompute_granularity: Literal["full", "selective"] = "full"
@@ -200,7 +200,7 @@ class VllmConfig(Section):
     expert_parallel_size: PositiveInt = 1
     """1, or `tensor_parallel_size`: then each rank of an engine holds whole experts."""
 
-    data_parallel_size: PositiveInt = 1
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine if no layout is set, else 1")
     """Number of engines."""
 
     max_model_len: PositiveInt | None = None
@@ -212,13 +212,13 @@ class VllmConfig(Section):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """`auto`: the engine's dtype. `fp8`: train workers calibrate the scales, and each refit sends them."""
 
-    max_num_seqs: PositiveInt = 64
+    max_num_seqs: PositiveInt = derived(64, "GPUs: an engine's share of a batch, at most 512; else 64")
     """Sequences that an engine decodes at once."""
 
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens of one engine step. null: vLLM's default."""
 
-    enforce_eager: bool = True
+    enforce_eager: bool = derived(True, "GPUs: false; else true")
     """Run the model without torch.compile and CUDA graphs."""
 
     async_scheduling: bool | None = None
@@ -227,10 +227,12 @@ class VllmConfig(Section):
     enable_prefix_caching: bool = True
     """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""
 
-    gpu_memory_utilization: float = Field(default=0.6, gt=0, lt=1)
+    gpu_memory_utilization: float = derived(0.6, "0.6 if colocated, else 0.85", gt=0, lt=1)
     """Share of the GPU's memory for vLLM. Used when `kv_cache_memory_bytes` is null."""
 
-    kv_cache_memory_bytes: PositiveInt | None = 64 << 20
+    kv_cache_memory_bytes: PositiveInt | None = derived(
+        64 << 20, "GPUs: null; else what `max_num_seqs` sequences need, at most an eighth of the memory"
+    )
     """Bytes of the KV cache of one rank. null: what `gpu_memory_utilization` leaves."""
 
     @property
@@ -264,7 +266,7 @@ class ForcedLengths(Section):
 class ColocatedConfig(Section):
     """Train and generation workers on the same GPUs, taking turns: one side frees its memory while the other works."""
 
-    enabled: bool = False
+    enabled: bool = derived(False, "true on a machine with GPUs if no layout is set and both roles may take turns")
     """Place both groups on the same GPUs."""
 
     train_share: float = Field(default=0.5, gt=0, lt=1)
@@ -280,7 +282,7 @@ class GenerationConfig(Section):
     worker: str = "dagrl.workers.vllm:VllmWorker"
     """Import path of the generation worker's class."""
 
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: PositiveInt = derived(64, "half of `policy.max_total_sequence_length` if that is set, else 1024")
     """Longest completion, in tokens."""
 
     temperature: NonNegativeFloat = 1.0
@@ -327,13 +329,13 @@ class SequencePackingConfig(Section):
     See `dagrl.workers.megatron.packing`.
     """
 
-    enabled: bool = False
+    enabled: bool = derived(False, "GPUs: true unless `dynamic_batching` is on; else false")
     """Pack sequences."""
 
-    train_mb_tokens: PositiveInt | None = None
+    train_mb_tokens: PositiveInt | None = derived(None, "GPUs: what fits the memory, at most 16384")
     """Tokens of a train microbatch. null: `max_total_sequence_length * train_micro_batch_size`."""
 
-    logprob_mb_tokens: PositiveInt | None = None
+    logprob_mb_tokens: PositiveInt | None = derived(None, "GPUs: twice `train_mb_tokens`, if that is derived")
     """Tokens of a log-probability microbatch. null: `max_total_sequence_length * logprob_batch_size`."""
 
     algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"] = (
@@ -373,10 +375,10 @@ class PolicyConfig(Section):
     worker: str = "dagrl.workers.megatron:MegatronWorker"
     """Import path of the train worker's class."""
 
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16"] = derived("float32", "GPUs: bfloat16; else float32")
     """Precision of the model's weights and activations."""
 
-    train_global_batch_size: PositiveInt = 64
+    train_global_batch_size: PositiveInt = derived(64, "GRPO: the samples of a step; SFT: 32")
     """Sequences of one optimizer step, over all data-parallel ranks."""
 
     train_micro_batch_size: PositiveInt = 8
@@ -401,7 +403,9 @@ class PolicyConfig(Section):
     """Where the reference policy's weights are. `host`: pinned memory, swapped in when used. `device`: a second copy on the
     GPU, not available with `generation.colocated`."""
 
-    max_total_sequence_length: PositiveInt = 512
+    max_total_sequence_length: PositiveInt = derived(
+        512, "the longest example, or the longest prompt and `max_new_tokens`; at most what the model has room for"
+    )
     """Longest sequence in tokens, prompt and completion together."""
 
     sequence_buckets: tuple[PositiveInt, ...] = ()
@@ -411,7 +415,7 @@ class PolicyConfig(Section):
     """The Megatron train workers."""
 
     generation: GenerationConfig | None = None
-    """Generation. Required by algorithm `grpo`; `{}` takes all defaults."""
+    """Generation. null: with algorithm `grpo`, all defaults."""
 
     def microbatch_tokens(self, purpose: Literal["train", "logprob"]) -> int:
         """Returns the token budget of a microbatch with sequence packing or dynamic batching."""

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dagrl.config.policy import PolicyConfig
-from dagrl.config.section import Json, PathText, Section, Seed
+from dagrl.config.section import Json, PathText, Section, Seed, derived
 from dagrl.runtime.deadline import Deadline
 
 
@@ -119,13 +119,13 @@ class RewardShapingConfig(Section):
 class GrpoConfig(Section):
     """The GRPO loop."""
 
-    num_prompts_per_step: PositiveInt = 16
+    num_prompts_per_step: PositiveInt = 32
     """Prompts per batch."""
 
-    num_generations_per_prompt: PositiveInt = Field(default=8, ge=2)
+    num_generations_per_prompt: PositiveInt = Field(default=16, ge=2)
     """Completions per prompt: the group over which advantages are computed."""
 
-    max_num_steps: PositiveInt = 100
+    max_num_steps: PositiveInt = derived(100, "`max_num_epochs` passes over the prompts, or one")
     """Number of GRPO steps."""
 
     max_num_epochs: PositiveInt | None = None
@@ -168,14 +168,16 @@ class GrpoConfig(Section):
     val_at_start: bool = True
     """Validate before the first step."""
 
-    max_val_samples: PositiveInt = 128
+    max_val_samples: PositiveInt = 256
     """Maximum number of samples per validation."""
 
 
 class SftConfig(Section):
     """Supervised fine-tuning: the whole run with algorithm `sft`, a warm start with `grpo`."""
 
-    max_num_steps: NonNegativeInt = 100
+    max_num_steps: NonNegativeInt = derived(
+        100, "GRPO: 0 if `max_num_epochs` is not set; else `max_num_epochs` passes over the demonstrations, or one"
+    )
     """Number of steps. 0 with algorithm `grpo`: no SFT first."""
 
     max_num_epochs: PositiveInt | None = None
@@ -190,7 +192,7 @@ class SftConfig(Section):
     max_val_samples: PositiveInt = 256
     """Maximum number of samples per validation."""
 
-    lr: PositiveFloat | None = None
+    lr: PositiveFloat | None = derived(None, "GRPO: 1e-5 if there are SFT steps and no rate is set")
     """Learning rate, constant over the SFT steps. null: `policy.megatron_cfg.optimizer.lr`, which follows
     `megatron_cfg.scheduler` with algorithm `sft` and is constant with `grpo`."""
 
@@ -340,7 +342,7 @@ class CheckpointConfig(Section):
     save_period: PositiveInt = 10
     """Steps between checkpoints."""
 
-    keep_top_k: PositiveInt | None = None
+    keep_top_k: PositiveInt | None = 3
     """Number of best checkpoints by `metric_name` to keep. If this and `keep_last_k` are null, all are kept."""
 
     keep_last_k: PositiveInt | None = None
@@ -412,26 +414,26 @@ class ClusterConfig(Section):
 class TimeoutConfig(Section):
     """Deadlines in seconds. Every wait of a run has one of these."""
 
-    start_s: PositiveFloat = 180.0
+    start_s: PositiveFloat = derived(180.0, "GPUs: 600; else 180")
     """Start the workers and load the model."""
 
     compile_s: PositiveFloat = 60.0
     """Prepare the workers for a graph, and again to compile it."""
 
-    warmup_s: PositiveFloat = 180.0
+    warmup_s: PositiveFloat = derived(180.0, "GPUs: 600; else 180")
     """One warm-up replay."""
 
-    replay_s: PositiveFloat = 120.0
+    replay_s: PositiveFloat = derived(120.0, "GPUs: 600; else 120")
     """One replay."""
 
     grace_s: PositiveFloat = 30.0
     """After a worker raised in a replay: time for the others to end it before they are killed. About as long as a
     restart."""
 
-    collective_s: PositiveFloat = 60.0
+    collective_s: PositiveFloat = derived(60.0, "GPUs: 300; else 60")
     """One collective operation between workers."""
 
-    checkpoint_s: PositiveFloat = 120.0
+    checkpoint_s: PositiveFloat = derived(120.0, "GPUs: 600; else 120")
     """Save or load a checkpoint."""
 
     teardown_s: PositiveFloat = 8.0

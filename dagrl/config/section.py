@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import TypeAliasType
@@ -20,6 +20,14 @@ def _without_nul(path: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_without_nul)]
 """The path of a file or a directory."""
+
+
+def derived(default: object, how: str, **bounds: float) -> Any:
+    """A field that a run derives if it is left open (`dagrl.run.derive`). `how` says from what, for the reference.
+
+    `default` is its value in code that takes a `Config` without deriving anything.
+    """
+    return Field(default=default, json_schema_extra={"derived": how}, **bounds)  # type: ignore[call-overload]
 
 
 class Section(BaseModel):

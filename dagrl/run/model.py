@@ -110,6 +110,15 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
     return description
 
 
+def checkpoint_bytes(policy: PolicyConfig) -> int:
+    """Returns the bytes of the checkpoint's safetensors; 0 for a model from a seed."""
+    return (
+        0
+        if policy.model_name is None
+        else sum(file.stat().st_size for file in Path(policy.model_name).glob("*.safetensors"))
+    )
+
+
 def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
     """Returns the directory to load the model from: `policy.model_name`, or `directory` after `write_random_model`."""
     if policy.random_init is None:

@@ -1,7 +1,6 @@
 """The phases each loop replays, and the shapes they are warmed up at.
 
-plans = grpo_plans(config)
-with open_session(config, plans) as session:
+with open_session(config, grpo_plans) as session:
     ...
 """
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import ClusterConfig, Config, Json, PhasesConfig
@@ -21,14 +22,15 @@ from dagrl.config.settings import (
     layouts,
     width_key,
 )
-from dagrl.data import Example, load_splits
+from dagrl.data import load_splits
 from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count
 from dagrl.run.cluster import gpus_per_worker
-from dagrl.run.model import load_tokenizer, make_random_model, model_description, token_count
+from dagrl.run.derive import Derived, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.model import checkpoint_bytes, load_tokenizer, make_random_model, model_description, token_count
 from dagrl.run.worker_protocols import ModelHooks, required_protocols
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.graph import PhaseGraph
@@ -53,11 +55,14 @@ OVERLAP_PHASES = ("accumulate_gradients",)
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads from disk: the tokenizer, the model's `config.json`, and tokenized examples.
+    """What a run starts from: its configuration without open keys, the tokenizer, the model's `config.json`, and tokenized
+    examples. `derived` has the reason of each key that was derived.
 
     Prompts are empty for algorithm `sft`; demonstrations are empty for `grpo` without an SFT stage.
     """
 
+    config: Config
+    derived: Mapping[str, str]
     tokenizer: PreTrainedTokenizerFast
     hf_config: Mapping[str, Json]
     demonstrations: list[Demonstration]
@@ -67,10 +72,13 @@ class Inputs:
 
 
 def preflight(config: Config) -> Inputs:
-    """Checks the configuration against the machine, the model, the workers, the phases and the data. Returns the data.
+    """Derives what the configuration leaves open, and checks it against the machine, the model, the workers, the phases and
+    the data. Returns what the run starts from.
 
     Raises a UserError that says what to change.
     """
+    derived = derive_from_machine(config)
+    config = derived.config
     check_settings(config)
     require_extras(config.logger)
     workers = worker_classes(config)
@@ -86,9 +94,11 @@ def preflight(config: Config) -> Inputs:
     check_model(config, hf_config, workers)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
-    inputs = _read_data(config, tokenizer, hf_config)
-    _check_metric(config, inputs)
-    _warn_of_longer_epochs(config, inputs)
+    inputs = _read_data(derived, tokenizer, hf_config)
+    _check_positions(inputs)
+    check_settings(inputs.config)
+    _check_metric(inputs.config, inputs)
+    _warn_of_longer_epochs(inputs.config, inputs)
     return inputs
 
 
@@ -235,11 +245,6 @@ def _gpus_here(cluster: ClusterConfig) -> int:
 
 def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
     """Raises a UserError for what the model, or the static `check(config, hf_config)` of a worker class, rejects."""
-    positions, widest = hf_config.get("max_position_embeddings"), bucket_widths(config.policy)[-1]
-    if isinstance(positions, int) and positions < widest:
-        raise ConfigError(
-            f"the model has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
-        )
     keys = _worker_keys(config)
     for role, worker in workers.items():
         key, path = keys[role]
@@ -250,35 +255,51 @@ def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[
                 raise type(error)(f"{role} workers: {error}") from error
 
 
+def _check_positions(inputs: Inputs) -> None:
+    positions, widest = inputs.hf_config.get("max_position_embeddings"), bucket_widths(inputs.config.policy)[-1]
+    if isinstance(positions, int) and positions < widest:
+        raise ConfigError(
+            f"the model has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
+        )
+
+
 def _accept(config: Config, hf_config: Mapping[str, Json]) -> None:
     """The check of a worker class without one."""
 
 
-def _read_data(config: Config, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+    """Reads and tokenizes the examples, and derives lengths and steps from them."""
+    config = derived.config
     splits = load_splits(config.data)
     generates, learns = config.algorithm == "grpo", config.algorithm == "sft" or config.sft.max_num_steps > 0
-    validation_prompts = splits.validation[: config.grpo.max_val_samples] if generates else ()
-    validation = splits.validation[: config.sft.max_val_samples] if learns else ()
+    turns = config.data.assistant_turns
+    shown, held = splits.demonstrations if learns else (), splits.validation
+    rows = [
+        encode_demonstrations(examples, tokenizer, turns)
+        for examples in (shown, held[: config.sft.max_val_samples] if learns else ())
+    ]
+    prompts = [
+        encode_prompts(examples, tokenizer)
+        for examples in ((splits.train, held[: config.grpo.max_val_samples]) if generates else ((), ()))
+    ]
+    derive_from_data(derived, chain(*rows), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
+    demonstrations, held_demonstrations = (_fitting_demonstrations(derived.config, part) for part in rows)
+    to_train, held_prompts = (_fitting_prompts(derived.config, part) for part in prompts)
+    derive_steps(derived, len(demonstrations), len(to_train))
     return Inputs(
-        tokenizer,
-        hf_config,
-        _demonstrations(config, tokenizer, splits.demonstrations if learns else ()),
-        _demonstrations(config, tokenizer, validation),
-        _prompts(config, tokenizer, splits.train if generates else ()),
-        _prompts(config, tokenizer, validation_prompts),
+        derived.config, derived.reasons, tokenizer, hf_config, demonstrations, held_demonstrations, to_train, held_prompts
     )
 
 
-def _demonstrations(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Demonstration]:
+def _fitting_demonstrations(config: Config, rows: list[Demonstration]) -> list[Demonstration]:
     room = bucket_widths(config.policy)[-1]
-    rows = encode_demonstrations(examples, tokenizer, config.data.assistant_turns)
     return keep_fitting(rows, room, config.data.too_long, "the largest bucket", width_key(config.policy))
 
 
-def _prompts(config: Config, tokenizer: PreTrainedTokenizerFast, examples: Sequence[Example]) -> list[Prompt]:
-    if not examples:
+def _fitting_prompts(config: Config, rows: list[Prompt]) -> list[Prompt]:
+    if not rows:
         return []
     new = generation_config(config).max_new_tokens
     room = bucket_widths(config.policy)[-1] - new
     limit = f"the largest bucket less policy.generation.max_new_tokens {new}"
-    return keep_fitting(encode_prompts(examples, tokenizer), room, config.data.too_long, limit, width_key(config.policy))
+    return keep_fitting(rows, room, config.data.too_long, limit, width_key(config.policy))

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
+from dagrl.config.file import value_text
 from dagrl.config.settings import device_count, generation_config, generation_dtype, is_colocated, layouts
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
@@ -39,11 +41,16 @@ from dagrl.telemetry.trace import DRIVER, TraceWriter
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+logger = logging.getLogger(__name__)
+
+Plans = Callable[[Config], Sequence[PhasePlan]]
+"""Returns the phases of a loop for a configuration in which every key has its value."""
+
 REFERENCE = "reference_policy"  # counter of a checkpoint: whether the train workers saved a reference policy
 
 
 @contextmanager
-def run_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+def run_session(config: Config, plans: Plans) -> Iterator[Session]:
     """Runs the block, which takes the steps, in an open session.
 
     A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped writes a checkpoint
@@ -62,12 +69,14 @@ def run_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]
 
 
 @contextmanager
-def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session]:
+def open_session(config: Config, plan: Plans) -> Iterator[Session]:
     """Does everything before the first step, and undoes it after the block, also if the block raises.
 
-    Raises a UserError before any actor starts for everything that can be checked by then.
+    `plan` gets the configuration with derived values. Raises a UserError, before any actor starts, for everything that can
+    be checked by then.
     """
     inputs = preflight(config)
+    config, plans = inputs.config, plan(inputs.config)
     with ExitStack() as stack:
         stack.enter_context(lock_run(RunPaths.of(config)))
         stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
@@ -75,7 +84,9 @@ def open_session(config: Config, plans: Sequence[PhasePlan]) -> Iterator[Session
         progress = stack.enter_context(Progress(config.logger))
         at_end = stack.enter_context(ExitStack())
         progress.stage("Preparing the run")
-        paths = prepare_run_directory(config)
+        paths = prepare_run_directory(config, inputs.derived)
+        for key, reason in inputs.derived.items():
+            logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
         config = _resolved(config, inputs, paths)
         store, resumed = _open_checkpoints(config, paths)
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))

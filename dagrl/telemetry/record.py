@@ -124,8 +124,8 @@ def _lock_of(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.lock")
 
 
-def prepare_run_directory(config: Config) -> RunPaths:
-    """Creates the run's directory and saves the resolved configuration in it.
+def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = None) -> RunPaths:
+    """Creates the run's directory and saves the resolved configuration in it, with the reasons of `derived` keys.
 
     Renames the directory of an earlier run of that name to `<name>.1`, unless this one resumes it. Raises ConfigError like
     `check_run_directory`.
@@ -135,7 +135,7 @@ def prepare_run_directory(config: Config) -> RunPaths:
     if paths.config.exists() and not config.checkpointing.resume:
         logger.info("renamed the directory of the earlier run to %s", move_aside(paths.directory))
     paths.directory.mkdir(parents=True, exist_ok=True)
-    _save_config(config, paths.config)
+    _save_config(dump_config(config, derived or {}), paths.config)
     return paths
 
 
@@ -263,12 +263,11 @@ class WandbTracker:
         self._run.finish()
 
 
-def _save_config(config: Config, path: Path) -> None:
+def _save_config(content: str, path: Path) -> None:
     """Saves the configuration and keeps a copy of a different earlier one.
 
     The directory always has a config.yaml, which marks it as a run's.
     """
-    content = dump_config(config)
     if path.exists() and path.read_text(encoding="utf-8") != content:
         shutil.copyfile(path, free_name(path))
     write_whole(path, content)

@@ -46,7 +46,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     output = tmp_path_factory.mktemp("runs")
     level = f"policy.generation.colocated.sleep_level={request.param}"
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, level, f"output_dir={output}"])
-    with open_session(config, grpo_plans(config)) as session:
+    with open_session(config, grpo_plans) as session:
         train_sft(session)
         yield session
 

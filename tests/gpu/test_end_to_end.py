@@ -59,7 +59,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     """A session after its SFT phase, whose weights are kept for the tests to begin from."""
     output = tmp_path_factory.mktemp("runs")
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, f"output_dir={output}"])
-    with open_session(config, grpo_plans(config)) as session:
+    with open_session(config, grpo_plans) as session:
         train_sft(session)
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(output / "sft"), {})

@@ -31,7 +31,7 @@ OVERRIDES = (
 
 def test_the_broadcast_brings_the_bytes_of_a_refit(tmp_path: Path) -> None:
     config = with_plain_workers(load_config(CONFIG, [*OVERRIDES, f"output_dir={tmp_path}"]))
-    with open_session(config, grpo_plans(config)) as session, RewardRunner(config.reward) as reward:
+    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
         driver = PlainDriver(session, reward)
         assert session.generation is not None
         (before,) = session.generation.call_function(digests)

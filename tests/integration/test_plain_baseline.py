@@ -56,7 +56,7 @@ def baseline(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("dagrl.run.start.ray_cluster", lambda *_, **__: nullcontext())
-        session = stack.enter_context(open_session(config, grpo_plans(config)))
+        session = stack.enter_context(open_session(config, grpo_plans))
         reward = stack.enter_context(RewardRunner(config.reward))
         session.train.call("snapshot_reference")
         yield Baseline(config, session, reward)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dagrl.bench.gpus import visible
-from dagrl.machine import visible_gpus
+from dagrl.machine import visible, visible_gpus
 
 TABLE = "".join(f"GPU-{letter * 4}, NVIDIA H200, 143771, 580.1\n" for letter in "abcd")
 

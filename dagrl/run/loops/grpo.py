@@ -23,8 +23,8 @@ from dagrl.run.start import run_session
 
 def run_grpo(config: Config) -> None:
     """Runs the SFT stage, if any, and GRPO, from the start or the newest checkpoint to the final policy."""
-    with run_session(config, grpo_plans(config)) as session:
-        if config.sft.max_num_steps:
+    with run_session(config, grpo_plans) as session:
+        if session.config.sft.max_num_steps:
             train_sft(session)
         train = train_async if config.grpo.async_grpo.enabled else train_grpo
         with RewardRunner(config.reward) as reward:

@@ -19,7 +19,7 @@ from dagrl.telemetry.metrics import VALIDATION
 
 def run_sft(config: Config) -> None:
     """Runs supervised fine-tuning, from the start or the newest checkpoint to the final policy."""
-    with run_session(config, sft_plans(config)) as session:
+    with run_session(config, sft_plans) as session:
         train_sft(session)
 
 

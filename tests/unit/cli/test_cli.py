@@ -67,7 +67,7 @@ def test_config_schema_describes_every_key_of_a_configuration(capsys: pytest.Cap
     schema = json.loads(capsys.readouterr().out)
     sections = {"Config": schema, **schema["$defs"]}
     lr = sections["OptimizerConfig"]["properties"]["lr"]
-    assert (lr["type"], lr["default"], lr["exclusiveMinimum"]) == ("number", 1e-3, 0)
+    assert (lr["type"], lr["default"], lr["exclusiveMinimum"]) == ("number", 1e-6, 0)
     undescribed = [
         f"{name}.{key}"
         for name, section in sections.items()

@@ -19,6 +19,7 @@ from dagrl.config.file import load_config
 from dagrl.data import Example, Message, Splits
 from dagrl.errors import UserError
 from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
+from dagrl.run.preflight import preflight
 from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.telemetry.record import RunPaths, lock_run
 from dagrl.workers.megatron import MegatronWorker
@@ -102,12 +103,12 @@ TABLE = [
     ),
     Row(
         "warm-up starts above the peak rate",
-        ("policy.megatron_cfg.scheduler.lr_warmup_init is 1, above policy.megatron_cfg.optimizer.lr 0.001", "or less"),
+        ("policy.megatron_cfg.scheduler.lr_warmup_init is 1, above policy.megatron_cfg.optimizer.lr 1e-06", "or less"),
         (f"{MEGATRON}.scheduler.lr_warmup_init=1", "sft.lr=2"),
     ),
     Row(
         "minimum rate above the peak rate",
-        ("policy.megatron_cfg.optimizer.min_lr is 0.002, above lr 0.001", "or less"),
+        ("policy.megatron_cfg.optimizer.min_lr is 0.002, above lr 1e-06", "or less"),
         (f"{MEGATRON}.optimizer.min_lr=2e-3",),
     ),
     Row(
@@ -150,7 +151,6 @@ TABLE = [
         ("checkpointing.metric_name is 'validation/reward'", "nothing is held out", "data.val_fraction"),
         ("checkpointing.metric_name=validation/reward", "data.val_fraction=0"),
     ),
-    Row("no generation", ("policy.generation is missing",), ("policy.generation=null",)),
     Row("no model", ("policy.model_name and policy.random_init: found neither",), ("policy.random_init=null",)),
     Row("two models", ("policy.model_name and policy.random_init: found both",), ("policy.model_name=somewhere",)),
     Row("heads", ("4 attention heads are not divisible by tp 3",), (f"{MEGATRON}.tensor_model_parallel_size=3",)),
@@ -245,7 +245,12 @@ TABLE = [
     Row("deeply nested override", ("override 'seed=[[[", "nested too deeply"), ("seed=" + "[" * 5000 + "]" * 5000,)),
     Row("empty data set", ("data.jsonl' is empty",), lines=()),
     Row("all held out", ("has 1 example(s)", "data.val_path"), lines=(good_lines()[0],)),
-    Row("sequence too long", ("data.jsonl, line 26: 3", "room for 16 (the largest bucket)"), lines=(*good_lines(), LONG)),
+    Row(
+        "sequence too long",
+        ("data.jsonl, line 26: 3", "room for 16 (the largest bucket)"),
+        ("sft.max_num_steps=1",),
+        lines=(*good_lines(), LONG),
+    ),
     Row(
         "prompt without room to generate",
         ("room for 2 (the largest bucket less policy.generation.max_new_tokens 14)",),
@@ -300,7 +305,7 @@ TABLE = [
     Row(
         "worker without a method of a phase",
         ("phase 'sft_step'", "train worker has no method 'train_step'"),
-        ("policy.worker=tests.unit.run.test_bad_input:Untrained", "checkpointing.export_hf=false"),
+        ("policy.worker=tests.unit.run.test_bad_input:Untrained", "checkpointing.export_hf=false", "sft.max_num_steps=1"),
     ),
     Row(
         "missing task",
@@ -722,12 +727,12 @@ def test_directories_of_a_running_run_are_locked(run: Run, tmp_path: Path) -> No
 
 
 def test_the_saved_configuration_equals_the_given_one(run: Run, tmp_path: Path) -> None:
-    """Steps computed from epochs are not written back into it."""
+    """It has the derived values too, as a dry run shows them."""
     for algorithm, other in (("grpo", "sft"), ("sft", "grpo")):
         words = (f"algorithm={algorithm}", f"{algorithm}.max_num_epochs=3", f"{other}.max_num_steps=7")
         run(*words)
         given = load_config(tmp_path / "config.yaml", (f"output_dir={tmp_path / 'runs'}", *words))
-        assert load_config(tmp_path / "runs" / "bad" / "config.yaml") == given
+        assert load_config(tmp_path / "runs" / "bad" / "config.yaml") == preflight(given).config
 
 
 def test_sigterm_while_ray_starts_interrupts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def limited(demonstrations: int, prompts: int, sft: dict[str, Any], grpo: dict[s
     tokens = np.zeros(2, np.int64)
     rows = [Demonstration(tokens, tokens.astype(np.float32), "")] * demonstrations
     asked = [Prompt("", tokens, "", "")] * prompts
-    inputs = Inputs(None, {}, rows, [], asked, [])  # type: ignore[arg-type]
+    inputs = Inputs(config, {}, None, {}, rows, [], asked, [])  # type: ignore[arg-type]
     return limit_steps(config, inputs)
 
 

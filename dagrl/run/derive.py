@@ -1,0 +1,280 @@
+"""Derives the keys that a configuration leaves open from the machine, the model and the data, each with its reason.
+
+A key that the user sets keeps its value. The run logs what was derived and saves it in `config.yaml`. Derived keys have the
+field's default only where nothing derives them: in code that takes a `Config` without `preflight`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from pydantic import BaseModel
+
+from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
+from dagrl.config.settings import generation_config, is_colocated, samples_per_step
+from dagrl.machine import gpu_count, gpus, host_memory
+from dagrl.run.cluster import gpus_per_worker
+
+SectionT = TypeVar("SectionT", bound=BaseModel)
+
+NEW_TOKENS = 1024
+"""Longest completion, if neither it nor the longest sequence is set."""
+
+PROMPT_TOKENS = 1024
+"""Room for prompts until the data are read."""
+
+SFT_SEQUENCES = 32
+"""Sequences of an SFT step."""
+
+ROUND = 64
+"""Lengths from data are rounded up to a multiple of this many tokens."""
+
+MOST_TOKENS = 16384
+"""Tokens of a microbatch that keep a GPU busy; more would only take memory."""
+
+TRAIN, ENGINE, ROLLOUT = "policy.megatron_cfg", "policy.generation.vllm_cfg", "policy.generation"
+LAYOUT = (
+    *(f"{TRAIN}.{name}" for name in MegatronConfig.model_fields if name.endswith("_size")),
+    *(f"{ENGINE}.{name}" for name in VllmConfig.model_fields if name.endswith("_parallel_size")),
+    f"{ROLLOUT}.colocated.enabled",
+)
+GPU_SECONDS = {"start_s": 600.0, "warmup_s": 600.0, "replay_s": 600.0, "collective_s": 300.0, "checkpoint_s": 600.0}
+
+
+@dataclass
+class Derived:
+    """A configuration whose open keys are being filled in, and the reason of each value."""
+
+    config: Config
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def open(self, *keys: str) -> bool:
+        """Whether the user left all of `keys` open."""
+        return all(key in self.reasons or not _is_set(self.config, key) for key in keys)
+
+    def set(self, key: str, value: Json, reason: str) -> None:
+        """Sets `key` if it is open."""
+        if self.open(key):
+            self.config = _with_key(self.config, key.split("."), value)
+            self.reasons[key] = reason
+
+
+def derive_from_machine(config: Config) -> Derived:
+    """Fills in what follows from the configuration and the machine. Lengths are provisional until the data are read."""
+    derived = Derived(config)
+    if config.algorithm == "grpo" and config.policy.generation is None:
+        derived.config = config.model_copy(
+            update={"policy": config.policy.model_copy(update={"generation": GenerationConfig()})}
+        )
+    if gpus_per_worker(config.cluster):
+        _use_gpus(derived)
+    _set_rates(derived)
+    _set_batch(derived)
+    _set_lengths(derived)
+    return derived
+
+
+def derive_from_data(
+    derived: Derived, rows: Iterable[Sized], prompts: Iterable[Sized], hf_config: Mapping[str, Json], weight_bytes: int
+) -> None:
+    """Fills in lengths from tokenized examples, and microbatches from the GPU's memory.
+
+    `weight_bytes`: bytes of the checkpoint, 0 if unknown.
+    """
+    _fit_lengths(derived, rows, prompts, hf_config)
+    if gpus_per_worker(derived.config.cluster):
+        _fit_microbatches(derived, hf_config, weight_bytes)
+    elif derived.config.algorithm == "grpo":
+        _fit_host_cache(derived, hf_config)
+
+
+def derive_steps(derived: Derived, demonstrations: int, prompts: int) -> None:
+    """Sets steps to `max_num_epochs` passes over the examples, or to one."""
+    config = derived.config
+    for section, rows, size, epochs in (
+        ("sft", demonstrations, config.policy.train_global_batch_size, config.sft.max_num_epochs),
+        ("grpo", prompts, config.grpo.num_prompts_per_step, config.grpo.max_num_epochs),
+    ):
+        if rows:
+            passes = f"{epochs or 1} pass{'es' if (epochs or 1) > 1 else ''}"
+            steps = math.ceil((epochs or 1) * rows / size)
+            derived.set(f"{section}.max_num_steps", steps, f"{passes} over {rows} examples, {size} a step")
+
+
+def _is_set(section: BaseModel, key: str) -> bool:
+    name, _, rest = key.partition(".")
+    below = getattr(section, name, None)
+    return name in section.model_fields_set and (not rest or (isinstance(below, BaseModel) and _is_set(below, rest)))
+
+
+def _with_key(section: SectionT, names: Sequence[str], value: Json) -> SectionT:
+    below = value if len(names) == 1 else _with_key(getattr(section, names[0]), names[1:], value)
+    return section.model_copy(update={names[0]: below})
+
+
+def _use_gpus(derived: Derived) -> None:
+    config, grpo = derived.config, derived.config.algorithm == "grpo"
+    derived.set("policy.precision", "bfloat16", "GPUs")
+    if not config.policy.dynamic_batching.enabled and derived.open("policy.worker"):
+        derived.set("policy.sequence_packing.enabled", True, "GPUs: no padding")
+    for name, seconds in GPU_SECONDS.items():
+        derived.set(f"timeouts.{name}", seconds, "GPUs: models and batches are large")
+    _use_all_gpus(derived)
+    if not grpo:
+        return
+    derived.set(f"{ENGINE}.enforce_eager", False, "GPUs: CUDA graphs")
+    if derived.open(f"{ENGINE}.kv_cache_memory_bytes"):
+        derived.set(f"{ENGINE}.kv_cache_memory_bytes", None, "GPUs: what gpu_memory_utilization leaves")
+        if not is_colocated(derived.config):
+            derived.set(f"{ENGINE}.gpu_memory_utilization", 0.85, "the engine has a GPU of its own")
+    engines = generation_config(derived.config).vllm_cfg.data_parallel_size
+    share = min(512, math.ceil(samples_per_step(derived.config) / engines))
+    derived.set(f"{ENGINE}.max_num_seqs", share, "GPUs: an engine's share of a batch, at most 512")
+
+
+def _use_all_gpus(derived: Derived) -> None:
+    """Puts a replica, and an engine next to it, on every GPU of this machine, unless the user chose a layout."""
+    config, grpo = derived.config, derived.config.algorithm == "grpo"
+    if config.cluster.address is not None or config.cluster.gpus_per_worker is not None or not derived.open(*LAYOUT):
+        return
+    count = gpu_count() if config.cluster.num_gpus is None else config.cluster.num_gpus
+    if not derived.open("policy.worker", f"{ROLLOUT}.worker") or (grpo and not _may_share(config)):
+        return
+    where = f"{count} GPU{'s' if count > 1 else ''} on this machine"
+    if count > 1 and (derived.open("policy.train_global_batch_size") or config.policy.train_global_batch_size % count == 0):
+        derived.set(f"{TRAIN}.data_parallel_size", count, where)
+        derived.set(f"{TRAIN}.optimizer.use_distributed_optimizer", True, "several data-parallel ranks")
+        if grpo:
+            derived.set(f"{ENGINE}.data_parallel_size", count, where)
+    if grpo and (count == 1 or f"{ENGINE}.data_parallel_size" in derived.reasons):
+        derived.set(f"{ROLLOUT}.colocated.enabled", True, where)
+
+
+def _may_share(config: Config) -> bool:
+    """Whether train and generation workers may take turns on their GPUs."""
+    kept = config.policy.reference_weights == "device" and config.loss_fn.reference_policy_kl_penalty > 0
+    ahead = config.grpo.async_grpo.enabled or config.grpo.overlap_logprobs
+    return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs)
+
+
+def _set_rates(derived: Derived) -> None:
+    if not derived.open(f"{TRAIN}.optimizer.lr"):
+        return
+    if derived.config.algorithm == "sft":
+        derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "SFT of all weights")
+    elif _asks_for_sft(derived):
+        derived.set("sft.lr", 1e-5, "SFT of all weights")
+
+
+def _asks_for_sft(derived: Derived) -> bool:
+    return not derived.open("sft.max_num_steps") or derived.config.sft.max_num_epochs is not None
+
+
+def _set_batch(derived: Derived) -> None:
+    config = derived.config
+    if config.algorithm == "grpo":
+        derived.set("policy.train_global_batch_size", samples_per_step(config), "one optimizer step for each batch")
+        if not _asks_for_sft(derived):
+            derived.set("sft.max_num_steps", 0, "GRPO starts from the model as it is")
+    else:
+        replicas = config.policy.megatron_cfg.data_parallel_size
+        size = math.ceil(SFT_SEQUENCES / replicas) * replicas
+        derived.set("policy.train_global_batch_size", size, "the usual size for SFT")
+
+
+def _set_lengths(derived: Derived) -> None:
+    policy, grpo = derived.config.policy, derived.config.algorithm == "grpo"
+    if policy.sequence_buckets:
+        derived.set("policy.max_total_sequence_length", max(policy.sequence_buckets), "the largest bucket")
+    bounded = _is_set(derived.config, "policy.max_total_sequence_length")
+    if grpo and bounded:
+        half = max(1, derived.config.policy.max_total_sequence_length // 2)
+        derived.set(f"{ROLLOUT}.max_new_tokens", half, "half of policy.max_total_sequence_length")
+    elif grpo:
+        derived.set(f"{ROLLOUT}.max_new_tokens", NEW_TOKENS, "enough for short reasoning")
+    if not bounded:
+        new = generation_config(derived.config).max_new_tokens if grpo else PROMPT_TOKENS
+        reason = f"room for {PROMPT_TOKENS} tokens of prompt; a run measures its data"
+        derived.set("policy.max_total_sequence_length", new + PROMPT_TOKENS, reason)
+
+
+def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Sized], hf_config: Mapping[str, Json]) -> None:
+    if derived.config.policy.sequence_buckets or not derived.open("policy.max_total_sequence_length"):
+        return
+    generation, positions = derived.config.policy.generation, hf_config.get("max_position_embeddings")
+    new = generation.max_new_tokens if generation is not None else 0
+    needs = [max(map(len, rows), default=0), max((len(prompt) + new for prompt in prompts), default=0)]
+    limits = [positions if isinstance(positions, int) else None, generation and generation.vllm_cfg.max_model_len]
+    width = math.ceil(max(needs) / ROUND) * ROUND
+    shortest = min((limit for limit in limits if limit), default=width)
+    what = (
+        f"the longest example has {max(needs)} tokens"
+        if needs[0] >= needs[1]
+        else f"the longest prompt, {max(needs) - new} tokens, and {new} new tokens"
+    )
+    if width:
+        derived.set(
+            "policy.max_total_sequence_length",
+            min(width, shortest),
+            what if width <= shortest else f"{what}, but the model has room for {shortest}",
+        )
+
+
+def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
+    """Sets the tokens of a microbatch to what fits half of the memory that weights, gradients and optimizer leave."""
+    config, packing = derived.config, "policy.sequence_packing"
+    keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", f"{TRAIN}.activation_checkpointing")
+    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
+        return
+    megatron, width = config.policy.megatron_cfg, config.policy.max_total_sequence_length
+    parameters = weight_bytes / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)
+    shards = megatron.layout.tp * megatron.layout.pp
+    sharded = megatron.layout.dp if megatron.optimizer.use_distributed_optimizer else 1
+    state = parameters / shards * (2 + 4 + 12 / sharded)  # bfloat16 weights; float32 gradients; master weights and Adam
+    left = 0.5 * (0.9 * memory - state)
+    fitting = int(left / _activation_bytes(hf_config) * shards) // ROUND * ROUND
+    tokens = max(width, min(MOST_TOKENS, fitting))
+    reason = f"half of the {max(0.0, 2 * left) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
+    if fitting < width:
+        derived.set(f"{TRAIN}.activation_checkpointing", True, f"the activations of {width} tokens exceed {reason}")
+        reason = "one sequence of the greatest length"
+    derived.set(f"{packing}.train_mb_tokens", tokens, reason)
+    derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
+
+
+def _activation_bytes(hf_config: Mapping[str, Json]) -> float:
+    """Bytes that a token's activations take in bfloat16, with flash attention and a gated MLP, over all layers.
+
+    Counted as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1: inputs of each product, norm and activation.
+    """
+    hidden, layers = _number(hf_config, "hidden_size", 4096), _number(hf_config, "num_hidden_layers", 32)
+    experts = _number(hf_config, "num_experts_per_tok", 1)
+    wide = _number(hf_config, "moe_intermediate_size", 0) * experts or _number(hf_config, "intermediate_size", 4 * hidden)
+    heads = _number(hf_config, "num_attention_heads", 32)
+    attention = heads * _number(hf_config, "head_dim", hidden // heads)
+    return layers * (20 * hidden + 14 * attention + 8 * wide)
+
+
+def _fit_host_cache(derived: Derived, hf_config: Mapping[str, Json]) -> None:
+    """Sets the KV cache on a machine without GPUs: for all sequences at once, at most an eighth of the memory."""
+    config, key = derived.config, f"{ENGINE}.kv_cache_memory_bytes"
+    engine, heads = generation_config(config).vllm_cfg, _number(hf_config, "num_attention_heads", 0)
+    if not heads or not derived.open(f"{ROLLOUT}.worker", key):
+        return
+    head_dim = _number(hf_config, "head_dim", _number(hf_config, "hidden_size", 0) // heads)
+    cached = _number(hf_config, "num_hidden_layers", 0) * _number(hf_config, "num_key_value_heads", heads) * head_dim
+    token = 2 * cached * (4 if config.policy.precision == "float32" else 2)
+    wanted = engine.max_num_seqs * config.policy.max_total_sequence_length * token
+    most = host_memory() // (8 * engine.layout.world_size)
+    least = cast(int, VllmConfig.model_fields["kv_cache_memory_bytes"].default)
+    reason = "all sequences at once" if wanted <= most else "an eighth of the memory of this machine"
+    derived.set(key, max(least, min(wanted, most)), reason)
+
+
+def _number(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:
+    value = hf_config.get(key)
+    return value if isinstance(value, int) else otherwise

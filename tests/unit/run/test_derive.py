@@ -1,0 +1,184 @@
+"""What a configuration leaves open is derived, what it sets is kept, and each derived value has a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dagrl.config import Config
+from dagrl.config.file import all_keys, dump_config, load_config
+from dagrl.config.settings import check_settings
+from dagrl.machine import Gpu
+from dagrl.run import derive
+from dagrl.run.derive import Derived, derive_from_data, derive_from_machine, derive_steps
+
+ROOT = Path(__file__).parents[3]
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "torch_dtype": "bfloat16",
+}
+WEIGHTS = 1_503_300_328  # bytes of its published checkpoint
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the GPUs that this machine seems to have."""
+
+    def has(count: int, gib: int = 80) -> None:
+        cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580") for index in range(count)]
+        monkeypatch.setattr(derive, "gpus", lambda: cards)
+        monkeypatch.setattr(derive, "gpu_count", lambda: count)
+        monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: count)
+
+    return has
+
+
+def minimal(algorithm: str = "grpo", **more: Any) -> Config:
+    policy = {"model_name": "m", **more.pop("policy", {})}
+    return Config.model_validate({"name": "t", "algorithm": algorithm, "policy": policy, "data": {"path": "d"}, **more})
+
+
+def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Derived:
+    derived = derive_from_machine(config)
+    rows = [range(demonstrations)] * 100 if demonstrations else []
+    derive_from_data(derived, rows, [range(prompts)] * 3200 if config.algorithm == "grpo" else [], QWEN3_06B, WEIGHTS)
+    derive_steps(derived, len(rows), 3200 if config.algorithm == "grpo" else 0)
+    check_settings(derived.config)
+    return derived
+
+
+def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
+    machine(1)
+    derived = resolve(minimal())
+    config, policy = derived.config, derived.config.policy
+    assert policy.generation is not None
+    engine = policy.generation.vllm_cfg
+    assert (policy.precision, policy.sequence_packing.enabled) == ("bfloat16", True)
+    assert policy.megatron_cfg.optimizer.lr == 1e-6
+    assert (config.sft.max_num_steps, config.grpo.max_num_steps) == (0, 100)  # 3200 prompts, 32 a step
+    assert policy.train_global_batch_size == 32 * 16
+    assert policy.generation.colocated.enabled
+    assert (engine.enforce_eager, engine.kv_cache_memory_bytes, engine.max_num_seqs) == (False, None, 512)
+    assert policy.max_total_sequence_length == 1280  # 200 + 1024, rounded up to a multiple of 64
+    assert policy.sequence_packing.train_mb_tokens is not None and policy.sequence_packing.train_mb_tokens > 8192
+
+
+@pytest.mark.parametrize(("gib", "checkpointing"), [(80, False), (24, False), (16, True)])
+def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool) -> None:
+    """Train state takes 13.5 GB: a 16 GiB GPU has no room left for the activations of a long sequence."""
+    machine(1, gib)
+    policy = resolve(minimal()).config.policy
+    tokens = policy.sequence_packing.train_mb_tokens
+    assert policy.megatron_cfg.activation_checkpointing == checkpointing
+    assert tokens is not None and policy.max_total_sequence_length <= tokens <= 16384
+
+
+def test_gpus_without_a_layout_each_get_a_replica(machine: Any) -> None:
+    machine(4)
+    policy = resolve(minimal()).config.policy
+    assert policy.generation is not None and policy.generation.colocated.enabled
+    assert (policy.megatron_cfg.layout.dp, policy.generation.vllm_cfg.layout.dp) == (4, 4)
+    assert policy.megatron_cfg.optimizer.use_distributed_optimizer
+    assert resolve(minimal("sft"), demonstrations=9).config.policy.megatron_cfg.layout.dp == 4
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"policy": {"megatron_cfg": {"tensor_model_parallel_size": 2}}},
+        {"policy": {"generation": {"colocated": {"enabled": False}}}},
+        {"grpo": {"async_grpo": {"enabled": True}}},
+    ],
+)
+def test_a_chosen_layout_is_kept(machine: Any, chosen: dict[str, Any]) -> None:
+    machine(2)
+    policy = resolve(minimal(**chosen)).config.policy
+    assert policy.generation is not None and not policy.generation.colocated.enabled
+    assert policy.megatron_cfg.data_parallel_size == 1
+    assert policy.generation.vllm_cfg.gpu_memory_utilization == 0.85
+
+
+def test_without_gpus(machine: Any) -> None:
+    machine(0)
+    derived = resolve(minimal())
+    policy = derived.config.policy
+    assert policy.generation is not None
+    engine = policy.generation.vllm_cfg
+    assert (policy.precision, policy.sequence_packing.enabled, engine.enforce_eager) == ("float32", False, True)
+    token = 2 * 28 * 8 * 128 * 4
+    assert engine.kv_cache_memory_bytes is not None and engine.kv_cache_memory_bytes > 1280 * token
+
+
+def test_sft_takes_one_pass_and_the_longest_example(machine: Any) -> None:
+    machine(0)
+    derived = resolve(minimal("sft"), demonstrations=300)
+    assert derived.config.policy.megatron_cfg.optimizer.lr == 1e-5
+    assert derived.config.policy.max_total_sequence_length == 320
+    assert derived.config.sft.max_num_steps == 4  # 100 examples, 32 a step
+    assert resolve(minimal("sft", sft={"max_num_epochs": 3}), demonstrations=3).config.sft.max_num_steps == 10
+
+
+def test_sft_before_grpo_only_if_asked(machine: Any) -> None:
+    machine(0)
+    derived = resolve(minimal(sft={"max_num_epochs": 1}), demonstrations=300)
+    assert (derived.config.sft.lr, derived.config.sft.max_num_steps) == (1e-5, 1)  # 100 examples, 512 a step
+
+
+def test_lengths_end_where_the_model_does(machine: Any) -> None:
+    machine(0)
+    derived = resolve(minimal("sft"), demonstrations=50_000)
+    assert derived.config.policy.max_total_sequence_length == 40960
+    assert "room for 40960" in derived.reasons["policy.max_total_sequence_length"]
+
+
+def test_half_of_a_chosen_length_is_for_completions(machine: Any) -> None:
+    machine(0)
+    policy = resolve(minimal(policy={"max_total_sequence_length": 512})).config.policy
+    assert policy.generation is not None and policy.generation.max_new_tokens == 256
+
+
+@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart"])
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_the_toys_set_what_matters_themselves(machine: Any, name: str, gpus: int) -> None:
+    """On a GPU only deadlines differ."""
+    machine(gpus)
+    derived = derive_from_machine(load_config(ROOT / "examples" / f"{name}.yaml"))
+    assert {key for key in derived.reasons if not key.startswith("timeouts.")} == set()
+
+
+def test_a_resolved_configuration_derives_nothing_more(machine: Any, tmp_path: Path) -> None:
+    machine(1)
+    derived = resolve(minimal())
+    text = dump_config(derived.config, derived.reasons)
+    assert "  # derived: GPUs\n  precision: bfloat16\n" in text
+    (tmp_path / "config.yaml").write_text(text)
+    again = load_config(tmp_path / "config.yaml")
+    assert again == derived.config and derive_from_machine(again).reasons == {}
+
+
+def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
+    marked = {key for key, field in all_keys() if isinstance(field.json_schema_extra, dict)}
+    found: set[str] = set()
+    for gpus in (0, 1, 2):
+        machine(gpus, 10)
+        for config, rows in ((minimal(), 0), (minimal(sft={"max_num_epochs": 1}), 9), (minimal("sft"), 9)):
+            found |= set(resolve(config, demonstrations=rows).reasons)
+        found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
+    assert found == marked
+
+
+def test_each_difference_from_nemo_rl_has_a_reason() -> None:
+    fields = dict(all_keys())
+    for row in yaml.safe_load((ROOT / "docs" / "nemo_rl.yaml").read_text()):
+        field = fields[row["key"]]
+        same = field.json_schema_extra is None and field.default == row["nemo"]
+        assert same != bool(row.get("why")), row
