@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: the configuration reference, its comparison with NeMo-RL, and files that pages link to.
+"""Hooks of the documentation site: the configuration reference, the file map, and files that pages link to.
 
 The reference is generated from the configuration's JSON schema, so it has every key. A page may link to any file of the
 repository by its relative path; the site has a copy of it.
@@ -6,6 +6,7 @@ repository by its relative path; the site has a copy of it.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated reference, and the linked files from outside `docs/`."""
     files.append(File.generated(config, "reference/configuration.md", content=configuration_reference()))
     files.append(File.generated(config, "reference/nemo-rl.md", content=nemo_rl_comparison()))
+    files.append(File.generated(config, "reference/files.md", content=file_map()))
     for page in files.documentation_pages():
         if page.generated_by is not None:
             continue
@@ -99,6 +101,24 @@ def nemo_rl_comparison() -> str:
         ours = default_of(field_at(row["key"], schema), required=False)
         lines.append(f"| `{row['key']}` | `{json.dumps(row['nemo'])}` | {ours} | {row.get('why', '')} |")
     return "\n".join(lines) + "\n"
+
+
+def file_map() -> str:
+    """Returns the page with the first docstring line of every file, by room."""
+    lines = ["# Files", "", "The first line of each file, by room."]
+    for top in ("dagrl", "graphs", "workers", "bench"):
+        for package in sorted({path.parent for path in (ROOT / top).rglob("*.py")}):
+            lines += ["", f"## `{package.relative_to(ROOT)}`", "", first_line(package / "__init__.py"), ""]
+            lines += ["| file | |", "|---|---|"]
+            modules = sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
+            lines += [f"| `{path.name}` | {first_line(path)} |" for path in modules]
+    return "\n".join(lines) + "\n"
+
+
+def first_line(path: Path) -> str:
+    """The first line of a module's docstring, for a table cell."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    return (docstring or "").partition("\n")[0].rstrip(".").replace("|", "\\|")
 
 
 def field_at(key: str, schema: Schema) -> Schema:

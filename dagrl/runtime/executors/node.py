@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import importlib
 import inspect
 import logging
 import os
@@ -29,6 +28,7 @@ from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, pri
 from dagrl.runtime.annotate import annotate, ranges_enabled
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.tensors import accelerator_tensors
+from dagrl.runtime.executors.event_loop import actor_event_loop
 from dagrl.runtime.graph import Json
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
@@ -299,27 +299,13 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
 def _awaited(worker: HasState, call: NodeCall, coroutine: Coroutine[Any, Any, object]) -> object:
     """Runs a coroutine on the actor's event loop, where its `async` methods run, until it ends or is aborted."""
     state = state_of(worker)
-    state.coroutine = asyncio.run_coroutine_threadsafe(coroutine, _event_loop(call))
+    state.coroutine = asyncio.run_coroutine_threadsafe(coroutine, actor_event_loop(call.label))
     try:
         return state.coroutine.result()
     except CancelledError:
         raise RunError(f"{call.label} was aborted while it ran on the actor's event loop") from None
     finally:
         state.coroutine = None
-
-
-def _event_loop(call: NodeCall) -> asyncio.AbstractEventLoop:
-    """Returns the event loop of the actor's default concurrency group. Ray has no public way to get it."""
-    core = ray._private.worker.global_worker.core_worker
-    if not core.current_actor_is_asyncio():
-        raise RunError(
-            f"{call.label} returned a coroutine, but its actor has no event loop: Ray gives one to actors whose class has "
-            "an `async def` method. Await it inside the method, or make the method an `async def`"
-        )
-    constructor = importlib.import_module("ray._raylet").PythonFunctionDescriptor("", "__init__", "")
-    loop, _ = core.get_event_loop(constructor, "")
-    assert isinstance(loop, asyncio.AbstractEventLoop)
-    return loop
 
 
 def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseException) -> WorkerFailure:
