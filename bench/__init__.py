@@ -1,1 +1,1 @@
-
+"""Measurements: orchestration overhead, refit, steps and training, and their baselines."""
