@@ -373,6 +373,12 @@ class LoggerConfig(Section):
     wandb_enabled: bool = False
     """Send metrics to Weights & Biases."""
 
+    rollouts_enabled: bool = True
+    """Keep every trained sample in `rollouts/`, for `dagrl view`."""
+
+    rollouts_max_bytes: PositiveInt | None = 10 << 30
+    """Largest size of `rollouts/`. Above it the oldest steps are deleted. null: no limit."""
+
     trace_enabled: bool = True
     """Write `trace.json`, a timeline of the run for Perfetto."""
 

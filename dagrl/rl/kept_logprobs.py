@@ -3,6 +3,7 @@
     kept.keep(batch, prev_logprobs=logprobs, entropy=entropy)      # in `logprobs`; arrays [rows, tokens]
     kept.keep(batch, reference_logprobs=logprobs)                  # in `reference_logprobs`
     batch = kept.join(batch, ("prev_logprobs",))                   # in `train_step`: the batch with these fields
+    columns = kept.columns()                                       # for the record of the step's rollouts
 
 Samples are identified by the field `row_ids` [rows]. The scalar `step` is the step that trains on them. A worker forgets its
 columns when a batch of another step arrives, because they were computed with other weights.
@@ -57,6 +58,10 @@ class KeptLogprobs:
         if "entropy" in self._columns:
             fields["entropy"] = self._column("entropy", batch)
         return Batch(fields, batch.scalars)
+
+    def columns(self) -> dict[str, dict[int, Array]]:
+        """Returns the kept columns of the current step: by name and row id, float32 [tokens]."""
+        return self._columns
 
     def _begin(self, batch: Batch) -> None:
         step = batch.number("step")

@@ -31,7 +31,7 @@ from dagrl.machine import cpu_count, gpu_count
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import Derived, derive_from_data, derive_from_machine, derive_steps
 from dagrl.run.model import checkpoint_bytes, load_tokenizer, make_random_model, model_description, token_count
-from dagrl.run.worker_protocols import ModelHooks, required_protocols
+from dagrl.run.worker_protocols import LogprobKeeper, ModelHooks, required_protocols
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
@@ -137,7 +137,7 @@ def worker_classes(config: Config) -> dict[str, type]:
     classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
     required = required_protocols(config)
     for role, worker in classes.items():
-        check_worker_class(worker, required[role], (ModelHooks,), keys[role][0])
+        check_worker_class(worker, required[role], (ModelHooks, LogprobKeeper), keys[role][0])
         for package in getattr(worker, "requires", ()):
             require_package(package, keys[role][0])
     return classes

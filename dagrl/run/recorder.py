@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from dagrl.config import Config
+from dagrl.run.rollout_log import RolloutLog
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.plot import plot_run
 from dagrl.telemetry.progress import Progress
@@ -33,6 +34,7 @@ class Recorder:
     clock: PhaseClock
     groups: Sequence[WorkerGroup]
     at_end: ExitStack
+    rollouts: RolloutLog | None = None
 
     def step(self, stage: str, step: int, position: int, total: int, metrics: dict[str, float]) -> None:
         """Records finished step `step` of the run, which is step `position` of `total` in its stage."""

@@ -26,6 +26,7 @@ from dagrl.run.plans import PhasePlan
 from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight, worker_classes
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
+from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import Session
 from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
 from dagrl.run.worker_protocols import required_protocols
@@ -35,6 +36,7 @@ from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
 from dagrl.telemetry.progress import Progress
 from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory
+from dagrl.telemetry.rollouts import RolloutFiles
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import DRIVER, TraceWriter
 
@@ -103,13 +105,16 @@ def open_session(config: Config, plan: Plans) -> Iterator[Session]:
         shared = _shared_devices(config, groups, clock)
         replays = Replays(load_phases(config, plans), scheduler, clock, device_count(config), shared)
         saver = CheckpointSaver(config, store, train)
+        rollouts = _rollout_log(config, inputs, paths, train, resumed)
+        if rollouts is not None:
+            stack.enter_context(rollouts)
         session = Session(
             config=config,
             inputs=inputs,
             train=train,
             generation=generation,
             replays=replays,
-            recorder=Recorder(paths, record, progress, trace, clock, groups, at_end),
+            recorder=Recorder(paths, record, progress, trace, clock, groups, at_end, rollouts),
             checkpoints=Checkpoints(saver, replays, progress.status, resumed),
             stop=stop,
         )
@@ -123,6 +128,16 @@ def open_session(config: Config, plan: Plans) -> Iterator[Session]:
         clock.restart()
         stack.callback(session.recorder.write_trace)
         yield session
+
+
+def _rollout_log(
+    config: Config, inputs: Inputs, paths: RunPaths, train: WorkerGroup, resumed: Checkpoint | None
+) -> RolloutLog | None:
+    if config.algorithm != "grpo" or not config.logger.rollouts_enabled:
+        return None
+    step = resumed.state.step if resumed else 0
+    files = RolloutFiles(paths.rollouts, max_bytes=config.logger.rollouts_max_bytes, resumed_step=step)
+    return RolloutLog(files, train, inputs.tokenizer, config.timeouts.replay)
 
 
 def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:

@@ -14,6 +14,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
 from dagrl.rl.generation import FinishedRequest
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Array
 
 
 class TrainWorker(Protocol):
@@ -33,6 +34,15 @@ class GrpoTrainWorker(TrainWorker, RefitWorker, Protocol):
 
     def reset_optimizer(self) -> None:
         """Forgets moments and schedule, as if training began with the current weights."""
+        ...
+
+
+class LogprobKeeper(Protocol):
+    """An optional method of train workers, for `logger.rollouts_enabled`."""
+
+    def kept_logprobs(self) -> Mapping[str, Mapping[int, Array]]:
+        """Returns the log-probabilities of the current step, by name (`prev_logprobs`, `reference_logprobs`, `entropy`)
+        and row id: float32 [tokens] of the whole row. One worker of each shard gives them, the others nothing."""
         ...
 
 

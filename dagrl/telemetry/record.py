@@ -4,6 +4,7 @@
       config.yaml      the resolved configuration
       metrics.jsonl    one line per step, flushed after each
       tensorboard/     the same metrics as TensorBoard events
+      rollouts/        the samples of each step (see `dagrl.telemetry.rollouts`)
       trace.json       timeline of all workers (see `dagrl.telemetry.trace`)
       metrics.png      reward, loss, KL and time per phase (see `dagrl.telemetry.plot`)
       checkpoints/     to resume from (see `dagrl.run.checkpoints`)
@@ -71,6 +72,10 @@ class RunPaths:
         return self.directory / "tensorboard"
 
     @property
+    def rollouts(self) -> Path:
+        return self.directory / "rollouts"
+
+    @property
     def trace(self) -> Path:
         return self.directory / "trace.json"
 
@@ -93,6 +98,7 @@ class RunPaths:
             "metrics": self.metrics,
             "plot": self.plot,
             "TensorBoard": self.tensorboard,
+            "rollouts": self.rollouts,
             "trace": self.trace,
             "checkpoints": self.checkpoints,
             "final model": self.final_model,

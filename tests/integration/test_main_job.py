@@ -16,6 +16,7 @@ from dagrl.run.checkpoints import CheckpointStore
 from dagrl.run.preflight import preflight
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 from dagrl.telemetry.trace import _ORIGIN_PERIOD_NS
 from tests.gsm8k import GSM8K, needs_gsm8k
 from tests.integration.main_job import (
@@ -121,6 +122,36 @@ def test_the_trace_has_every_replay_on_every_worker(learned: Run) -> None:
     assert (
         before > 0 and abs(recorded + before - sum(counts.values())) <= IN_FLIGHT
     )  # quanta that nobody waited for at the end
+
+
+def test_every_trained_sample_is_kept_with_its_tokens_and_logprobs(learned: Run) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(learned.directory / "final_model")
+    files = rollout_files(learned.directory / "rollouts")
+    assert list(files) == list(range(SFT_STEPS + 1, STEPS + 1))
+    metrics = {line["step"]: line for line in learned.metrics if "reward/mean" in line}
+    for step, path in files.items():
+        rows = read_rollouts(path)
+        left, right = (np.concatenate([row[name] for row in rows]) for name in ("train_logprobs", "logprobs"))
+        assert np.abs(left - right).max() == pytest.approx(metrics[step]["max_logprob_difference"], abs=1e-6)
+        assert np.mean([row["reward"] for row in rows]) == pytest.approx(metrics[step]["reward/mean"])
+        assert {version for row in rows for version in row["versions"]} == {step - 1}
+        for row in rows:
+            assert row["reward"] == float(row["completion"] == row["reference"])
+            assert tokenizer.decode(row["prompt_tokens"]) == row["prompt"]
+            assert row["turns"] == [
+                {"role": "policy", "text": tokenizer.decode(row["tokens"]), "start": 0, "end": len(row["tokens"])}
+            ]
+    first, last = (read_rollouts(path) for path in (files[SFT_STEPS + 1], files[STEPS]))
+    differences = [
+        max(np.abs(np.subtract(row["train_logprobs"], row["reference_logprobs"])).max() for row in rows)
+        for rows in (first, last)
+    ]
+    assert differences[0] < 1e-5 < differences[1], "the policy begins as the reference"
+    for group in range(0, len(first), 8):  # the quickstart's groups; leave one out, divided by the standard deviation
+        rewards, advantages = (np.array([row[name] for row in first[group : group + 8]]) for name in ("reward", "advantage"))
+        assert (np.sign(advantages) == np.sign(rewards - rewards.mean())).all()
 
 
 def replays_before_first_steps(run: Run, events: list[Metrics]) -> set[tuple[str, int]]:

@@ -14,7 +14,7 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice
-from dagrl.runtime.shapes import Batch
+from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.megatron.accumulation import AccumulatedParts
@@ -150,6 +150,16 @@ class MegatronWorker(MegatronWorkerBase):
             self._kept.keep(batch, prev_logprobs=logprobs, entropy=entropy)
         else:
             self._kept.keep(batch, reference_logprobs=logprobs)
+
+    def kept_logprobs(self) -> dict[str, dict[int, Array]]:
+        """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
+
+        Given by one worker of the shard (last stage, tp 0, cp 0), and with `grpo.overlap_logprobs` by the first shard only,
+        which holds all rows. Empty on the others.
+        """
+        place = self.context.coordinates
+        repeated = self.config.grpo.overlap_logprobs and place.dp
+        return {} if place.tp or place.cp or repeated else self._kept.columns()
 
     def _with_kept(self, batch: Batch) -> Batch:
         """Adds the log-probabilities that this worker keeps. Only the last stage, which computes the loss, keeps any."""

@@ -1,0 +1,123 @@
+"""Rows of `rollouts/`: what a training step learned from, sample by sample (`dagrl.telemetry.rollouts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dagrl.rl.rollout.episodes import Episode, Sample
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.runtime.shapes import Array, Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Kept = Mapping[str, Mapping[int, Array]]
+"""Log-probabilities of the train workers, by name and row id: float32 [tokens] of the whole row."""
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+KEPT = {"train_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "entropy": "entropy"}
+
+
+def rollout_rows(
+    groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int, texts: TokenTexts
+) -> list[dict[str, Any]]:
+    """Returns one row per sample of `groups`. `batch` is the step's, with a row per sample in the same order."""
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        for place, sample in enumerate(group.samples):
+            index = len(rows)
+            rows.append(
+                {
+                    "step": step,
+                    "group": group.group.number,
+                    "place": place,
+                    "reward": group.rewards.values[place],
+                    "reward_parts": _reward_parts(group, place),
+                    "valid": group.valid[place],
+                    "advantage": _advantage(batch, index),
+                    **_sequence(sample, texts),
+                    **_logprobs(sample, kept, int(batch["row_ids"][index])),
+                }
+            )
+    return rows
+
+
+def _reward_parts(group: ScoredGroup, place: int) -> dict[str, float]:
+    """The reward function's answer, and what shaping added to it."""
+    reward = float(group.rewards.values[place])
+    shaping = float(group.values[place]) - reward
+    return {"function": reward, **({"shaping": shaping} if shaping else {})}
+
+
+def _advantage(batch: Batch, row: int) -> float:
+    """The mean over the tokens in the loss, of which all have the same; 0 if there are none."""
+    mask = batch["loss_mask"][row] > 0
+    return float(batch["advantages"][row][mask].mean()) if mask.any() else 0.0
+
+
+def _sequence(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
+    made = sample.completion
+    pieces = texts(made.tokens)
+    return {
+        "source": sample.prompt.source,
+        "prompt": sample.prompt.text,
+        "reference": sample.prompt.reference,
+        "completion": sample.text,
+        "turns": _turns(made, pieces),
+        "finish_reason": made.finish_reason,
+        "prompt_tokens": sample.prompt.tokens,
+        "tokens": made.tokens,
+        "token_texts": pieces,
+        "sampled": made.sampled,
+        "logprobs": made.logprobs,
+        "versions": made.versions,
+    }
+
+
+def _turns(made: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
+    """The turns of the policy and of the environment, each with its text and the range of its tokens."""
+    flags = made.sampled
+    bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
+    return [
+        {
+            "role": "policy" if flags[start] else "environment",
+            "text": "".join(pieces[start:end]),
+            "start": start,
+            "end": end,
+        }
+        for start, end in pairwise(bounds)
+    ]
+
+
+def _logprobs(sample: Sample, kept: Kept, row_id: int) -> dict[str, Array | None]:
+    start, columns = len(sample.prompt), {}
+    for name, source in KEPT.items():
+        row = kept.get(source, {}).get(row_id)
+        columns[name] = None if row is None else np.asarray(row[start:], np.float32)
+    return columns
+
+
+class TokenTexts:
+    """The text of each token of a sequence. Tokens that share a character have it at the first of them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, tokens: Sequence[int]) -> list[str]:
+        new = set(tokens) - self._known.keys()
+        self._known.update((token, self._tokenizer.decode([token])) for token in new)
+        texts = [self._known[token] for token in tokens]
+        at = 0
+        while at < len(texts):
+            end = at + 1
+            while BROKEN in texts[at] and end < len(texts) and BROKEN in texts[end]:
+                end += 1
+            if end - at > 1:
+                texts[at:end] = [self._tokenizer.decode(tokens[at:end]), *[""] * (end - at - 1)]
+            at = end
+        return texts

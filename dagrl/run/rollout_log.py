@@ -1,0 +1,68 @@
+"""Keeps what each step trained on in `rollouts/`, written while the step trains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from dagrl.rl.rollout.record import Kept, TokenTexts, rollout_rows
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.shapes import Array, Batch
+from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.rollouts import RolloutFiles
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+METHOD = "kept_logprobs"
+
+
+class RolloutLog:
+    """Reads the train workers' log-probabilities at once, and writes the file in a thread. A context manager."""
+
+    def __init__(
+        self, files: RolloutFiles, train: WorkerGroup, tokenizer: PreTrainedTokenizerFast, deadline: Deadline
+    ) -> None:
+        self._files, self._train, self._deadline = files, train, deadline
+        self._texts = TokenTexts(tokenizer)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown()
+        if error is None:
+            self._wait()
+
+    def keep(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> None:
+        """Keeps the samples of `step`, whose log-probabilities the train workers hold now.
+
+        Raises the OSError of the file before it: at most one file is being written.
+        """
+        kept = self._kept()
+        self._wait()
+        self._writing = self._pool.submit(self._write, groups, batch, kept, step)
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _kept(self) -> Kept:
+        """The columns of all workers; none from a worker class without the method."""
+        if METHOD not in self._train.role.methods:
+            return {}
+        joined: dict[str, dict[int, Array]] = defaultdict(dict)
+        found: Sequence[Mapping[str, Mapping[int, Array]]] = self._train.call(METHOD, deadline=self._deadline)
+        for columns in found:
+            for name, rows in columns.items():
+                joined[name].update(rows)
+        return joined
+
+    def _write(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int) -> None:
+        self._files.write(step, rollout_rows(groups, batch, kept, step, self._texts))

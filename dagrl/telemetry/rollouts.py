@@ -1,0 +1,116 @@
+"""The samples of a run, one Parquet file per training step: `rollouts/step_000042.parquet`, one row per sample.
+
+    files = RolloutFiles(paths.rollouts, max_bytes=10 << 30, resumed_step=0)
+    files.write(step, rows)                        # rows: one dictionary per sample, with the columns of `schema`
+    read_rollouts(path, ["reward", "completion"])  # any Parquet reader can: pandas, DuckDB, `datasets`
+
+All lists of a row run over the tokens after the prompt.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dagrl.files import PART, naming
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Row = Mapping[str, Any]
+
+PATTERN = "step_*.parquet"
+
+
+def schema() -> pyarrow.Schema:
+    """The columns of a file.
+
+    `logprobs` are the engine's, `train_logprobs` and `reference_logprobs` those of the train workers and of the reference
+    policy (null where no phase computes them), `versions` the policy version that made each token. `sampled` is false on
+    tokens of an environment. `advantage` is 0 for samples that are not trained on (`valid` is false).
+    """
+    import pyarrow as pa
+
+    floats, numbers = pa.list_(pa.float32()), pa.list_(pa.int32())
+    turn = pa.struct([("role", pa.string()), ("text", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+    return pa.schema(
+        [
+            ("step", pa.int32()),
+            ("group", pa.int64()),
+            ("place", pa.int32()),
+            ("source", pa.string()),
+            ("prompt", pa.string()),
+            ("reference", pa.string()),
+            ("completion", pa.string()),
+            ("turns", pa.list_(turn)),
+            ("reward", pa.float32()),
+            ("reward_parts", pa.map_(pa.string(), pa.float32())),
+            ("advantage", pa.float32()),
+            ("valid", pa.bool_()),
+            ("finish_reason", pa.string()),
+            ("prompt_tokens", numbers),
+            ("tokens", numbers),
+            ("token_texts", pa.list_(pa.string())),
+            ("sampled", pa.list_(pa.bool_())),
+            ("logprobs", floats),
+            ("train_logprobs", floats),
+            ("reference_logprobs", floats),
+            ("entropy", floats),
+            ("versions", numbers),
+        ]
+    )
+
+
+def rollout_files(directory: Path) -> dict[int, Path]:
+    """Returns the files of a run by step, in order of steps."""
+    found = {int(path.stem.removeprefix("step_")): path for path in directory.glob(PATTERN)}
+    return dict(sorted(found.items()))
+
+
+def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Returns the rows of a file; only some of the columns, if named."""
+    from pyarrow import parquet
+
+    rows: list[dict[str, Any]] = parquet.read_table(path, columns=columns).to_pylist(maps_as_pydicts="strict")
+    return rows
+
+
+class RolloutFiles:
+    """Writes the files of a run, and deletes the oldest above `max_bytes` (None: never).
+
+    A run that resumes from `resumed_step` first deletes the files of the steps it repeats.
+    """
+
+    def __init__(self, directory: Path, *, max_bytes: int | None, resumed_step: int = 0) -> None:
+        self._directory, self._max_bytes = directory, max_bytes
+        directory.mkdir(exist_ok=True)
+        for step, path in rollout_files(directory).items():
+            if step > resumed_step:
+                path.unlink()
+
+    def write(self, step: int, rows: Sequence[Row]) -> None:
+        """Writes the samples of a step. The file appears complete or not at all."""
+        import pyarrow
+        from pyarrow import parquet
+
+        path = self._directory / f"step_{step:06d}.parquet"
+        part = path.with_name(path.name + PART)
+        try:
+            with naming(path):
+                table = pyarrow.Table.from_pylist(list(rows), schema=schema())
+                parquet.write_table(table, part, compression="zstd")
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        part.replace(path)
+        self._delete_oldest()
+
+    def _delete_oldest(self) -> None:
+        """Keeps at least the newest file."""
+        files = list(rollout_files(self._directory).values())
+        sizes = [os.stat(file).st_size for file in files]
+        while self._max_bytes is not None and len(files) > 1 and sum(sizes) > self._max_bytes:
+            files.pop(0).unlink()
+            sizes.pop(0)

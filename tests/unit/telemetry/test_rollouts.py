@@ -1,0 +1,64 @@
+"""Files of rollouts: complete or absent, bounded, and without the steps that a resumed run repeats."""
+
+from __future__ import annotations
+
+import errno
+import math
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from dagrl.telemetry.rollouts import RolloutFiles, read_rollouts, rollout_files
+from tests.unit.run.full_disk import full_disk
+
+ROW = {
+    "step": 3,
+    "group": 7,
+    "place": 1,
+    "prompt": "1+1=",
+    "reward": 1.0,
+    "reward_parts": {"function": 1.0},
+    "tokens": [4, 5],
+    "logprobs": [-0.5, -1.5],
+    "sampled": [True, False],
+    "turns": [{"role": "policy", "text": "2", "start": 0, "end": 1}],
+}
+
+
+def test_rows_are_read_back_by_any_reader(tmp_path: Path) -> None:
+    RolloutFiles(tmp_path / "rollouts", max_bytes=None).write(3, [ROW])
+    path = rollout_files(tmp_path / "rollouts")[3]
+    (row,) = parquet.read_table(path).to_pandas().to_dict("records")
+    assert row["logprobs"].tolist() == [-0.5, -1.5] and row["turns"][0]["text"] == "2" and math.isnan(row["advantage"])
+    (row,) = read_rollouts(path)
+    assert {key: row[key] for key in ROW} == ROW and row["train_logprobs"] is None
+    assert read_rollouts(path, ["reward"]) == [{"reward": 1.0}]
+
+
+def test_the_oldest_steps_are_deleted_above_the_limit(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path, max_bytes=None)
+    for step in range(1, 5):
+        files.write(step, [ROW])
+    size = rollout_files(tmp_path)[1].stat().st_size
+    bounded = RolloutFiles(tmp_path, max_bytes=int(2.5 * size), resumed_step=4)
+    bounded.write(5, [ROW])
+    assert list(rollout_files(tmp_path)) == [4, 5]
+    RolloutFiles(tmp_path, max_bytes=1, resumed_step=5).write(6, [ROW])
+    assert list(rollout_files(tmp_path)) == [6]
+
+
+def test_a_resumed_run_deletes_the_steps_it_repeats(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path, max_bytes=None)
+    for step in (1, 2, 3):
+        files.write(step, [ROW])
+    RolloutFiles(tmp_path, max_bytes=None, resumed_step=2)
+    assert list(rollout_files(tmp_path)) == [1, 2]
+
+
+def test_a_full_disk_leaves_no_part_and_is_named(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path, max_bytes=None)
+    with full_disk(500), pytest.raises(OSError) as found:
+        files.write(1, [ROW] * 1000)
+    assert found.value.errno in (errno.ENOSPC, errno.EFBIG) and "step_000001" in str(found.value.filename)
+    assert list(tmp_path.iterdir()) == []
