@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -22,7 +23,7 @@ METHOD = "kept_logprobs"
 
 
 class RolloutLog:
-    """Reads the train workers' log-probabilities at once, and writes the file in a thread. A context manager."""
+    """Reads the train workers' log-probabilities and writes the files, both in a thread. A context manager."""
 
     def __init__(
         self, files: RolloutFiles, train: WorkerGroup, tokenizer: PreTrainedTokenizerFast, deadline: Deadline
@@ -40,14 +41,16 @@ class RolloutLog:
         if error is None:
             self._wait()
 
-    def keep(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> None:
-        """Keeps the samples of `step`, whose log-probabilities the train workers hold now.
+    @contextmanager
+    def keeping(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> Iterator[None]:
+        """Keeps the samples of `step`, whose log-probabilities the train workers hold until the block, which trains, ends.
 
         Raises the OSError of the file before it: at most one file is being written.
         """
-        kept = self._kept()
         self._wait()
-        self._writing = self._pool.submit(self._write, groups, batch, kept, step)
+        kept = self._pool.submit(self._kept)
+        yield
+        self._writing = self._pool.submit(self._write, groups, batch, kept.result(), step)
 
     def _wait(self) -> None:
         if self._writing is not None:

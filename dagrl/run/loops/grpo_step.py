@@ -97,14 +97,13 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Ear
     keys, batch = sample_keys(groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
     compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
-    if session.recorder.rollouts is not None:
-        with replays.clock.measure("rollouts"):
-            session.recorder.rollouts.keep(groups, batch, step)
     session.stop.check()  # the last point at which the weights are those of the last finished step
     assert early.accumulated <= {group for group, _ in keys}, "gradients of a group that is not in the batch"
     left = [row for row, (group, _) in enumerate(keys) if group not in early.accumulated]
     rest = Rest(left, early.parts) if early.parts else None
-    metrics = optimize(config, replays, batch, step, splits, rest)
+    log = session.recorder.rollouts
+    with log.keeping(groups, batch, step) if log is not None else nullcontext():
+        metrics = optimize(config, replays, batch, step, splits, rest)
     return metrics | calibrate(config, replays, batch) | {"trained_tokens": float(batch["lengths"].sum())}
 
 

@@ -282,7 +282,10 @@ class Run:
             train=cast(Any, SimpleNamespace(call=lambda method, *, deadline: None)),
             generation=cast(Any, self.engines),
             replays=cast(Any, self.simulated),
-            recorder=cast(Any, SimpleNamespace(progress=progress, step=self._record, record=SimpleNamespace(log=self.log))),
+            recorder=cast(
+                Any,
+                SimpleNamespace(progress=progress, step=self._record, record=SimpleNamespace(log=self.log), rollouts=None),
+            ),
             checkpoints=cast(Any, self.checkpoints),
             stop=cast(Any, Stop(self)),
         )
