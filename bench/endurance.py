@@ -177,13 +177,13 @@ def _cpu_s(group: WorkerGroup) -> float:
 def _resident_mb(group: WorkerGroup) -> float:
     """Returns resident memory of the driver and the workers, including shared memory, without the workers' trace buffers."""
     gc.collect()
-    group.call_function(_forget)
+    group.call_function(_forget, group.role.name)
     pids = [os.getpid(), *group.call("pid")]
     return round(sum(_kilobytes(pid) for pid in pids) / 1e3, 1)
 
 
-def _forget(worker: BenchWorker) -> None:
-    drain_runs(worker)
+def _forget(worker: BenchWorker, role: str) -> None:
+    drain_runs(worker, role)
     gc.collect()
 
 

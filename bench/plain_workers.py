@@ -46,7 +46,7 @@ class _Timed:
         """Returns a call's seconds and its result. Records the call like a replay's node, so that a waiting driver can
         report it."""
         started, state = time.perf_counter(), state_of(self)
-        state.activity = ("plain Ray", 0, method, threading.get_ident(), time.monotonic())
+        state.activity = (next(iter(state.members)), "plain Ray", 0, method, threading.get_ident(), time.monotonic())
         try:
             result = getattr(self, method)(*args)
         finally:

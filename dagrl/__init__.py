@@ -33,15 +33,18 @@ if TYPE_CHECKING:
     )
     from dagrl.refit import Refit
     from dagrl.run.worker_protocols import GenerationWorker, GrpoTrainWorker, TrainWorker
+    from dagrl.runtime.arguments import Arguments
     from dagrl.runtime.layout import ParallelLayout
     from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
     from dagrl.runtime.replay import Replay
     from dagrl.runtime.schedule import Scheduler, SchedulerOptions
     from dagrl.runtime.shapes import Batch, Bucket, Field
+    from dagrl.runtime.static import Static
     from dagrl.runtime.worker import WorkerContext, in_warmup
     from dagrl.runtime.worker_group import Resources, WorkerGroup
 
 __all__ = [
+    "Arguments",
     "Batch",
     "Bucket",
     "ChannelError",
@@ -68,6 +71,7 @@ __all__ = [
     "Scheduler",
     "SchedulerOptions",
     "Shard",
+    "Static",
     "TrainWorker",
     "UserError",
     "Value",
@@ -84,11 +88,13 @@ __all__ = [
 _MODULES = {
     "dagrl.refit": ("Refit",),
     "dagrl.run.worker_protocols": ("GenerationWorker", "GrpoTrainWorker", "TrainWorker"),
+    "dagrl.runtime.arguments": ("Arguments",),
     "dagrl.runtime.layout": ("ParallelLayout",),
     "dagrl.runtime.phase": ("Input", "Phase", "Shard", "Value", "join", "phase"),
     "dagrl.runtime.replay": ("Replay",),
     "dagrl.runtime.schedule": ("Scheduler", "SchedulerOptions"),
     "dagrl.runtime.shapes": ("Batch", "Bucket", "Field"),
+    "dagrl.runtime.static": ("Static",),
     "dagrl.runtime.worker": ("WorkerContext", "in_warmup"),
     "dagrl.runtime.worker_group": ("Resources", "WorkerGroup"),
 }

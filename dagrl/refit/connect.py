@@ -132,7 +132,7 @@ def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:
     """Returns each rank's slices. Of ranks with equal slices only the first sends them to the driver."""
     digests: list[str] = group.call_function(slices_digest)
     senders = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    sent = group.call_function(slices_if, tuple(sorted(senders.values())))
+    sent = group.call_function(slices_if, group.role.name, tuple(sorted(senders.values())))
     return [sent[senders[digest]] for digest in digests]
 
 
@@ -146,11 +146,11 @@ def slices_digest(worker: _HasSlices) -> str:
     return digest.hexdigest()
 
 
-def slices_if(worker: _HasSlices, ranks: tuple[int, ...]) -> list[WeightSlice]:
-    """Returns the worker's slices if its rank is in `ranks`, otherwise an empty list. Runs in a worker."""
+def slices_if(worker: _HasSlices, role: str, ranks: tuple[int, ...]) -> list[WeightSlice]:
+    """Returns the worker's slices if its rank in `role` is in `ranks`, otherwise an empty list. Runs in a worker."""
     from dagrl.runtime.executors.node import state_of
 
-    return list(worker.weight_slices()) if state_of(worker).rank in ranks else []
+    return list(worker.weight_slices()) if state_of(worker).members[role].rank in ranks else []
 
 
 def device_of(worker: object) -> str:

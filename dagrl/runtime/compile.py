@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -29,11 +29,19 @@ Ranks = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class GraphWorkers:
-    """The workers of one role in one graph: their ranks in the graph's order, and those that the phase has nodes on."""
+    """The workers of one role in one graph, in the graph's order: their ranks and ticket counters.
+
+    `used`: the counters of those that the phase has nodes on, and that no earlier role of the graph uses.
+    """
 
     role: str
     ranks: tuple[int, ...]
+    counters: tuple[int, ...]
     used: tuple[int, ...]
+
+
+Counters = Mapping[str, Sequence[int]]
+"""The ticket counter of each rank, by role. An actor has one, also if it is in several groups."""
 
 
 Engine = Literal["dagrl", "ray"]
@@ -87,8 +95,12 @@ class Compiled:
         return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
 
 
-def check_groups_apart(groups: Sequence[WorkerGroup]) -> None:
-    """Raise LayoutError for two groups of one role, and for actors in two groups: a worker has one order of turns."""
+def ticket_counters(groups: Iterable[WorkerGroup]) -> Counters:
+    """Returns the ticket counters of these groups' workers, numbered from 0.
+
+    Raises LayoutError for two groups of one role.
+    """
+    groups = list(groups)
     roles = [group.role.name for group in groups]
     for role in roles:
         if roles.count(role) > 1:
@@ -96,14 +108,10 @@ def check_groups_apart(groups: Sequence[WorkerGroup]) -> None:
                 f"{roles.count(role)} groups have the role {role!r}, by which phases find theirs; give each a name of its "
                 "own: WorkerGroup.from_actors(..., role=...)"
             )
-    seen: dict[object, str] = {}
-    for group in groups:
-        for actor in group.actors:
-            if (other := seen.setdefault(actor._actor_id, group.role.name)) != group.role.name:
-                raise LayoutError(
-                    f"an actor is in the groups {other!r} and {group.role.name!r}; make one group of such actors, and name "
-                    "its phases' parameter after it"
-                )
+    known: dict[object, int] = {}
+    return {
+        group.role.name: tuple(known.setdefault(actor._actor_id, len(known)) for actor in group.actors) for group in groups
+    }
 
 
 def compile_phase(
@@ -111,6 +119,7 @@ def compile_phase(
     phase: Phase,
     graph: PhaseGraph,
     groups: Groups,
+    counters: Counters,
     limits: GraphLimits,
     fuse_shards: bool,
     without: Collection[int] = (),
@@ -125,7 +134,8 @@ def compile_phase(
     made: list[Compiled] = []
     with ExitStack() as undo:
         for mine in _by_hosts(shards, ranks_of, groups) if fuse else [[shard] for shard in shards]:
-            made.append(_compile_shards(executor, phase, graph, groups, limits, mine, [ranks_of[shard] for shard in mine]))
+            ranks = [ranks_of[shard] for shard in mine]
+            made.append(_compile_shards(executor, phase, graph, groups, counters, limits, mine, ranks))
             undo.callback(made[-1].teardown, limits.teardown_s)
         undo.pop_all()
     return made
@@ -171,6 +181,7 @@ def _compile_shards(
     phase: Phase,
     graph: PhaseGraph,
     groups: Groups,
+    counters: Counters,
     limits: GraphLimits,
     shards: Sequence[int],
     ranks_of: Sequence[Ranks],
@@ -181,13 +192,28 @@ def _compile_shards(
     limits = replace(limits, input_bytes=limits.input_bytes * (len(shards) if splits else 1))
     ranks = {role: [rank for mine in ranks_of for rank in mine[role]] for role in phase.roles}
     actors = {role: list(_actors_of({role: mine}, groups)) for role, mine in ranks.items()}
-    used = {node.worker for node in whole.nodes}
-    workers = tuple(
-        GraphWorkers(role, tuple(mine), tuple(rank for at, rank in enumerate(mine) if WorkerRef(role, at) in used))
-        for role, mine in ranks.items()
-    )
-    executable = executor.compile(whole, actors, limits)
-    return Compiled(executable, tuple(shards), workers, _actors_of(ranks, groups))
+    executable = executor.compile(replace(whole, aliases=_aliases(actors)), actors, limits)
+    return Compiled(executable, tuple(shards), _graph_workers(whole, ranks, counters), _actors_of(ranks, groups))
+
+
+def _graph_workers(graph: PhaseGraph, ranks: Ranks, counters: Counters) -> tuple[GraphWorkers, ...]:
+    on_nodes = {node.worker for node in graph.nodes}
+    taken: set[int] = set()
+    workers = []
+    for role, mine in ranks.items():
+        here = [counters[role][rank] for rank in mine]
+        used = [counter for at, counter in enumerate(here) if WorkerRef(role, at) in on_nodes and counter not in taken]
+        taken.update(used)
+        workers.append(GraphWorkers(role, tuple(mine), tuple(here), tuple(used)))
+    return tuple(workers)
+
+
+def _aliases(actors: Mapping[str, Sequence[ActorHandle]]) -> dict[WorkerRef, WorkerRef]:
+    """Returns the workers on the actor of an earlier one, and that one."""
+    first: dict[object, WorkerRef] = {}
+    workers = {WorkerRef(role, at): actor for role, mine in actors.items() for at, actor in enumerate(mine)}
+    found = {worker: first.setdefault(actor._actor_id, worker) for worker, actor in workers.items()}
+    return {worker: known for worker, known in found.items() if known != worker}
 
 
 def _actors_of(ranks: Ranks, groups: Groups) -> tuple[ActorHandle, ...]:

@@ -149,7 +149,7 @@ def _worker_lines(prefix: str, drawing: Drawing, worker: WorkerRef) -> Iterator[
     yield f"subgraph {prefix}_{worker.role}_{worker.position}[{_quoted(drawing.worker_label(worker))}]"
     for node in nodes:
         lines = [text for text in (node_text(node), constants_text(node)) if text]
-        style = "run" if node.kind == "call" else node.kind
+        style = "run" if node.kind in ("call", "spread") else node.kind
         yield f"  {prefix}_n{node.number}[{_quoted('<br/>'.join(map(_escaped, lines)), escape=False)}]:::{style}"
     yield "end"
 

@@ -18,7 +18,7 @@ from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first, 
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.base import Executable
-from dagrl.runtime.executors.node import DIED, NO_ANSWER, Report
+from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
 from dagrl.runtime.worker_group import GRACE_S, Groups, WorkerGroup, first_line
 
 TURN_S = 0.1
@@ -149,9 +149,8 @@ def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
         if rank is not None:
             return [_failure(replay, group, rank, "died", "", first_line(error), "")]
     return [
-        _failure(replay, group, rank, "died", "", "its process ended", "")
-        for group in replay.groups.values()
-        for rank, found in group.reports(REPORT_S).items()
+        _failure(replay, replay.groups[role], rank, "died", "", "its process ended", "")
+        for (role, rank), found in _reports(replay.groups, REPORT_S).items()
         if found is DIED
     ]
 
@@ -159,8 +158,8 @@ def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
 def _unreadable_result(replay: PendingReplay, error: UnreadableError) -> WorkerFailure:
     """The failure of a worker whose result this process cannot read."""
     actor_id, node = error.writer
-    ranks = {role: group.rank_of_actor(actor_id) for role, group in replay.groups.items()}
-    role, rank = next((role, rank) for role, rank in ranks.items() if rank is not None)
+    found = {role: rank for role, group in replay.groups.items() if (rank := group.rank_of_actor(actor_id)) is not None}
+    role, rank = next((one for one in found.items() if node.startswith(f"{one[0]}[")), next(iter(found.items())))
     text = f"its result cannot be read by the driver: {error}"
     return _failure(replay, replay.groups[role], rank, "raised", node, text, "".join(traceback.format_exception(error)))
 
@@ -211,19 +210,26 @@ def _kill_stuck(replay: PendingReplay, running: Mapping[RoleRank, Report]) -> li
         time.sleep(min(left, TURN_S))
         left = until - time.monotonic()
         reports = _reports(replay.groups, max(TURN_S, left))
-        stuck = [worker for worker in stuck if _runs(reports[worker], replay)]
+        stuck = [worker for worker in stuck if _runs(reports.get(worker, IDLE), replay)]
     for role, group in replay.groups.items():
         group.kill([rank for of, rank in stuck if of == role])
     return stuck
 
 
 def _reports(groups: Groups, timeout_s: float) -> dict[RoleRank, Report]:
+    """What each worker runs. An actor in several of the groups is listed once, in the role that it runs."""
     until = time.monotonic() + timeout_s
-    return {
-        (role, rank): found
-        for role, group in groups.items()
-        for rank, found in group.reports(max(0.0, until - time.monotonic())).items()
-    }
+    listed: dict[RoleRank, Report] = {}
+    silent: set[object] = set()  # actors that cannot tell their role
+    for role, group in groups.items():
+        for rank, found in group.reports(max(0.0, until - time.monotonic())).items():
+            actor = group.actors[rank]._actor_id
+            if actor in silent or (found.role != role and found.role in groups):
+                continue
+            listed[role, rank] = found
+            if found in (NO_ANSWER, DIED):
+                silent.add(actor)
+    return listed
 
 
 def _runs(found: Report, replay: PendingReplay) -> bool:

@@ -1,7 +1,7 @@
 """PhaseGraph: the nodes and edges of one phase over the workers of one graph, as plain data.
 
 It does not depend on Ray, so it can be compared, drawn and tested alone. Nodes are in topological order. A node's arguments
-are the phase's input, other nodes' results, or JSON constants.
+are the phase's input, other nodes' results, or constants: JSON, or objects that were pickled (`Static`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dagrl.errors import GraphError
+from dagrl.runtime.static import Static
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 
@@ -41,7 +42,7 @@ class NodeRef:
 class Constant:
     """An argument fixed when the phase was traced."""
 
-    value: Json
+    value: Json | Static
 
 
 ArgumentRef = InputRef | NodeRef | Constant
@@ -58,7 +59,9 @@ class Node:
     """One call on one worker.
 
     `kind`: `call` runs `method(*args)`, `reduce` runs `method([*args])`, `collect` makes a list of its arguments and
-    flattens those that `collect` made, `relay` passes on its only argument. `transport` carries the result to its readers.
+    flattens those that `collect` made, `relay` passes on its only argument, `spread` runs `method(*args, **kwargs)` with the
+    `Arguments` that are its only argument. `keywords` names the last arguments of a call. `transport` carries the result to
+    its readers.
     """
 
     number: int
@@ -67,6 +70,7 @@ class Node:
     kind: str
     args: tuple[ArgumentRef, ...]
     constants: tuple[tuple[str, Json], ...] = ()
+    keywords: tuple[str, ...] = ()
     transport: str = SHARED_MEMORY
 
     @property
@@ -109,6 +113,10 @@ class PhaseGraph:
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
 
+    def actor(self, worker: WorkerRef) -> WorkerRef:
+        """The first worker of the graph on the same actor; `worker` itself unless roles share actors."""
+        return worker
+
     def validate(self) -> None:
         """Raises GraphError for an unknown or later upstream node (a cycle), an unused result, or a worker out of range."""
         if not self.outputs or not all(0 <= number < len(self.nodes) for number in self.outputs):
@@ -136,5 +144,5 @@ class PhaseGraph:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the graph's content, the same in every process."""
-        content = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        content = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), default=Static.digest)
         return hashlib.sha256(content.encode()).hexdigest()

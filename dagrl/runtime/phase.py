@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -24,6 +24,7 @@ from dagrl.errors import GraphError
 from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import InputSpec, field_types
+from dagrl.runtime.static import Static
 
 
 def group_transports(gpus_per_worker: float) -> frozenset[str]:
@@ -71,7 +72,7 @@ class Input:
     name: str
 
 
-Argument = Value | Input | Json
+Argument = Value | Input | Static | Json
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,27 @@ class Shard:
             )
         return Shard(self.tracer, self.role, chosen if isinstance(chosen, tuple) else (chosen,))
 
-    def map(self, method: str, *args: Argument, **constants: Json) -> Value:
-        """Calls `method` on every worker. A `Value` of as many nodes is passed worker by worker, one of a single node to
-        all.
+    def map(self, method: str, /, *args: Argument, **named: Argument) -> Value:
+        """Calls `method` on every worker, with these positional and keyword arguments.
+
+        A `Value` of as many nodes is passed worker by worker, one of a single node to all. Anything else is a constant.
+        """
+        keywords = tuple(name for name, arg in named.items() if isinstance(arg, Input | Value | Static))
+        constants = {name: arg for name, arg in named.items() if not isinstance(arg, Input | Value | Static)}
+        given = (*args, *(named[name] for name in keywords))
+        nodes = tuple(
+            self.tracer.add(self.role, worker, method, "call", self._arguments(method, given, position), constants, keywords)
+            for position, worker in enumerate(self.workers)
+        )
+        return Value(self.tracer, nodes)
+
+    def spread(self, method: str, arguments: Input | Value) -> Value:
+        """Calls `method` on every worker with all arguments of a call: `arguments` is an `Arguments` at replay.
+
+        For callers that decide at each replay what to pass, as the methods of somebody else's worker group do.
         """
         nodes = tuple(
-            self.tracer.add(self.role, worker, method, "call", self._arguments(method, args, position), constants)
+            self.tracer.add(self.role, worker, method, "spread", self._arguments(method, (arguments,), position))
             for position, worker in enumerate(self.workers)
         )
         return Value(self.tracer, nodes)
@@ -131,6 +147,8 @@ class Shard:
     def _argument(self, method: str, arg: Argument, position: int) -> ArgumentRef:
         if isinstance(arg, Input):
             return InputRef()
+        if isinstance(arg, Static):
+            return Constant(arg)
         if not isinstance(arg, Value):
             self.tracer.check_constant(f"{self.role.name}.{method}", arg)
             return Constant(arg)
@@ -176,29 +194,33 @@ class Tracer:
         kind: str,
         args: tuple[ArgumentRef, ...],
         constants: Mapping[str, Json] | None = None,
+        keywords: tuple[str, ...] = (),
     ) -> int:
         constants = dict(constants or {})
         for name, constant in constants.items():
             self.check_constant(f"{role.name}.{method}, argument {name!r}", constant)
         if kind != "collect":
-            self._check_call(role, method, 1 if kind == "reduce" else len(args), constants)
+            self._check_method(role, method)
+        if kind in ("call", "reduce"):
+            positional = 1 if kind == "reduce" else len(args) - len(keywords)
+            self._check_arguments(role, method, positional, {*constants, *keywords})
         if not any(isinstance(arg, InputRef | NodeRef) for arg in args):
             raise self.error(
                 f"node {role.name}.{method} does not depend on the input; pass it the phase's input or another node's value"
             )
         number = len(self.nodes)
-        self.nodes.append(Node(number, WorkerRef(role.name, worker), method, kind, args, tuple(sorted(constants.items()))))
+        fixed = tuple(sorted(constants.items()))
+        self.nodes.append(Node(number, WorkerRef(role.name, worker), method, kind, args, fixed, keywords))
         return number
 
     def check_constant(self, where: str, constant: object) -> None:
         """Raises GraphError for a constant that is not JSON, because it could not be stored with the graph."""
-        if isinstance(constant, Input | Value):
-            raise self.error(f"node {where} is {constant!r}; pass the input and values of nodes by position, not by keyword")
         strange = next(_not_json(constant), None)
         if strange is not None:
             raise self.error(
                 f"node {where}: the constant {reprlib.repr(constant)} contains a {type(strange).__name__}; constants are "
-                "numbers, strings, booleans, None, lists, and dictionaries with string keys. Put other data into the input"
+                "numbers, strings, booleans, None, lists, and dictionaries with string keys. Wrap an object, "
+                "Static(loss_fn), or put other data into the input"
             )
 
     def check_own(self, where: str, value: Value) -> None:
@@ -230,19 +252,21 @@ class Tracer:
                     f"only reads {SHARED_MEMORY!r}; remove the .via(), or return another node's value"
                 )
 
-    def _check_call(self, role: Role, method: str, positional: int, constants: Mapping[str, Json]) -> None:
+    def _check_method(self, role: Role, method: str) -> None:
         if method not in role.methods:
             raise self.error(
                 f"the {role.name} worker has no method {method!r}; it has "
                 f"{', '.join(sorted(name for name in role.methods if not name.startswith('_'))) or 'none'}. "
                 "Correct the name, or add the method to the worker"
             )
+
+    def _check_arguments(self, role: Role, method: str, positional: int, names: Collection[str]) -> None:
         try:
-            role.methods[method].bind(*[None] * positional, **constants)
+            role.methods[method].bind(*[None] * positional, **dict.fromkeys(names))
         except TypeError as mistake:
             raise self.error(
                 f"node {role.name}.{method} is called with {positional} positional arguments and "
-                f"{sorted(constants) or 'no'} constants, but its signature is {method}{role.methods[method]}: {mistake}"
+                f"{sorted(names) or 'none'} by name, but its signature is {method}{role.methods[method]}: {mistake}"
             ) from None
 
     def tree(self, role: Role | None, method: str, parts: Value, kind: str) -> Value:

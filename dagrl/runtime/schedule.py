@@ -28,7 +28,7 @@ import numpy.typing as npt
 from ray.exceptions import RayError
 
 from dagrl.errors import GraphError, LayoutError, PhaseError, RunError
-from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, check_groups_apart, compile_phase, executor_of
+from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, compile_phase, executor_of, ticket_counters
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
 from dagrl.runtime.executors.base import Executor, GraphLimits, accelerated
@@ -125,11 +125,11 @@ class Scheduler:
     """Runs phases over worker groups; see the top of this file. Use it as a context manager, or call `close`."""
 
     def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
-        check_groups_apart(groups)
+        self._counters = ticket_counters(groups)
         self.groups = {group.role.name: group for group in groups}
         self.options = options or SchedulerOptions()
         self._entries: dict[str, _Entry] = {}
-        self._tickets = {role: [0] * group.layout.world_size for role, group in self.groups.items()}
+        self._tickets = [0] * len({counter for mine in self._counters.values() for counter in mine})
         self._executors: dict[str, Executor] = {}  # those of the live graphs
         self._breakage = Breakage()
         self._lock = threading.RLock()
@@ -208,7 +208,11 @@ class Scheduler:
 
     def _reset_tickets(self) -> None:
         for role, group in self.groups.items():
-            group.reset_tickets(self._tickets[role], Deadline(self.options.compile_s, "timeouts.compile_s"))
+            group.reset_tickets(self._tickets_of(role), Deadline(self.options.compile_s, "timeouts.compile_s"))
+
+    def _tickets_of(self, role: str) -> list[int]:
+        """The next ticket of each rank."""
+        return [self._tickets[counter] for counter in self._counters[role]]
 
     def _check_overlap(self) -> None:
         """Raises GraphError if transfers are to be overlapped but no phase has any between accelerators."""
@@ -303,6 +307,7 @@ class Scheduler:
             try:
                 self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups)))
                 self._executors.pop("eager", None)
+                self._check_shared_actors()
                 self._reset_tickets()
                 made = self._compile_missing()
             except BaseException as error:  # some shards may have no graph
@@ -326,8 +331,15 @@ class Scheduler:
                 f"the group {group.role.name!r} has the layout {group.layout.describe()}, but phases were traced for "
                 f"{known.layout.describe()}; make one of that layout, or another scheduler"
             )
-        check_groups_apart([group, *(other for other in self.groups.values() if other is not known)])
         self.groups[group.role.name] = group
+
+    def _check_shared_actors(self) -> None:
+        """Raises LayoutError unless the same ranks share actors as before groups or workers were replaced."""
+        if ticket_counters(self.groups.values()) != self._counters:
+            raise LayoutError(
+                f"the groups {', '.join(self.groups)} do not share their actors as they did when the scheduler was made; "
+                "call replace_group for every role of an actor that was replaced, and then recover"
+            )
 
     def close(self) -> None:
         """Tears every graph down within the teardown deadline."""
@@ -368,7 +380,9 @@ class Scheduler:
             self._executors[name] = executor_of(name, self.options.engine)
         limits = replace(entry.limits, may_kill=all(group.owned for group in entry.groups.values()))
         fuse = self.options.fuse_shards
-        return compile_phase(self._executors[name], entry.phase, entry.graph, self.groups, limits, fuse, without)
+        return compile_phase(
+            self._executors[name], entry.phase, entry.graph, self.groups, self._counters, limits, fuse, without
+        )
 
     def _submit(
         self,
@@ -444,12 +458,13 @@ class Scheduler:
     def _take_tickets(self, graph_workers: Sequence[GraphWorkers]) -> dict[str, int | tuple[int, ...]]:
         """Returns the tickets of a graph's workers; advances those of the workers that the phase uses."""
         mine: dict[str, int | tuple[int, ...]] = {}
+        tickets = self._tickets
         for role_workers in graph_workers:
-            tickets = self._tickets[role_workers.role]
-            first, *others = [tickets[rank] for rank in role_workers.ranks]
+            first, *others = [tickets[counter] for counter in role_workers.counters]
             mine[role_workers.role] = first if others.count(first) == len(others) else (first, *others)
-            for rank in role_workers.used:
-                tickets[rank] += 1
+        for role_workers in graph_workers:  # after all roles have read theirs: they may share actors
+            for counter in role_workers.used:
+                tickets[counter] += 1
         return mine
 
     def _teardown(self, ends: Callable[[Compiled], bool] = lambda one: True) -> None:
@@ -461,7 +476,7 @@ class Scheduler:
             entries = list(self._entries.values())
             if any(entry.in_flight for entry in entries):  # loops that wait for a ticket would block the teardown
                 for role, group in self.groups.items():
-                    group.pass_tickets(self._tickets[role])
+                    group.pass_tickets(self._tickets_of(role))
             for replay in [replay for entry in entries for replay in entry.in_flight]:
                 text = f"phase {replay.phase!r}, replay {replay.number} was under way when its graphs were torn down"
                 replay.fail(PhaseError((), f"{text}; replay it again"))

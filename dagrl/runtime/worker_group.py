@@ -193,8 +193,8 @@ class WorkerGroup:
         (`actor.method.remote()`) run as they do without a group, also while a node runs: one that has returned before
         `replay` comes before it, and one that is sent after `result()` comes after it. `health_group` names one of the
         actors' concurrency groups, which nothing else uses. Without it, the actors report what they run, and abort their
-        collectives after a peer's failure, only while their default group is free. An actor belongs to one group at a
-        time.
+        collectives after a peer's failure, only while their default group is free. An actor may be in several groups,
+        one for each of its roles; each phase finds its group by the role's name.
         """
         if len(handles) != layout.world_size:
             raise LayoutError(
@@ -267,7 +267,10 @@ class WorkerGroup:
 
         The answer of a worker that is late comes with the next call.
         """
-        asked = [(*late, self._health(actor, drain_runs)) for late, actor in zip(self._late_runs, self.actors, strict=True)]
+        asked = [
+            (*late, self._health(actor, drain_runs, self.role.name))
+            for late, actor in zip(self._late_runs, self.actors, strict=True)
+        ]
         refs = [ref for of_rank in asked for ref in of_rank]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0])
         self._late_runs = [tuple(ref for ref in of_rank if ref not in ready) for of_rank in asked]

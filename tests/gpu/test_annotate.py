@@ -17,7 +17,7 @@ from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-CALL = NodeCall("train[0].multiply", 0, "map", "multiply", (Take(0),), {}, 0, True, 1 << 20, "")
+CALL = NodeCall("train", "train[0].multiply", 0, "map", "multiply", (Take(0),), {}, 0, True, 1 << 20, "")
 ALLOWED_US = 2000.0
 
 
@@ -41,7 +41,7 @@ def test_kernels_lie_inside_the_nodes_range(tmp_path: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run_node(worker, CALL, Packet(Header("train_step", 7, False, {"train": 0}, 10.0), 2048))
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
-    (run,) = drain_runs(worker)
+    (run,) = drain_runs(worker, "train")
     with TraceWriter(tmp_path / "trace.json") as trace:
         trace.write([TraceEvent(run.label, "replay", run.start_ns, run.end_ns - run.start_ns, "train 0")])
     (ours,) = [event for event in json.loads((tmp_path / "trace.json").read_text()) if event["ph"] == "X"]

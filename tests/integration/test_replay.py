@@ -291,9 +291,9 @@ def test_a_warm_up_repeats_replays_within_its_time(
     monkeypatch.setattr("dagrl.runtime.schedule.SETTLING_S", settling_s)
     monkeypatch.setattr("dagrl.runtime.schedule.SETTLING_REPLAYS", 5)
     train = scheduler.groups["train"]
-    train.call_function(drain_runs)
+    train.call_function(drain_runs, "train")
     scheduler.warmup()
-    for runs in train.call_function(drain_runs):
+    for runs in train.call_function(drain_runs, "train"):
         assert all(run.warmup for run in runs)
         of_phase = [run for run in runs if run.phase == "double" and run.label.endswith(".double")]
         assert len(of_phase) == 2 * replays, "two buckets"

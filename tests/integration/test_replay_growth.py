@@ -52,13 +52,13 @@ def count(worker: BenchWorker | None = None) -> tuple[int, int]:
     if not tracemalloc.is_tracing():
         tracemalloc.start()
     if worker is not None:
-        drain_runs(worker)  # type: ignore[arg-type]  # the trace; a driver drains it in every step
+        drain_runs(worker, "train")  # type: ignore[arg-type]  # the trace; a driver drains it in every step
     gc.collect()
     return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
 
 
 def remembered(worker: BenchWorker) -> tuple[int, int | None]:
-    runs = state_of(worker).runs  # type: ignore[arg-type]
+    runs = state_of(worker).members["train"].runs  # type: ignore[arg-type]
     return len(runs), runs.maxlen
 
 

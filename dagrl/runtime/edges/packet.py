@@ -34,14 +34,8 @@ class Header(NamedTuple):
     deadline_s: float  # from its submission; the longest that a worker waits for its turn
 
     def ticket(self, role: str, position: int) -> int:
-        """Returns the ticket of one worker of the graph. Raises RunError if the worker has joined another group since."""
-        try:
-            tickets = self.tickets[role]
-        except KeyError:
-            raise RunError(
-                f"phase {self.phase!r} runs on the roles {', '.join(self.tickets)}, but this worker has joined a group "
-                f"{role!r} since; an actor belongs to one group at a time"
-            ) from None
+        """Returns the ticket of one worker of the graph."""
+        tickets = self.tickets[role]
         return tickets if isinstance(tickets, int) else tickets[position]
 
 

@@ -18,6 +18,7 @@ from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
 from dagrl.runtime.passes.shards import FusedGraph
+from dagrl.runtime.static import Static
 
 Actors = Mapping[str, Sequence[ActorHandle]]
 """Actors of each role, in the order of the graph's worker positions."""
@@ -82,6 +83,7 @@ def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
     rooms = result_rooms(graph, limits)
     return [
         NodeCall(
+            role=node.worker.role,
             label=label_of(graph, node),
             position=node.worker.position,
             kind=node.kind,
@@ -94,6 +96,7 @@ def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
             result_key=limits.result_key,
             accelerated=node.number in beside,
             copied=tuple(name for name, value in node.constants if isinstance(value, list | dict)),
+            keywords=node.keywords,
         )
         for node in graph.nodes
     ]
@@ -128,7 +131,7 @@ def _places(graph: PhaseGraph) -> tuple[dict[int, int], set[int]]:
     of_worker: dict[WorkerRef, list[int]] = {}
     for node in graph.nodes:
         if node.kind != RELAY:
-            of_worker.setdefault(node.worker, []).append(node.number)
+            of_worker.setdefault(graph.actor(node.worker), []).append(node.number)
     places = {number: place for numbers in of_worker.values() for place, number in enumerate(numbers)}
     return places, {numbers[-1] for numbers in of_worker.values()}
 
@@ -142,7 +145,8 @@ def accelerated(graph: PhaseGraph) -> set[int]:
         number
         for node in graph.nodes
         for number in node.upstream
-        if graph.nodes[number].transport != SHARED_MEMORY and graph.nodes[number].worker != node.worker
+        if graph.nodes[number].transport != SHARED_MEMORY
+        and graph.actor(graph.nodes[number].worker) != graph.actor(node.worker)
     } - set(graph.outputs)
 
 
@@ -151,8 +155,8 @@ def packet_sources(node: Node) -> tuple[int | None, ...]:
     return tuple(arg.node if isinstance(arg, NodeRef) else None for arg in node.args if not isinstance(arg, Constant))
 
 
-def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
-    takes: list[Take | Json] = []
+def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Static | Json, ...]:
+    takes: list[Take | Static | Json] = []
     share = (graph.shard(node.worker), graph.shards) if isinstance(graph, FusedGraph) and graph.splits else None
     index = 0
     for arg in node.args:

@@ -103,8 +103,8 @@ def raise_lost_link(worker: HasState, tasks: Sequence[Task]) -> None:
     edges = [edge for task in tasks for edge in (*task.input_channels, *task.output_channels) if isinstance(edge, Edge)]
     lost = next((edge.lost for edge in edges if edge.lost is not None), None)
     if lost is not None:
-        state = state_of(worker)
-        error = RayChannelError(f"{state.role} worker {state.rank} {lost}")
+        names = " and ".join(f"{one.role} worker {one.rank}" for one in state_of(worker).members.values())
+        error = RayChannelError(f"{names} {lost}")
         error.time_ns = time.time_ns()  # the teardown that follows looks the same to others: the earliest is the cause
         raise error
 

@@ -26,12 +26,14 @@ import ray
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, printable
 from dagrl.runtime.annotate import annotate, ranges_enabled
+from dagrl.runtime.arguments import Arguments
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.tensors import accelerator_tensors
 from dagrl.runtime.executors.event_loop import actor_event_loop
 from dagrl.runtime.graph import Json
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.static import Static
 from dagrl.runtime.worker import ReplayContext, replay_context
 
 logger = logging.getLogger(__name__)
@@ -65,11 +67,12 @@ class Take:
 class NodeCall:
     """What one node does; fixed when the graph is compiled."""
 
+    role: str
     label: str
     position: int  # of the worker in its graph
     kind: str
     method: str
-    args: tuple[Take | Json, ...]
+    args: tuple[Take | Static | Json, ...]
     constants: dict[str, Json]
     place: int  # among the worker's nodes in this graph, from 0: the node waits for its ticket and earlier places
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
@@ -78,6 +81,7 @@ class NodeCall:
     accelerated: bool = False  # tensors of the result go from GPU to GPU
     in_order: bool = True  # its worker runs nodes in order: earlier ones have ended or will never come
     copied: tuple[str, ...] = ()  # constants that the method could change: it gets copies
+    keywords: tuple[str, ...] = ()  # names of the last arguments
     unread: bool = False  # this worker could not unpickle an input of this turn, as one of its packets says
 
 
@@ -165,15 +169,23 @@ Run = tuple[str, int, bool, str, int, int]
 
 
 @dataclass
-class NodeState:
-    """The runtime's state in a worker's process."""
+class Member:
+    """A worker as a member of one group, and what it ran as such."""
 
     role: str
     rank: int
     coordinates: str
-    gate: TicketGate = field(default_factory=TicketGate)
     runs: deque[Run] = field(default_factory=lambda: deque(maxlen=TRACE_CAPACITY))
-    activity: tuple[str, int, str, int, float] | None = None  # phase, replay, label, thread and start of what is running
+
+
+@dataclass
+class NodeState:
+    """The runtime's state in a worker's process. The groups that it is in share one order of turns."""
+
+    members: dict[str, Member] = field(default_factory=dict)  # by role
+    gate: TicketGate = field(default_factory=TicketGate)
+    activity: tuple[str, str, int, str, int, float] | None = None
+    """Role, phase, replay, label, thread and start of what is running."""
     coroutine: Future[Any] | None = None  # the coroutine that the running node waits for
 
 
@@ -185,8 +197,10 @@ class HasState(Protocol):
 
 
 def install(worker: HasState, role: str, rank: int, coordinates: str) -> None:
-    """Prepares a worker for graphs. Called once, when its group is made."""
-    setattr(worker, _STATE, NodeState(role, rank, coordinates))
+    """Prepares a worker for graphs. Called when a group of it is made."""
+    state = getattr(worker, _STATE, None) or NodeState()
+    setattr(worker, _STATE, state)
+    state.members[role] = Member(role, rank, coordinates)
 
 
 def state_of(worker: HasState) -> NodeState:
@@ -219,7 +233,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     value: object = None
     started = 0.0
     try:
-        ticket = header.ticket(state.role, call.position)
+        ticket = header.ticket(call.role, call.position)
         state.gate.enter(ticket, call.place, header.deadline_s, call.in_order)
         started = time.perf_counter()
         if not failures:
@@ -243,13 +257,13 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
 def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     header = packets[0].header
     start_ns = time.time_ns()
-    state.activity = (header.phase, header.replay, call.label, threading.get_ident(), time.monotonic())
+    state.activity = (call.role, header.phase, header.replay, call.label, threading.get_ident(), time.monotonic())
     try:
         with replay_context(ReplayContext(*header[:3])):
             value = _annotated(worker, call, packets) if ranges_enabled() else _evaluate(worker, call, packets)
     finally:
         state.activity = None
-    state.runs.append((header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
+    state.members[call.role].runs.append((header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
     return value
 
 
@@ -279,7 +293,7 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
     args: list[object] = []
     for arg in call.args:
         if not isinstance(arg, Take):
-            args.append(copy.deepcopy(arg) if isinstance(arg, list | dict) else arg)
+            args.append(_constant(arg))
         elif arg.flatten:
             collected = packets[arg.index].value
             assert isinstance(collected, list)
@@ -289,11 +303,32 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
     if call.kind == "collect":
         return args
     method = getattr(worker, call.method)
-    constants = call.constants
+    constants: dict[str, Any] = call.constants
     if call.copied:
         constants = constants | {name: copy.deepcopy(constants[name]) for name in call.copied}
+    if call.keywords:
+        named = len(args) - len(call.keywords)
+        constants = constants | dict(zip(call.keywords, args[named:], strict=True))
+        del args[named:]
+    if call.kind == "spread":
+        args, constants = _spread(call, args[0])
     value = method(args) if call.kind == "reduce" else method(*args, **constants)
     return _awaited(worker, call, value) if inspect.iscoroutine(value) else value
+
+
+def _constant(arg: Static | Json) -> object:
+    if isinstance(arg, Static):
+        return arg.value
+    return copy.deepcopy(arg) if isinstance(arg, list | dict) else arg
+
+
+def _spread(call: NodeCall, arguments: object) -> tuple[list[object], dict[str, Any]]:
+    if not isinstance(arguments, Arguments):
+        raise RunError(
+            f"{call.label} spreads its input over a call, but was given a {type(arguments).__name__}; replay the phase with "
+            "Arguments(args, kwargs)"
+        )
+    return list(arguments.args), dict(arguments.kwargs)
 
 
 def _awaited(worker: HasState, call: NodeCall, coroutine: Coroutine[Any, Any, object]) -> object:
@@ -309,10 +344,11 @@ def _awaited(worker: HasState, call: NodeCall, coroutine: Coroutine[Any, Any, ob
 
 
 def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseException) -> WorkerFailure:
+    member = state.members[call.role]
     return WorkerFailure(
-        role=state.role,
-        rank=state.rank,
-        coordinates=state.coordinates,
+        role=member.role,
+        rank=member.rank,
+        coordinates=member.coordinates,
         host=socket.gethostname(),
         pid=os.getpid(),
         phase=packet.header.phase,
@@ -348,9 +384,9 @@ def _abort(worker: HasState) -> None:
 # Plain calls of the driver, which run on other threads of the actor than the graph loops.
 
 
-def drain_runs(worker: HasState) -> list[NodeRun]:
-    """Returns the node runs since the last call, oldest first."""
-    runs = state_of(worker).runs
+def drain_runs(worker: HasState, role: str) -> list[NodeRun]:
+    """Returns the worker's node runs in a role since the last call, oldest first."""
+    runs = state_of(worker).members[role].runs
     return [NodeRun(*runs.popleft()) for _ in range(len(runs))]
 
 
@@ -379,6 +415,7 @@ class Report(NamedTuple):
     replay: int
     what: str
     stack: str
+    role: str = ""
 
 
 IDLE = Report("", 0, "", "")
@@ -391,8 +428,8 @@ def report(worker: HasState) -> Report:
     activity = state_of(worker).activity
     if activity is None:
         return IDLE
-    phase, replay, label, thread, since = activity
+    role, phase, replay, label, thread, since = activity
     frame = sys._current_frames().get(thread)
     stack = "".join(traceback.format_stack(frame)) if frame else ""
     what = f"{label} for {time.monotonic() - since:.1f} s (replay {replay})"
-    return Report(phase, replay, what, stack[-FAILURE_CHARACTERS:])
+    return Report(phase, replay, what, stack[-FAILURE_CHARACTERS:], role)

@@ -8,7 +8,8 @@ of it as views.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dagrl.runtime.graph import Node, PhaseGraph, WorkerRef
 
@@ -17,11 +18,17 @@ from dagrl.runtime.graph import Node, PhaseGraph, WorkerRef
 class FusedGraph(PhaseGraph):
     """The graphs of `shards` shards in one, the workers of one shard after those of the other.
 
-    `splits`: an input batch holds equally many rows of every shard.
+    `splits`: an input batch holds equally many rows of every shard. `aliases`: workers on the actor of an earlier one, and
+    that one.
     """
 
     shards: int = 1
     splits: bool = False
+    aliases: Mapping[WorkerRef, WorkerRef] = field(default_factory=dict)
+
+    def actor(self, worker: WorkerRef) -> WorkerRef:
+        """The first worker of the graph on the same actor."""
+        return self.aliases.get(worker, worker)
 
     def shard(self, worker: WorkerRef) -> int:
         """The shard of a worker."""

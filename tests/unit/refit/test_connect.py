@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -36,6 +37,7 @@ class Group:
 
     def __init__(self, slices: Sequence[Sequence[WeightSlice]]) -> None:
         self.workers = [Worker(one) for one in slices]
+        self.role = SimpleNamespace(name="generation")
         self.returned = 0
         for rank, worker in enumerate(self.workers):
             install(worker, "generation", rank, "")

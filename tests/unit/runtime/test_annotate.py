@@ -19,7 +19,7 @@ from dagrl.runtime.executors.node import NodeCall, Take, drain_runs, install, ru
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
-CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
+CALL = NodeCall("train", "train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
 BATCH = Batch({"tokens": np.zeros((4, 16), np.int64), "lengths": np.full(4, 16)})
 CLOCKS_US = 1000.0  # the profiler computes its times from the processor's counter
 
@@ -47,7 +47,8 @@ def profiled(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     profiler.export_chrome_trace(str(path / "torch.json"))
     with TraceWriter(path / "trace.json") as trace:
         trace.write(
-            TraceEvent(run.label, "replay", run.start_ns, run.end_ns - run.start_ns, "train 0") for run in drain_runs(worker)
+            TraceEvent(run.label, "replay", run.start_ns, run.end_ns - run.start_ns, "train 0")
+            for run in drain_runs(worker, "train")
         )
     events = json.loads((path / "trace.json").read_text())
     return json.loads((path / "torch.json").read_text()), [event for event in events if event["ph"] == "X"]

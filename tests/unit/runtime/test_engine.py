@@ -74,7 +74,9 @@ class Worker:
 
 
 HEADER = Header("phase", 0, False, {"train": 0}, 10.0)
-CALL = PickledCall(NodeCall("train[3].step", 0, "call", "step", (Take(0),), {}, 0, True, 1 << 20, "key"), pickles=True)
+CALL = PickledCall(
+    NodeCall("train", "train[3].step", 0, "call", "step", (Take(0),), {}, 0, True, 1 << 20, "key"), pickles=True
+)
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ class Group:
         self.role = SimpleNamespace(name="train")
         self.layout = SimpleNamespace(coordinates=lambda rank: f"dp {rank}", world_size=3)
         self.locations = [SimpleNamespace(host="here", pid=rank) for rank in range(3)]
+        self.actors = [SimpleNamespace(_actor_id=object()) for _ in range(3)]
         self.hung, self.now, self.stay = hung, dict(enumerate(reports)), stay
         self.aborted, self.killed = list[int](), list[int]()
 

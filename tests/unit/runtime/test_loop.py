@@ -45,7 +45,9 @@ class Hosts:
         node = SimpleNamespace(input_variant=self._run)
         self.unread: list[bool] = []
         given = [
-            SimpleNamespace(input_variant=NodeCall("train[3].step", 0, "map", "step", (), {}, 0, True, 1 << 20, "")),
+            SimpleNamespace(
+                input_variant=NodeCall("train", "train[3].step", 0, "map", "step", (), {}, 0, True, 1 << 20, "")
+            ),
             SimpleNamespace(resolve=lambda packets: packets[0]),
         ]
         self.task: Any = SimpleNamespace(

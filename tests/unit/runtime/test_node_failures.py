@@ -11,7 +11,7 @@ from dagrl.errors import RunError, error_text
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.node import NodeCall, Take, drain_runs, failed_packet, install, run_node
 
-CALL = NodeCall("train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
+CALL = NodeCall("train", "train[0].step", 0, "map", "step", (Take(0),), {}, 0, True, 1 << 20, "")
 
 
 class Worker:
@@ -39,7 +39,7 @@ class WithoutWords(Exception):
 
 def test_a_worker_that_was_made_again_says_what_to_do() -> None:
     with pytest.raises(RunError, match=r"\(max_restarts\); make a new WorkerGroup of the actors"):
-        drain_runs(Worker())
+        drain_runs(Worker(), "train")
 
 
 def test_a_message_cut_within_a_character_can_be_written() -> None:

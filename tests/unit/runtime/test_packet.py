@@ -182,7 +182,7 @@ class Worker:
 
 def call(method: str, limit: int, kind: str = "call", parts: int = 1) -> NodeCall:
     args = tuple(Take(index) for index in range(parts))
-    return NodeCall(f"train[0].{method}", 0, kind, method, args, {}, 0, False, limit, "the_key")
+    return NodeCall("train", f"train[0].{method}", 0, kind, method, args, {}, 0, False, limit, "the_key")
 
 
 def run_reduce(worker: Worker, limit: int, group: list[Packet]) -> Packet:
@@ -362,13 +362,6 @@ def test_a_replay_waits_for_its_turn_by_its_own_deadline_and_leaves_what_runs_al
     assert "waited" in failed.failures[0].message and not worker.aborted
     gate.leave(0, 0, closes=True)
     assert run_node(worker, late, Packet(Header("next", 4, False, {"train": 2}, 10.0), "y")).value == "y"
-
-
-def test_a_worker_that_joined_another_group_is_named() -> None:
-    worker = Worker()
-    install(worker, "generation", 0, "dp 0")
-    failed = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 1.0), 1))
-    assert "joined a group 'generation'" in failed.failures[0].message
 
 
 def test_tickets_of_a_header_are_one_for_all_or_one_each() -> None:

@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, W
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Input, Phase, Role, Shard, Value, join, methods_of, phase, replicas_per_graph
 from dagrl.runtime.shapes import Field
+from dagrl.runtime.static import Static
 
 
 class Worker:
@@ -280,8 +282,16 @@ def number_key(train: Shard, x: Input) -> Value:
     return train.map("pair", x, {1: "a"})
 
 
-def input_by_keyword(train: Shard, batch: Input) -> Value:
-    return train.map("pair", batch, y=batch)
+def unknown_keyword(train: Shard, batch: Input) -> Value:
+    return train.map("pair", batch, z=batch)
+
+
+def unpicklable_static(train: Shard, batch: Input) -> Value:
+    return train.map("pair", batch, Static(threading.Lock()))
+
+
+def spread_of_nothing(train: Shard, batch: Input) -> Value:
+    return train.spread("missing", batch)
 
 
 def input_in_a_list(train: Shard, batch: Input) -> Value:
@@ -320,8 +330,8 @@ def test_async_methods_are_traced_as_plain_ones() -> None:
     [
         (unknown_method, "the train worker has no method 'foward'; it has forward, pair, scaled, total. Correct the name"),
         (static_method, "has no method 'environment'"),
-        (too_many_arguments, "node train.forward is called with 2 positional arguments and no constants, but its signature"),
-        (unknown_constant, r"train.scaled .* \['faktor'\] constants, but its signature is scaled\(x: .*factor: "),
+        (too_many_arguments, "node train.forward is called with 2 positional arguments and none by name, but its signature"),
+        (unknown_constant, r"train.scaled .* \['faktor'\] by name, but its signature is scaled\(x: .*factor: "),
         (missing_argument, "train.pair is called with 1 positional arguments .* missing a required argument: 'y'"),
         (unreached, "node train.forward does not depend on the input; pass it the phase's input"),
         (unused, r"the result of node train\[1\].forward is not used; return it, or join\(\) it"),
@@ -335,7 +345,12 @@ def test_async_methods_are_traced_as_plain_ones() -> None:
         (array_constant, "train.scaled, argument 'factor': the constant .*2.0.* contains a float32; constants are"),
         (tuple_constant, r"train.pair: the constant \[1, \('a', 'b'\)\] contains a tuple"),
         (number_key, "train.pair: the constant {1: 'a'} contains a int; .* dictionaries with string keys"),
-        (input_by_keyword, "train.pair, argument 'y' is Input.*; pass the input and values of nodes by position"),
+        (unknown_keyword, r"train.pair is called with 1 positional arguments and \['z'\] by name, but its signature"),
+        (
+            unpicklable_static,
+            r"Static\(<unlocked .* cannot be pickled .*; give an object that every worker can unpickle",
+        ),
+        (spread_of_nothing, "the train worker has no method 'missing'"),
         (input_in_a_list, "train.pair: the constant .* contains a Input"),
         (reduces_the_input, r"reduce\('total'\) was given .*Input.*, which is not from a map, reduce or join of this phase"),
         (worker_outside, r"train\[4\] is outside a shard of 4 workers"),
@@ -349,7 +364,7 @@ def test_mistakes_name_phase_node_and_remedy(function: Callable[..., Any], words
     others = ("nccl",) if function in (reader_without_transport, output_over_nccl) else ()
     with pytest.raises(GraphError, match=words) as caught:
         trace(function, role("train", *others, tp=4), role("generation", tp=4))
-    assert function is joins_nothing or f"phase {function.__name__!r}" in str(caught.value)
+    assert function in (joins_nothing, unpicklable_static) or f"phase {function.__name__!r}" in str(caught.value)
 
 
 def test_values_of_another_phase_are_refused() -> None:
@@ -478,6 +493,34 @@ def test_broken_graphs_are_refused(graph: PhaseGraph, words: str) -> None:
         graph.validate()
 
 
+def test_values_and_objects_may_be_passed_by_name() -> None:
+    def step(train: Shard, batch: Input) -> Value:
+        return train.map("pair", y=train.map("forward", x=batch), x=Static(frozenset([1])))
+
+    first, _, second, last, *_ = trace(step).nodes
+    assert (first.args, first.keywords) == ((InputRef(),), ("x",))
+    assert (second.args, second.keywords) == ((NodeRef(0), Constant(Static(frozenset([1])))), ("y", "x"))
+    assert last.args[0] == NodeRef(1)
+
+
+def test_private_methods_and_dispatchers_are_methods() -> None:
+    class Fused:
+        def _fuw_execute(self, name: str, *args: object, **kwargs: object) -> object: ...
+
+    fused = Role("train", ParallelLayout(), methods_of(Fused))
+
+    def step(train: Shard, x: Input) -> Value:
+        return train.map("_fuw_execute", "actor_fwmn_update", data=x)
+
+    graph = trace(step, fused)
+    (node,) = graph.nodes
+    assert (node.method, node.args, node.keywords) == (
+        "_fuw_execute",
+        (Constant("actor_fwmn_update"), InputRef()),
+        ("data",),
+    )
+
+
 # Fingerprints.
 
 
@@ -496,6 +539,17 @@ def test_a_phase_has_the_same_fingerprint_whenever_it_is_traced(constant: Any, o
 
     first, second = (trace(step, role(tp=workers), arity=3) for _ in range(2))
     assert (first, first.fingerprint) == (second, second.fingerprint)
+
+
+def test_a_graph_with_an_object_has_a_fingerprint_of_its_content() -> None:
+    def traced(value: object) -> PhaseGraph:
+        return Phase("step", lambda train, x: train.map("pair", x, y=Static(value)), None, ("train",)).trace(
+            {"train": role()}
+        )
+
+    first, same, other = traced({"beta": 0.1}), traced({"beta": 0.1}), traced({"beta": 0.2})
+    assert first == same and first.fingerprint == same.fingerprint != other.fingerprint
+    assert first.nodes[0].args[1] == Constant(Static({"beta": 0.1}))
 
 
 def test_fingerprints_tell_graphs_apart() -> None:

@@ -281,11 +281,54 @@ def test_two_phases_of_one_name_are_refused(scheduler: Scheduler) -> None:
         scheduler.replay(namesake, 1)
 
 
-def test_an_actor_in_two_groups_is_refused() -> None:
-    train, generation = Group(), Group(name="generation")
-    generation.actors = train.actors
-    with pytest.raises(LayoutError, match="groups 'train' and 'generation'; make one group"):
-        Scheduler([train, generation])  # type: ignore[list-item]
+@phase
+def elsewhere(reference: Shard, value):
+    return reference.map("forward", value)
+
+
+@phase
+def both(train: Shard, reference: Shard, value):
+    return join(train.map("forward", value), reference.map("forward", value))
+
+
+@pytest.fixture
+def colocated(made: list[Graph]) -> Iterator[Scheduler]:
+    """Two groups over the same two actors, of one shard and of two."""
+    train, reference = Group(), Group(1, name="reference")
+    reference.layout = ParallelLayout(tp=2)
+    reference.role = Role("reference", reference.layout, methods_of(Both), frozenset({"shm"}))
+    reference.actors = train.actors[::-1]
+    reference.locations = train.locations
+    with Scheduler([train, reference]) as scheduler:  # type: ignore[list-item]
+        for item in (other, elsewhere, both):
+            scheduler.add(item, warmup_value=0)
+        scheduler.compile()
+        yield scheduler
+
+
+def test_groups_over_the_same_actors_share_one_order_of_turns(colocated: Scheduler, made: list[Graph]) -> None:
+    for item in (other, elsewhere, both, elsewhere, other):
+        colocated.replay(item, 1)
+    taken: dict[str, list[Any]] = {}
+    for graph in made:
+        taken.setdefault(graph.phase, []).append([packet.header.tickets for packet in graph.taken])
+    assert taken == {
+        "other": [[{"train": 0}, {"train": 4}]] * 2,
+        "elsewhere": [[{"reference": 1}, {"reference": 3}]],
+        "both": [[{"train": 2, "reference": 2}]],
+    }
+
+
+def test_groups_over_the_same_actors_are_replaced_together(colocated: Scheduler) -> None:
+    train, reference = Group(), Group(1, name="reference")
+    reference.layout, reference.locations = ParallelLayout(tp=2), train.locations
+    reference.actors = train.actors[::-1]
+    colocated.replace_group(train)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"groups train, reference do not share their actors.*replace_group for every"):
+        colocated.recover()
+    colocated.replace_group(reference)  # type: ignore[arg-type]
+    colocated.recover()
+    assert train.gates == reference.gates == [[0, 0]]
 
 
 def test_a_group_in_place_of_another_has_its_role_and_layout(scheduler: Scheduler, made: list[Graph]) -> None:
@@ -300,11 +343,6 @@ def test_a_group_in_place_of_another_has_its_role_and_layout(scheduler: Schedule
     scheduler.recover()
     assert made and not any(graph.limits.may_kill for graph in made), "its workers are somebody else's"
     assert foreign.gates == [[0, 0]]
-    with Scheduler([Group(), Group(name="generation")]) as two:  # type: ignore[list-item]
-        with pytest.raises(LayoutError, match="groups 'generation' and 'train'; make one group"):
-            twice = Group(name="generation")
-            twice.actors = two.groups["train"].actors
-            two.replace_group(twice)  # type: ignore[arg-type]
 
 
 def test_a_replay_that_is_sent_while_graphs_are_torn_down_says_so(scheduler: Scheduler, made: list[Graph]) -> None:
