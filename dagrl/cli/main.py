@@ -4,6 +4,7 @@
     dagrl config CONFIG [a.b=c ...] | --schema
     dagrl examples [NAME] [-o DIR]
     dagrl inspect CONFIG [--phase P] [-o F]
+    dagrl view RUN [RUN] [--export F]
     dagrl bench NAME [...]
     dagrl doctor
 
@@ -122,6 +123,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .mmd or .md file (Mermaid)")
     inspect.set_defaults(command=_inspect)
 
+    view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
+    view.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other"
+    )
+    view.add_argument("--host", default="127.0.0.1", help="address to serve at (default: this machine only)")
+    view.add_argument("--port", type=int, default=8365, help="port to serve at (default: 8365; 0: any free one)")
+    view.add_argument("--export", metavar="F", type=Path, help="write one HTML file that needs no server, and exit")
+    view.add_argument(
+        "--samples", metavar="N", type=int, default=1000, help="conversations of a run in the exported file (default: 1000)"
+    )
+    view.set_defaults(command=_view)
+
     names = "\n".join(f"  {name:18} {what}" for name, what in BENCHES.items())
     bench = commands.add_parser(
         "bench",
@@ -210,6 +223,16 @@ def _inspect(options: argparse.Namespace) -> None:
     _log(options)
     config = derive_from_machine(load_config(options.config, options.overrides)).config
     sys.stdout.write(inspect_config(config, options.phase, options.output))
+
+
+def _view(options: argparse.Namespace) -> None:
+    from dagrl.cli.view import export, serve
+
+    _log(options, "INFO")
+    if options.export is not None:
+        export(options.runs, options.export, options.samples)
+    else:
+        serve(options.runs, options.host, options.port)
 
 
 def _bench(options: argparse.Namespace) -> None:

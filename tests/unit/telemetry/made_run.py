@@ -1,0 +1,71 @@
+"""A run directory made by hand, as `dagrl train` writes it: two steps of four samples whose numbers are chosen."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from dagrl.telemetry.rollouts import RolloutFiles
+
+ANSWER = ["Nat", "alia", " sold", " 48", "/2", " =", " 24", "\n", "#### ", "72", "<eos>"]
+MARKUP = "<b>not markup</b>"
+
+
+def make_run(directory: Path, name: str, *, steps: int = 2, drift: float = 0.01) -> Path:
+    """Writes the run and returns its directory. In sample 2 the last token but one has a log-ratio of `drift` * step."""
+    run = directory / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(
+        f"name: {name}\nalgorithm: grpo\npolicy: {{model_name: models/qwen}}\nsft: {{max_num_steps: 0}}\n"
+        "grpo: {max_num_steps: 8}\n"
+    )
+    files = RolloutFiles(run / "rollouts", max_bytes=None)
+    for step in range(1, steps + 1):
+        add_step(run, files, step, drift)
+    return run
+
+
+def add_step(run: Path, files: RolloutFiles, step: int, drift: float) -> None:
+    """Writes the rollouts of a step and then its metrics, as a run does."""
+    files.write(step, [made_sample(step, place, drift) for place in range(4)])
+    line = {"step": step, "stage": "grpo", "time": 1e9 + 90 * step, "reward/mean": 0.2 * step, "loss": 0.5 / step}
+    times = {"timing_s/total": 3.0, "timing_s/generate": 2.0, "timing_s/train_step": 0.5 + step / 10}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**line, **times}) + "\n")
+
+
+def made_sample(step: int, place: int, drift: float) -> dict[str, Any]:
+    """One sample of a question of GSM8K; that of place 3 has a turn of an environment."""
+    count = len(ANSWER)
+    logprobs = [-math.log(at + 1) for at in range(count)]
+    train = [one + 1e-4 for one in logprobs]
+    if place == 2:
+        train[-2] += drift * step
+    sampled = [not (place == 3 and 2 <= at < 5) for at in range(count)]
+    turns = [("policy", 0, count)] if place != 3 else [("policy", 0, 2), ("environment", 2, 5), ("policy", 5, count)]
+    return {
+        "step": step,
+        "group": step,
+        "place": place,
+        "source": "train.jsonl, line 1",
+        "prompt": f"How many clips did Natalia sell? {MARKUP}",
+        "reference": "72",
+        "completion": "".join(ANSWER[:-1]) + f" ({place})",
+        "turns": [{"role": role, "text": "".join(ANSWER[i:j]), "start": i, "end": j} for role, i, j in turns],
+        "reward": place / 4,
+        "reward_parts": {"right": place / 4, "format": 0.0},
+        "advantage": place - 1.5,
+        "valid": True,
+        "finish_reason": "stop",
+        "prompt_tokens": [1, 2, 3],
+        "tokens": list(range(10, 10 + count)),
+        "token_texts": ANSWER,
+        "sampled": sampled,
+        "logprobs": logprobs,
+        "train_logprobs": train,
+        "reference_logprobs": [one - 0.05 for one in train],
+        "entropy": [0.3 * at for at in range(count)],
+        "versions": [step - 1 - (at < 5) for at in range(count)],
+    }
