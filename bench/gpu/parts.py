@@ -59,8 +59,26 @@ def jobs(gpus: int) -> list[Job]:
         _bench("reference_weights", gpus=1, plot=False),
         _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
+        *_peers(),
         *_runs(),
         *_faults(gpus),
+    ]
+
+
+PEERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("peers-0.6b", ("grpo 0.6b 128", "generate 0.6b 64", "generate 0.6b 256", "sft 0.6b 16"), ()),
+    ("peers-0.6b-512", ("grpo 0.6b 512", "generate 0.6b 1024"), ("--kv-gib", "24", "--apart", "--steps", "5")),
+    ("peers-0.6b-2048", ("grpo 0.6b 2048",), ("--kv-gib", "24", "--apart", "--pairs", "5")),
+    ("peers-0.6b-long", ("grpo 0.6b 64",), ("--completion", "8192", "--kv-gib", "24", "--apart", "--micro", "2")),
+    ("peers-4b", ("grpo 4b 512", "sft 4b 16"), ("--kv-gib", "24", "--apart", "--micro", "8")),
+)
+"""Name, cases and options of `bench peers`; all on one GPU."""
+
+
+def _peers() -> list[Job]:
+    return [
+        replace(_bench("peers", "--cases", *cases, *words, *DEADLINE, gpus=1, name=name, plot=False), part="peers")
+        for name, cases, words in PEERS
     ]
 
 

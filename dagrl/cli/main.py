@@ -41,6 +41,7 @@ BENCHES = {
     "refit": "refits from Megatron to vLLM, compared with broadcasts",
     "refit_plan": "time and memory of planning refits of full-size models, without weights",
     "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
+    "peers": "GRPO and SFT steps and generation, compared with TRL and vLLM's own engines",
     "step": "GRPO steps: synchronous, asynchronous, with in-flight weight updates",
     "compare": "GRPO steps compared with the same step in plain Ray calls",
     "curves": "reward by step and by minute, synchronous and asynchronous",

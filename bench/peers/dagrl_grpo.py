@@ -1,0 +1,87 @@
+"""dagrl's side of GRPO and of generation in `bench peers`: the synchronous loop, colocated on one GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dagrl.bench.peers.case import GROUP, PeerCase
+from dagrl.bench.peers.turns import Told, serve, take_turns
+from dagrl.config import Config
+
+GENERATION = "timing_s/exposed_generation"
+TOTAL = "timing_s/total"
+
+
+def side_config(case: PeerCase, model: Path, output: Path) -> Config:
+    """Returns the configuration of the run: one optimizer step per batch, no penalty, completions of equal length."""
+    tokens = case.prompt + case.completion + 8
+    packed = max(16384, tokens)
+    values: dict[str, Any] = {
+        "name": "peers",
+        "algorithm": "grpo",
+        "output_dir": str(output),
+        "policy": {
+            "model_name": str(model),
+            "precision": case.precision,
+            "train_global_batch_size": case.sequences,
+            "train_micro_batch_size": min(case.micro, case.sequences),
+            "max_total_sequence_length": tokens,
+            "sequence_packing": {"enabled": True, "train_mb_tokens": packed, "logprob_mb_tokens": 2 * packed},
+            "generation": {
+                "max_new_tokens": case.completion,
+                "forced_lengths": {"median": case.completion, "sigma": 0.0},
+                "colocated": {"enabled": True},
+                "vllm_cfg": {
+                    "max_num_seqs": case.sequences,
+                    "enforce_eager": case.tiny,
+                    "max_model_len": tokens,
+                    "gpu_memory_utilization": 0.3,
+                    "kv_cache_memory_bytes": case.kv_bytes,
+                },
+            },
+        },
+        "grpo": {
+            "num_prompts_per_step": case.sequences // GROUP,
+            "num_generations_per_prompt": GROUP,
+            "max_num_steps": 1,
+            "val_period": 0,
+            "val_at_start": False,
+        },
+        "loss_fn": {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True},
+        "data": {
+            "task": "dagrl.bench.gpu.task:prompts",
+            "task_args": {"count": 16 * case.sequences // GROUP, "characters": case.prompt},
+        },
+        "reward": {"function": "dagrl.bench.gpu.task:alternating"},
+        "checkpointing": {"enabled": False, "export_hf": False},
+        "logger": {"tensorboard_enabled": False, "plot_enabled": False, "trace_enabled": False, "log_level": "WARNING"},
+    }
+    return Config.model_validate(values)
+
+
+def work(told: Told) -> None:
+    """Opens a session and takes turns of the synchronous loop. A turn has one untimed step at each end."""
+    from dagrl.bench.step import Variant, run_variant
+    from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.plans import grpo_plans
+    from dagrl.run.start import open_session
+
+    case = told.order.case
+    seconds = TOTAL if case.kind == "grpo" else GENERATION
+    with tempfile.TemporaryDirectory() as directory:
+        config = side_config(case, told.order.model, Path(directory))
+        with open_session(config, grpo_plans) as session, RewardRunner(session.config.reward) as reward:
+
+            def take(steps: int) -> list[float]:
+                grpo = session.config.grpo.model_copy(update={"max_num_steps": steps})
+                asked = session.config.model_copy(update={"grpo": grpo})
+                metrics = run_variant(asked, session, reward, Variant("sync", enabled=False), None)
+                return [float(step[seconds]) for step in metrics]
+
+            take_turns(told, take)
+
+
+if __name__ == "__main__":
+    serve(work)

@@ -1,0 +1,40 @@
+"""dagrl's side of SFT in `bench peers`: replays of `sft_step`, with the batch sent and the metrics read in each."""
+
+from __future__ import annotations
+
+from dagrl.bench.peers.case import PeerCase
+from dagrl.bench.peers.turns import Told, serve, take_turns
+from dagrl.bench.train_inputs import one_gpu_config, train_batch
+from dagrl.bench.train_rivals import DagrlSteps
+from dagrl.config import Config
+from dagrl.runtime.layout import ParallelLayout
+
+MICROBATCH = 8
+
+
+def side_config(case: PeerCase, model: str) -> Config:
+    """Returns the configuration of one Megatron worker."""
+    from pathlib import Path
+
+    policy = {
+        "precision": case.precision,
+        "train_global_batch_size": case.sequences,
+        "train_micro_batch_size": min(MICROBATCH, case.sequences),
+        "megatron_cfg": {"optimizer": {"lr": 1e-5}},
+    }
+    return one_gpu_config(Path(model), case.length, policy)
+
+
+def work(told: Told) -> None:
+    """Builds the worker and takes turns."""
+    case = told.order.case
+    batch = train_batch(case.sequences, case.length, vocabulary=int(str(case.shape.config["vocab_size"])))
+    with DagrlSteps(1) as ours:
+        ours.begin(ParallelLayout(), side_config(case, str(told.order.model)), batch)
+        ours.ready()
+        take_turns(told, lambda steps: ours.take(steps).seconds)
+        ours.end()
+
+
+if __name__ == "__main__":
+    serve(work)

@@ -1,0 +1,100 @@
+"""`bench peers`: cases, paired ratios, and sides that fail or hang; two real sides are compared in a slow test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
+from dagrl.bench.peers.command import PEERS, as_row
+from dagrl.bench.peers.turns import Side
+from dagrl.errors import ConfigError, RunError
+
+SIZES = {"prompt": 120, "completion": 256, "length": 2048, "micro": 32, "kv_gib": 8.0, "tiny": True}
+
+
+def case(text: str = "grpo 0.6b 128") -> PeerCase:
+    return parse_case(text, **SIZES)  # type: ignore[arg-type]
+
+
+def test_a_case_counts_the_tokens_that_it_completes() -> None:
+    assert case().tokens == 128 * 256
+    assert case("sft 4b 16").tokens == 16 * 2048
+    assert case("sft 4b 16").micro == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("grpo 0.6b", "expected KIND MODEL SEQUENCES"),
+        ("dpo 0.6b 8", "with a kind of grpo, sft, generate"),
+        ("grpo 7b 8", "a model of 0.6b, 4b"),
+        ("generate 0.6b 12", "groups of 8"),
+        ("sft 0.6b 0", "at least one"),
+    ],
+)
+def test_a_case_that_cannot_be_is_an_error(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        case(text)
+
+
+def test_the_ratio_is_the_median_of_the_pairs_so_a_slow_minute_does_not_count() -> None:
+    turns = [([1.0, 1.0, 9.0], [2.0, 2.0, 2.0]), ([10.0, 10.0], [20.0, 21.0, 21.0]), ([1.0], [3.0])]
+    row = as_row(case(), PEERS["vllm"], turns)
+    assert (row.ratio, row.low, row.high, row.pairs, row.steps) == (2.1, 2.0, 3.0, 3, 6)
+
+
+SIDE = """
+import sys, time
+from dagrl.bench.peers.turns import serve, take_turns
+def work(told):
+    if told.order.variant == "broken":
+        raise ValueError("no such GPU")
+    if told.order.variant == "silent":
+        time.sleep(600)
+    take_turns(told, lambda steps: [0.5] * steps)
+serve(work)
+"""
+
+
+@pytest.fixture
+def side_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "a_side.py").write_text(SIDE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return "a_side"
+
+
+def test_a_side_takes_turns(side_module: str, tmp_path: Path) -> None:
+    with Side(side_module, SideOrder(case(), tmp_path), tmp_path / "log") as side:
+        side.ready(60)
+        assert (side.take(2, 10), side.take(1, 10)) == ([0.5, 0.5], [0.5])
+
+
+@pytest.mark.parametrize(("variant", "reason"), [("broken", "no such GPU"), ("silent", "did not answer in time")])
+def test_a_side_that_fails_or_hangs_is_an_error_and_leaves_no_process(
+    variant: str, reason: str, side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagrl.bench.peers.turns.END_S", 0.5)
+    side = Side(side_module, SideOrder(case(), tmp_path, variant), tmp_path / "log")
+    with pytest.raises(RunError, match=reason), side:
+        side.ready(8.0)
+    assert side._process.poll() is not None
+
+
+@pytest.mark.slow
+def test_generation_is_compared_with_vllm(tmp_path: Path) -> None:
+    rows = tmp_path / "peers.json"
+    command = [sys.executable, "-m", "dagrl.cli.main", "bench", "peers", "--cases", "generate 0.6b 16", "--peers", "vllm"]
+    options = ["--tiny", "--completion", "16", "--pairs", "2", "--steps", "2", "--kv-gib", "0.06", "--json", str(rows)]
+    started = time.monotonic()
+    subprocess.run([*command, *options], check=True, timeout=280)
+    (row,) = json.loads(rows.read_text())["rows"]
+    assert row["case"] == "generate 0.6b 16" and row["pairs"] == 2 and row["tokens"] == 256
+    assert 0 < row["ours_s"] * row["steps"] < time.monotonic() - started
+    assert row["low"] <= row["ratio"] <= row["high"]
