@@ -20,6 +20,7 @@ from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
+from dagrl.run.hub import with_local_models
 from dagrl.run.model import load_tokenizer, model_description, token_count
 from dagrl.run.plans import PhasePlan, grpo_plans, sft_plans
 from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
@@ -63,6 +64,7 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
     """
     draw = _drawer(output)
     check_settings(config)
+    config, _ = with_local_models(config)
     hf_config = _model(config)
     check_model(config, hf_config, worker_classes(config))
     reports = phase_reports(config, phase)

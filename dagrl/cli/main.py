@@ -1,5 +1,6 @@
 """The `dagrl` command.
 
+    dagrl init [-o F]
     dagrl train CONFIG [a.b=c ...] [--dry-run]
     dagrl config CONFIG [a.b=c ...] | --schema
     dagrl examples [NAME] [-o DIR]
@@ -98,6 +99,13 @@ def _parser() -> argparse.ArgumentParser:
     configured.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
     configured.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
 
+    init = commands.add_parser("init", parents=[common], help="write a commented configuration from three answers")
+    init.add_argument("--model", help="a directory, or an id on the Hugging Face Hub")
+    init.add_argument("--data", help="a JSONL file, a dataset on disk, or one on the Hub")
+    init.add_argument("--reward", help="math, exact, or an import path such as my_task:reward; '' for SFT")
+    init.add_argument("-o", "--output", metavar="F", type=Path, default=Path("my_run.yaml"), help="default: my_run.yaml")
+    init.set_defaults(command=_init)
+
     train = commands.add_parser("train", parents=[configured], help="train by SFT or GRPO")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration and exit")
     train.set_defaults(command=_train)
@@ -162,6 +170,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _init(options: argparse.Namespace) -> None:
+    from dagrl.cli.init import ask, write_config
+
+    write_config(ask(options.model, options.data, options.reward), options.output)
+    sys.stdout.write(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
 
 
 def _train(options: argparse.Namespace) -> None:

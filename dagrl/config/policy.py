@@ -40,7 +40,7 @@ class TokenizerConfig(Section):
     """The tokenizer and its chat template."""
 
     name: PathText | None = None
-    """Directory of the tokenizer. null: the model's directory."""
+    """Directory of the tokenizer, or an id on the Hugging Face Hub. null: the model's."""
 
     chat_template: Annotated[str, AfterValidator(_jinja)] | None = None
     """Chat template as Jinja text. null: the tokenizer's own."""
@@ -364,7 +364,8 @@ class PolicyConfig(Section):
     """The model, how it trains and how it generates."""
 
     model_name: PathText | None = None
-    """Directory of a Hugging Face checkpoint. null: use `random_init`."""
+    """A directory with a Hugging Face checkpoint, or the id of one on the Hub, such as `Qwen/Qwen3-0.6B`. null:
+    `random_init`."""
 
     random_init: RandomInit | None = None
     """A randomly initialized model. null: use `model_name`."""

@@ -231,6 +231,12 @@ class DataConfig(Section):
     response_key: str = "response"
     """Column of the response, the reference of GRPO."""
 
+    apply_chat_template: bool = derived(False, "true if the tokenizer has a chat template")
+    """Make a conversation of each prompt and response: a user turn and an assistant turn."""
+
+    system_prompt: str | None = None
+    """System message in front of each conversation that has none. null: none."""
+
     messages_key: str = "messages"
     """Column of the messages of a conversation."""
 

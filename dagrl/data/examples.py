@@ -71,6 +71,16 @@ def load_splits(config: DataConfig) -> Splits:
     return splits
 
 
+def with_chat(example: Example, config: DataConfig) -> Example:
+    """Makes a conversation of a plain example, and puts the system prompt before one without, as the configuration says."""
+    messages = example.messages
+    if not messages and config.apply_chat_template:
+        messages = (Message("user", example.prompt), Message("assistant", example.response))
+    if messages and config.system_prompt is not None and messages[0].role != "system":
+        messages = (Message("system", config.system_prompt), *messages)
+    return replace(example, prompt="" if messages else example.prompt, messages=messages)
+
+
 def read_examples(path: str | Path, split: str, config: DataConfig) -> list[Example]:
     """Reads a JSONL file, or a split of a dataset. Raises DataError that names the line or row."""
     if not is_dataset(path):

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
 from dagrl.config.settings import generation_config, is_colocated, samples_per_step
+from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count, gpus, host_memory
 from dagrl.run.cluster import gpus_per_worker
 
@@ -89,6 +90,23 @@ def derive_from_data(
         _fit_microbatches(derived, hf_config, weight_bytes)
     elif derived.config.algorithm == "grpo":
         _fit_host_cache(derived, hf_config)
+
+
+def derive_chat(derived: Derived, has_template: bool) -> None:
+    """Sets whether plain prompts become conversations. Raises ConfigError for a system prompt that nothing would show."""
+    what = "a" if has_template else "no"
+    derived.set("data.apply_chat_template", has_template, f"the tokenizer has {what} chat template")
+    data = derived.config.data
+    if data.apply_chat_template and not has_template:
+        raise ConfigError(
+            "data.apply_chat_template is true, but the tokenizer has no chat template; set policy.tokenizer.chat_template, "
+            "or data.apply_chat_template=false"
+        )
+    if data.system_prompt is not None and not data.apply_chat_template:
+        raise ConfigError(
+            "data.system_prompt is set, but only a chat template can show it; set data.apply_chat_template=true (and "
+            "policy.tokenizer.chat_template, if the tokenizer has none), or write the text into the prompts"
+        )
 
 
 def derive_steps(derived: Derived, demonstrations: int, prompts: int) -> None:

@@ -209,6 +209,7 @@ def _existing_directory(name: str | None, key: str) -> Path:
     path = Path(name or "")
     if name is None or not path.is_dir():
         raise ConfigError(
-            f"{key}: directory {name!r} does not exist (relative to {Path.cwd()}); name a Hugging Face checkpoint"
+            f"{key}: directory {name!r} does not exist (relative to {Path.cwd()}); name a Hugging Face checkpoint, or the "
+            "id of one on the Hub, such as Qwen/Qwen3-0.6B"
         )
     return path

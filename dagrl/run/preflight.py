@@ -23,13 +23,15 @@ from dagrl.config.settings import (
     width_key,
 )
 from dagrl.data import load_splits
+from dagrl.data.examples import with_chat
 from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count
 from dagrl.run.cluster import gpus_per_worker
-from dagrl.run.derive import Derived, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.hub import with_local_models
 from dagrl.run.model import checkpoint_bytes, load_tokenizer, make_random_model, model_description, token_count
 from dagrl.run.worker_protocols import LogprobKeeper, ModelHooks, required_protocols
 from dagrl.runtime.contract import check_worker_class
@@ -89,7 +91,11 @@ def preflight(config: Config) -> Inputs:
         _check_function(config.reward.function, "reward.function")
         if config.environment.function is not None:
             _check_function(config.environment.function, "environment.function")
+    derived.config, origins = with_local_models(config)
+    derived.reasons |= origins
+    config = derived.config
     tokenizer = load_tokenizer(config.policy)
+    derive_chat(derived, tokenizer.chat_template is not None)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
     if config.policy.random_init is not None:
@@ -273,21 +279,25 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     splits = load_splits(config.data)
     generates, learns = config.algorithm == "grpo", config.algorithm == "sft" or config.sft.max_num_steps > 0
     turns = config.data.assistant_turns
-    shown, held = splits.demonstrations if learns else (), splits.validation
+    demonstrations, train, held = (
+        [with_chat(example, config.data) for example in part]
+        for part in (splits.demonstrations, splits.train, splits.validation)
+    )
+    shown = demonstrations if learns else []
     rows = [
         encode_demonstrations(examples, tokenizer, turns)
         for examples in (shown, held[: config.sft.max_val_samples] if learns else ())
     ]
     prompts = [
         encode_prompts(examples, tokenizer)
-        for examples in ((splits.train, held[: config.grpo.max_val_samples]) if generates else ((), ()))
+        for examples in ((train, held[: config.grpo.max_val_samples]) if generates else ((), ()))
     ]
     derive_from_data(derived, chain(*rows), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
-    demonstrations, held_demonstrations = (_fitting_demonstrations(derived.config, part) for part in rows)
+    to_learn, held_demonstrations = (_fitting_demonstrations(derived.config, part) for part in rows)
     to_train, held_prompts = (_fitting_prompts(derived.config, part) for part in prompts)
-    derive_steps(derived, len(demonstrations), len(to_train))
+    derive_steps(derived, len(to_learn), len(to_train))
     return Inputs(
-        derived.config, derived.reasons, tokenizer, hf_config, demonstrations, held_demonstrations, to_train, held_prompts
+        derived.config, derived.reasons, tokenizer, hf_config, to_learn, held_demonstrations, to_train, held_prompts
     )
 
 

@@ -15,7 +15,7 @@ def page(data: dict[str, Any] | None = None) -> str:
     """Returns the page. Without `data` it asks the server that it came from."""
     here = files(__package__)
     scripts = [here.joinpath(name).read_text(encoding="utf-8") for name in PARTS]
-    exported = to_json(data).replace("</", "<\\/")
+    exported = to_json(data).replace("<", "\\u003c")
     text = here.joinpath("page.html").read_text(encoding="utf-8")
     text = text.replace("/*STYLE*/", here.joinpath("page.css").read_text(encoding="utf-8"))
     return text.replace("/*SCRIPT*/", f"const EXPORTED = {exported};\n" + "\n".join(scripts))

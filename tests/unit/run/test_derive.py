@@ -13,7 +13,7 @@ from dagrl.config.file import all_keys, dump_config, load_config
 from dagrl.config.settings import check_settings
 from dagrl.machine import Gpu
 from dagrl.run import derive
-from dagrl.run.derive import Derived, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {
@@ -49,6 +49,7 @@ def minimal(algorithm: str = "grpo", **more: Any) -> Config:
 
 def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Derived:
     derived = derive_from_machine(config)
+    derive_chat(derived, has_template=True)
     rows = [range(demonstrations)] * 100 if demonstrations else []
     derive_from_data(derived, rows, [range(prompts)] * 3200 if config.algorithm == "grpo" else [], QWEN3_06B, WEIGHTS)
     derive_steps(derived, len(rows), 3200 if config.algorithm == "grpo" else 0)

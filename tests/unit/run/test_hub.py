@@ -1,0 +1,196 @@
+"""Models by Hub id: downloaded by the real client from a double of the Hub, and found in the cache without it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+from safetensors import safe_open
+
+from dagrl.cli.main import main
+from dagrl.config import Config, RandomInit
+from dagrl.errors import ConfigError
+from dagrl.run.hub import with_local_models
+from dagrl.run.model import character_tokenizer, write_random_model
+from dagrl.run.preflight import preflight
+
+NAME, REVISION = "tester/tiny", "f" * 40
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+INIT = RandomInit(hf_config={"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 2, **SHAPE})
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves one model as huggingface.co does. `asked` are the paths that were requested."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = {path.name: path.read_bytes() for path in directory.iterdir()}
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+
+def _sha1(content: bytes) -> str:
+    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.server.asked.append(path)
+        name = path.rpartition("/")[2]
+        if path.startswith(f"/api/models/{NAME}/tree"):
+            files = self.server.files.items()
+            content = json.dumps(
+                [{"type": "file", "path": name, "size": len(held), "oid": _sha1(held)} for name, held in files]
+            ).encode()
+        elif path.startswith(f"/api/models/{NAME}"):
+            siblings = [{"rfilename": name} for name in self.server.files]
+            content = json.dumps({"id": NAME, "sha": REVISION, "siblings": siblings}).encode()
+        elif path.startswith(f"/{NAME}/resolve/") and name in self.server.files:
+            content = self.server.files[name]
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", REVISION)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a chat template, and a file that a run does not need."""
+    directory = tmp_path_factory.mktemp("made") / "model"
+    letters = "".join(chr(code) for code in range(32, 127))
+    write_random_model(INIT, character_tokenizer(letters, TEMPLATE), directory)
+    (directory / "pytorch_model.bin").write_bytes(b"the same weights again")
+    return directory
+
+
+@contextmanager
+def hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """The Hub for the block, and its client's cache."""
+    with FakeHub(model) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def config(tmp_path: Path, name: str = NAME, **data: object) -> Config:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1", "response": "2"}\n' * 4)
+    section = {"path": str(tmp_path / "train.jsonl"), **data}
+    return Config.model_validate(
+        {"name": "run", "algorithm": "sft", "output_dir": str(tmp_path), "policy": {"model_name": name}, "data": section}
+    )
+
+
+def test_a_model_is_downloaded_once_and_found_without_the_hub(
+    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub(model, monkeypatch) as server:
+        found, origins = with_local_models(config(tmp_path))
+        assert not any("pytorch_model.bin" in path for path in server.asked), "only safetensors are read"
+    directory = Path(str(found.policy.model_name))
+    assert directory.is_relative_to(cache) and directory.name == REVISION
+    assert origins == {"policy.model_name": f"{NAME} on the Hugging Face Hub, revision {REVISION}"}
+    with safe_open(directory / "model.safetensors", "np") as read, safe_open(model / "model.safetensors", "np") as made:
+        assert list(read.keys()) == list(made.keys())
+    again, _ = with_local_models(config(tmp_path))  # the server is gone
+    assert again == found
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert with_local_models(config(tmp_path))[0] == found
+
+
+def test_directories_stay_as_they_are(model: Path, tmp_path: Path) -> None:
+    assert with_local_models(config(tmp_path, str(model))) == (config(tmp_path, str(model)), {})
+
+
+def test_an_unknown_id_names_both_places(model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(model, monkeypatch), pytest.raises(ConfigError, match=r"'tester/none' is neither a directory .* nor a model"):
+        with_local_models(config(tmp_path, "tester/none"))
+
+
+def test_a_dry_run_saves_the_directory_with_its_origin(
+    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config(tmp_path).model_dump(mode="json", exclude_unset=True)))
+    with hub(model, monkeypatch):
+        assert main(["train", str(file), "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"# derived: {NAME} on the Hugging Face Hub, revision {REVISION}\n  model_name: {cache}" in shown
+    assert "# derived: the tokenizer has a chat template\n  apply_chat_template: true\n" in shown
+
+
+def test_plain_prompts_are_rendered_by_the_chat_template(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    inputs = preflight(config(tmp_path, str(model), system_prompt="Add."))
+    row = inputs.demonstrations[0]
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    whole = [*messages, {"role": "assistant", "content": "2"}]
+    assert row.tokens.tolist() == list(tokenizer.apply_chat_template(whole, return_dict=False))
+    learned = tokenizer.decode(row.tokens[row.loss_mask == 1])
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + learned == (
+        tokenizer.apply_chat_template(whole, tokenize=False)
+    )
+    plain = preflight(config(tmp_path, str(model), apply_chat_template=False)).demonstrations[0]
+    assert tokenizer.decode(plain.tokens) == "1+12<eos>"
+
+
+def test_a_conversation_keeps_its_own_system_message(model: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    lines = [{"messages": turns}, {"messages": [{"role": "system", "content": "own"}, *turns]}] * 2
+    made = config(tmp_path, str(model), system_prompt="given", val_fraction=0.0)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    inputs = preflight(made)
+    texts = [inputs.tokenizer.decode(row.tokens) for row in inputs.demonstrations[:2]]
+    assert texts == ["[system]given[user]hi[assistant]yes", "[system]own[user]hi[assistant]yes"]
+
+
+@pytest.mark.parametrize("data", [{"system_prompt": "x", "apply_chat_template": False}, {"apply_chat_template": True}])
+def test_a_template_that_nothing_shows_is_an_error(data: dict[str, object], model: Path, tmp_path: Path) -> None:
+    made = config(tmp_path, str(model), **data)
+    if data["apply_chat_template"]:  # of a tokenizer without a template
+        write_random_model(INIT, character_tokenizer("12+"), tmp_path / "plain")
+        made = config(tmp_path, str(tmp_path / "plain"), **data)
+    with pytest.raises(ConfigError, match=r"data\.system_prompt is set, but|but the tokenizer has no chat template"):
+        preflight(made)
