@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dagrl.refit import Refit
     from dagrl.run.worker_protocols import GenerationWorker, GrpoTrainWorker, TrainWorker
     from dagrl.runtime.arguments import Arguments
+    from dagrl.runtime.codec import Codec, register_codec
     from dagrl.runtime.layout import ParallelLayout
     from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
     from dagrl.runtime.replay import Replay
@@ -49,6 +50,7 @@ __all__ = [
     "Bucket",
     "ChannelError",
     "CheckpointError",
+    "Codec",
     "ConfigError",
     "DagrlError",
     "DataError",
@@ -83,12 +85,14 @@ __all__ = [
     "in_warmup",
     "join",
     "phase",
+    "register_codec",
 ]
 
 _MODULES = {
     "dagrl.refit": ("Refit",),
     "dagrl.run.worker_protocols": ("GenerationWorker", "GrpoTrainWorker", "TrainWorker"),
     "dagrl.runtime.arguments": ("Arguments",),
+    "dagrl.runtime.codec": ("Codec", "register_codec"),
     "dagrl.runtime.layout": ("ParallelLayout",),
     "dagrl.runtime.phase": ("Input", "Phase", "Shard", "Value", "join", "phase"),
     "dagrl.runtime.replay": ("Replay",),

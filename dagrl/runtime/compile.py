@@ -187,9 +187,8 @@ def _compile_shards(
     ranks_of: Sequence[Ranks],
 ) -> Compiled:
     """Compiles `shards`, whose workers are `ranks_of`, into one graph."""
-    splits = phase.inputs is not None
-    whole = fuse(graph, len(shards), splits)
-    limits = replace(limits, input_bytes=limits.input_bytes * (len(shards) if splits else 1))
+    whole = fuse(graph, len(shards))
+    limits = replace(limits, input_bytes=limits.input_bytes * len(shards))
     ranks = {role: [rank for mine in ranks_of for rank in mine[role]] for role in phase.roles}
     actors = {role: list(_actors_of({role: mine}, groups)) for role, mine in ranks.items()}
     executable = executor.compile(replace(whole, aliases=_aliases(actors)), actors, limits)

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.failures import PendingReplay, collect_outcome
-from dagrl.runtime.shapes import Batch
-from dagrl.runtime.split import Split
 
 AWAIT_TURN_S = 0.5
 """How long a thread waits for an `await` before it checks whether the result is still wanted."""
@@ -75,17 +73,17 @@ class Replay:
         pending: PendingReplay,
         queue: ReplayQueue,
         shards: Sequence[Sequence[int]],
-        split: Split | None = None,
+        join: Callable[[list[Any]], object] = tuple,
         padding_share: float | None = None,
     ) -> None:
-        """`shards`: the shards in each graph. `split`: how the batch was shared out; None if the input is no batch."""
+        """`shards`: the shards in each graph. `join`: makes a result of the shards' results."""
         self.pending = pending
         self.phase = pending.phase
         self.number = pending.number
         self.timing: ReplayTiming | None = None
         self._queue = queue
         self._shards = shards
-        self._split = split
+        self._join = join
         self._padding_share = padding_share
         self._started = time.perf_counter()
         self._outcome: Any = None
@@ -99,9 +97,11 @@ class Replay:
     def result(self, timeout_s: float | None = None) -> Any:
         """Waits for the result until the replay's deadline, and returns it.
 
-        If every shard returns a `Batch`, the result is one `Batch`, else a tuple with one value per shard. A phase with
-        several outputs gives a tuple of these. Raises PhaseError; DeadlineError if there is no result within `timeout_s`
-        seconds. The replay continues then, and can be asked again.
+        If all shards return a `Batch`, the result is one `Batch`. A codec joins results of its types. Any others are a tuple
+        with one value per shard. A phase with several outputs gives a tuple of these.
+
+        Raises PhaseError; DeadlineError if there is no result within `timeout_s` seconds. The replay continues then, and can
+        be asked again.
         """
         if not self.done:
             self._queue.finish(self, math.inf if timeout_s is None else time.monotonic() + timeout_s)
@@ -133,7 +133,7 @@ class Replay:
         try:
             shards = self._by_shard(packets)
             busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in shards)
-            outputs = [self._merge([packet.value for packet in column]) for column in zip(*shards, strict=True)]
+            outputs = [self._join([packet.value for packet in column]) for column in zip(*shards, strict=True)]
         except Exception as error:  # the replay is over, and its graphs are whole
             raise PhaseError((), f"{self.pending.name}: the results of its shards do not fit together: {error}") from error
         self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -151,12 +151,6 @@ class Replay:
             for position, shard in enumerate(shards):
                 found[shard] = mine[position * outputs : (position + 1) * outputs]
         return [found[shard] for shard in range(len(found))]
-
-    def _merge(self, values: Sequence[object]) -> object:
-        batches = [value for value in values if isinstance(value, Batch)]
-        if self._split is None or len(batches) != len(values):
-            return tuple(values)
-        return self._split.restore(batches)
 
 
 @dataclass(slots=True)

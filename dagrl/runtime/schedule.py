@@ -21,22 +21,25 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from ray.exceptions import RayError
 
 from dagrl.errors import GraphError, LayoutError, PhaseError, RunError
+from dagrl.runtime.codec import Codec, codec_of, join_registered
 from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, compile_phase, executor_of, ticket_counters
 from dagrl.runtime.deadline import Deadline
-from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, payload_bytes
+from dagrl.runtime.edges.encoded import Encoded, Shares
+from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, encoded, payload_bytes
 from dagrl.runtime.executors.base import Executor, GraphLimits, accelerated
 from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
 from dagrl.runtime.shapes import (
+    Batch,
     Bucket,
     FieldTypes,
     Scalar,
@@ -108,6 +111,7 @@ class _Entry:
     scalars: Mapping[str, Scalar]
     token_ids: int | None
     warmup_value: object
+    codec: Codec | None
     limits: GraphLimits
     fields: FieldTypes | None  # of its batches
     in_flight: ReplayQueue
@@ -149,6 +153,7 @@ class Scheduler:
         scalars: Mapping[str, Scalar] | None = None,
         token_ids: int | None = None,
         warmup_value: object = None,
+        codec: Codec | None = None,
         input_bytes: int | None = None,
         result_bytes: int | None = None,
         max_in_flight: int | None = None,
@@ -156,17 +161,18 @@ class Scheduler:
         """Traces a phase and stores the shapes at which it will be replayed.
 
         A phase with `inputs` takes batches: give its `buckets` (of one shard), and the content of warm-up batches: `scalars`
-        and `tokens` below `token_ids` (all 1 without). Any other phase is warmed up with `warmup_value`. `input_bytes` and
-        `result_bytes` size its channels; by default the largest bucket sizes the input. `max_in_flight` overrides the
-        options'. Raises GraphError, also for a name that is taken.
+        and `tokens` below `token_ids` (all 1 without). Any other one is warmed up with `warmup_value`. A `codec` splits the
+        input of this phase and joins its results; such a phase without a `warmup_value` is not warmed up. `input_bytes` (of
+        one shard) and `result_bytes` size its channels; by default the largest warm-up input sizes the input.
+        `max_in_flight` overrides the options'. Raises GraphError, also for a name that is taken.
         """
         if phase.name in self._entries:
             raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
         graph = phase.trace({name: group.role for name, group in self.groups.items()}, self.options.arity)
         if phase.inputs is not None:
-            self._check_batch_phase(phase, buckets)
+            self._check_batch_phase(phase, buckets, codec)
         limits = GraphLimits(
-            input_bytes=input_bytes or channel_bytes(phase, buckets, scalars, warmup_value),
+            input_bytes=input_bytes or channel_bytes(phase, buckets, scalars, self._parts_of(phase, codec, warmup_value)),
             result_bytes=result_bytes or self.options.result_bytes,
             max_in_flight=max_in_flight or self.options.in_flight(phase.name),
             compile_s=self.options.compile_s,
@@ -176,7 +182,7 @@ class Scheduler:
             result_key=f"result_bytes of Scheduler.add({phase.name})" if result_bytes else GraphLimits.result_key,
         )
         fields = None if phase.inputs is None else field_types(phase.inputs)
-        carried = dict(scalars or {}), token_ids, warmup_value
+        carried = dict(scalars or {}), token_ids, warmup_value, codec
         self._entries[phase.name] = _Entry(
             phase, graph, tuple(buckets), *carried, limits, fields, ReplayQueue(self._breakage)
         )
@@ -346,7 +352,9 @@ class Scheduler:
         self._teardown()
         self._entries.clear()
 
-    def _check_batch_phase(self, phase: Phase, buckets: Sequence[Bucket]) -> None:
+    def _check_batch_phase(self, phase: Phase, buckets: Sequence[Bucket], codec: Codec | None) -> None:
+        if codec is not None:
+            raise GraphError(f"phase {phase.name!r} takes batches, which are split by rows; give no codec")
         if not buckets:
             raise GraphError(f"phase {phase.name!r} takes batches; add it with buckets=[Bucket(sequences, tokens), ...]")
         shards = {role: self.groups[role].layout.dp for role in phase.roles}
@@ -358,7 +366,7 @@ class Scheduler:
 
     def _warmup_inputs(self, entry: _Entry) -> list[object]:
         if entry.phase.inputs is None:
-            return [entry.warmup_value]
+            return [] if entry.codec is not None and entry.warmup_value is None else [entry.warmup_value]
         shards = entry.shards
         largest_first = sorted(entry.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
         whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
@@ -411,8 +419,8 @@ class Scheduler:
         self, entry: _Entry, value: object, warmup: bool, deadline_s: float, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> Replay:
         """Takes the tickets of a replay and sends it. The caller holds the scheduler's lock."""
-        values, split, padding = self._share_out(entry, value, rows)
-        self._check_size(entry, values[0], 1 if split is None else len(entry.compiled[0].shards))
+        values, join, padding = self._share_out(entry, value, rows)
+        self._check_sizes(entry, values)
         number, submitted = entry.replays, []
         try:
             tickets = [self._take_tickets(one.workers) for one in entry.compiled]
@@ -421,7 +429,7 @@ class Scheduler:
                 submitted.append((one, one.submit(packet)))
             deadline = time.monotonic() + deadline_s
             pending = PendingReplay(entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s)
-            replay = Replay(pending, entry.in_flight, [one.shards for one in entry.compiled], split, padding)
+            replay = Replay(pending, entry.in_flight, [one.shards for one in entry.compiled], join, padding)
             entry.replays += 1
             entry.in_flight.append(replay)
         except BaseException as error:  # some workers have their ticket; others would wait for theirs forever
@@ -430,8 +438,16 @@ class Scheduler:
             raise
         return replay
 
+    def _check_sizes(self, entry: _Entry, values: Sequence[object]) -> None:
+        """Raises RunError if an input does not fit. Only those that a codec split have different sizes."""
+        for one, value in zip(entry.compiled, values, strict=True):
+            splits = entry.fields is not None or type(value) is Shares
+            self._check_size(entry, value, len(one.shards) if splits else 1)
+            if type(value) not in (Encoded, Shares):
+                break
+
     def _check_size(self, entry: _Entry, value: object, shards: int) -> None:
-        """Raises RunError if the input of `shards` shards does not fit; every shard's input has the same size."""
+        """Raises RunError if the input of `shards` shards does not fit."""
         needed = -(-payload_bytes(value) // shards) + ENVELOPE_BYTES
         if needed > entry.limits.input_bytes:
             raise RunError(
@@ -441,9 +457,10 @@ class Scheduler:
 
     def _share_out(
         self, entry: _Entry, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
-    ) -> tuple[list[object], Split | None, float | None]:
+    ) -> tuple[list[object], Callable[[list[Any]], object], float | None]:
+        """Returns the input of each graph, how results of shards are joined, and the share of padding."""
         if entry.fields is None:
-            return [value] * len(entry.compiled), None, None
+            return (*self._share_out_any(entry, value), None)
         value = check_batch(entry.phase.name, value, entry.fields)
         longest = longest_row(entry.phase.name, value)
         lengths, shards = value["lengths"].astype("int64"), entry.shards
@@ -453,7 +470,27 @@ class Scheduler:
             check_rows(entry.phase.name, rows, shards, value.rows)
         bucket = choose_bucket(entry.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens)
-        return [split.share(value, one.shards) for one in entry.compiled], split, padding_share(lengths, bucket, shards)
+        return [split.share(value, one.shards) for one in entry.compiled], split.join, padding_share(lengths, bucket, shards)
+
+    def _share_out_any(self, entry: _Entry, value: object) -> tuple[list[object], Callable[[list[Any]], object]]:
+        """Splits an input by its codec; without one, every shard takes the whole."""
+        codec = entry.codec or codec_of(type(value))
+        if codec is None:
+            whole = Encoded.of(value) if type(value) is Batch else encoded(value)  # a batch would be taken apart
+            return [whole] * len(entry.compiled), tuple
+        parts = codec.parts(entry.phase.name, value, entry.shards)
+        once = {id(part): part for part in parts}
+        made = {key: Encoded.of(part) for key, part in once.items()}
+        shares = [tuple(made[id(parts[shard])] for shard in one.shards) for one in entry.compiled]
+        values: list[object] = [mine[0] if len(mine) == 1 else Shares(mine) for mine in shares]
+        return values, entry.codec.join if entry.codec else join_registered
+
+    def _parts_of(self, phase: Phase, codec: Codec | None, value: object) -> Sequence[object]:
+        """Returns what each shard gets of an input that is no batch."""
+        codec = codec or codec_of(type(value))
+        if codec is None or value is None:
+            return [value]
+        return codec.parts(phase.name, value, math.gcd(*[self.groups[role].layout.dp for role in phase.roles]))
 
     def _take_tickets(self, graph_workers: Sequence[GraphWorkers]) -> dict[str, int | tuple[int, ...]]:
         """Returns the tickets of a graph's workers; advances those of the workers that the phase uses."""
@@ -489,8 +526,13 @@ class Scheduler:
 
 
 def channel_bytes(
-    phase: Phase, buckets: Sequence[Bucket], scalars: Mapping[str, Scalar] | None = None, warmup_value: object = None
+    phase: Phase,
+    buckets: Sequence[Bucket],
+    scalars: Mapping[str, Scalar] | None = None,
+    warmup_values: Sequence[object] = (None,),
 ) -> int:
     """Returns the room for one shard's input in its channel: that of the largest warm-up input."""
-    samples = [warmup_value] if phase.inputs is None else [empty_batch(phase.inputs, bucket, scalars) for bucket in buckets]
+    samples: Sequence[object] = [encoded(value) for value in warmup_values]
+    if phase.inputs is not None:
+        samples = [empty_batch(phase.inputs, bucket, scalars) for bucket in buckets]
     return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES

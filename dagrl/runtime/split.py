@@ -72,6 +72,11 @@ class Split:
             return dealt
         return pad_rows(dealt, list(map(len, parts)), self.bucket)
 
+    def join(self, values: Sequence[object]) -> object:
+        """Returns the shards' results as one batch if all are batches, else as a tuple."""
+        batches = [value for value in values if isinstance(value, Batch)]
+        return self.restore(batches) if len(batches) == len(values) else tuple(values)
+
     def restore(self, shards: Sequence[Batch]) -> Batch:
         """Joins each shard's batch into one, in the order of the input's rows, without padding. Raises DataError."""
         for shard in shards:

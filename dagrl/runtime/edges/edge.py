@@ -26,7 +26,7 @@ from ray.experimental.channel.common import ChannelInterface
 from dagrl.runtime.edges.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox, MailboxAddress
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError
-from dagrl.runtime.edges.packet import Packet, wire_body
+from dagrl.runtime.edges.packet import PLAIN_TYPES, Packet, wire_body
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring, RingAddress
 
@@ -159,11 +159,12 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         if not self._is_writer:
             self.ensure_registered_as_writer()
         packet = type(value) is Packet
+        plain = packet and type(value.value) in PLAIN_TYPES
         with rays_errors:
             if self._mailbox is not None:
-                self._post(self._mailbox, wire_body(value) if packet else value, _limit(timeout))
+                self._post(self._mailbox, wire_body(value) if packet else value, plain, _limit(timeout))
             elif self._senders:
-                parts = dump(value.wire() if packet else value)
+                parts = dump(value.wire() if packet else value, plain=plain)
                 for sender in self._senders:
                     sender.write(parts, _limit(timeout))
         if self._own is not None:
@@ -196,12 +197,12 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         assert self._ring.messages_read == number - 1, "a message is read once"
         return self._ring.read(self._reader, timeout_s)
 
-    def _post(self, mailbox: Mailbox, content: Any, timeout_s: float | None) -> None:
+    def _post(self, mailbox: Mailbox, content: Any, plain: bool, timeout_s: float | None) -> None:
         ring = self._ring
         assert self.mailbox_slot is not None and ring is not None
-        parts = dump(content)
+        parts = dump(content, plain=plain)
         if len(parts) > 1 and sum(map(len, parts)) < CELL_BYTES:
-            parts = dump(content, in_band=True)
+            parts = dump(content, True, plain)
         if len(parts) > 1 or len(parts[0]) > CELL_BYTES:
             ring.write(parts, timeout_s)
             parts = [pickle.dumps(ring.messages_written)]

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from ray import ObjectRef
 
-from dagrl.errors import RunError, WorkerFailure, error_text
-from dagrl.runtime.edges.pickling import dump
-from dagrl.runtime.edges.tensors import is_tensor, make_torch_picklable, tensor_bytes
+from dagrl.errors import WorkerFailure
+from dagrl.runtime.edges.encoded import Encoded, Shares
+from dagrl.runtime.edges.tensors import is_tensor, make_torch_picklable, refuse_reference, tensor_bytes
 from dagrl.runtime.shapes import Batch
 
 
@@ -120,6 +120,12 @@ PLAIN_KINDS = frozenset("biufcSU")
 """Kinds of numpy dtypes whose arrays have the size of their elements."""
 
 
+PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray, np.ndarray, Batch, Encoded, Shares})
+"""Types of values that hold no tensors and no objects that need reducers of our own."""
+
+SIZED = PLAIN_TYPES | {list, tuple, dict}
+
+
 def payload_bytes(value: object) -> int:
     """An upper bound for the bytes that a value needs in a channel, without copying its arrays.
 
@@ -147,11 +153,15 @@ def payload_bytes(value: object) -> int:
     if is_tensor(value):
         return tensor_bytes(value)
     if isinstance(value, ObjectRef):
-        raise RunError(
-            "an ObjectRef cannot be sent through a phase: the receiver holds no reference and would block forever; "
-            "send the value itself, ray.get(ref)"
-        )
-    return _pickled_bytes(value)
+        refuse_reference(value)
+    if not isinstance(value, Encoded | Shares):
+        value = Encoded.of(value)
+    return value.payload_bytes
+
+
+def encoded(value: object) -> object:
+    """Returns a value that is pickled once: an `Encoded`, unless its size is known without that."""
+    return value if type(value) in SIZED else Encoded.of(value)
 
 
 def fit_failures(failures: tuple[WorkerFailure, ...], limit: int) -> tuple[WorkerFailure, ...]:
@@ -170,13 +180,3 @@ def fit_failures(failures: tuple[WorkerFailure, ...], limit: int) -> tuple[Worke
     while payload_bytes(kept) > limit and len(kept) > 1:
         kept.pop()
     return tuple(kept)
-
-
-def _pickled_bytes(value: object) -> int:
-    """Bytes that the serializer writes: the pickle and its buffers."""
-    try:
-        return sum(256 + len(part) for part in dump(value))
-    except Exception as error:  # raised by the value's own classes
-        raise RunError(
-            f"a {type(value).__name__} cannot be pickled ({error_text(error)}); send plain data, arrays or tensors"
-        ) from error

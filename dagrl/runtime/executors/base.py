@@ -157,7 +157,7 @@ def packet_sources(node: Node) -> tuple[int | None, ...]:
 
 def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Static | Json, ...]:
     takes: list[Take | Static | Json] = []
-    share = (graph.shard(node.worker), graph.shards) if isinstance(graph, FusedGraph) and graph.splits else None
+    share = (graph.shard(node.worker), graph.shards) if isinstance(graph, FusedGraph) and graph.shards > 1 else None
     index = 0
     for arg in node.args:
         match arg:

@@ -27,6 +27,7 @@ import ray
 from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, printable
 from dagrl.runtime.annotate import annotate, ranges_enabled
 from dagrl.runtime.arguments import Arguments
+from dagrl.runtime.edges.encoded import Encoded, Shares
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.tensors import accelerator_tensors
 from dagrl.runtime.executors.event_loop import actor_event_loop
@@ -50,17 +51,22 @@ class ResultTooLargeError(RunError):
 class Take:
     """One argument of a node's method: the value of input `index`.
 
-    `flatten`: the value is a list, whose items go into the node's own list. `share`: the value is a batch of several shards,
-    of which the node takes the rows of one; its number, and the number of shards.
+    `flatten`: the value is a list, whose items go into the node's own list. `share`: the value is that of several shards, of
+    which the node takes the rows or the part of one; its number, and the number of shards.
     """
 
     index: int
     flatten: bool = False
     share: tuple[int, int] | None = None
 
-    def of(self, value: object) -> object:
+    def of(self, value: Any) -> object:
         """Returns the argument, given the input's value."""
-        return value.share(*self.share) if self.share is not None and type(value) is Batch else value
+        kind = type(value)
+        if kind is Shares and self.share is not None:
+            return value.parts[self.share[0]].load()
+        if kind is Encoded:
+            return value.load()
+        return value.share(*self.share) if self.share is not None and kind is Batch else value
 
 
 @dataclass(frozen=True)
@@ -270,9 +276,9 @@ def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Pac
 def _annotated(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     """Runs `_evaluate` in a range for profilers that names the node, the replay and the bucket of its batch."""
     header = packets[0].header
-    values = [arg.of(packets[arg.index].value) for arg in call.args if isinstance(arg, Take)]
-    batch = next((value for value in values if isinstance(value, Batch)), None)
-    bucket = "" if batch is None else f" [{batch.rows} x {batch.tokens}]"
+    given = [(arg, packets[arg.index].value) for arg in call.args if isinstance(arg, Take)]
+    batch = next((arg.of(value) for arg, value in given if isinstance(value, Batch)), None)
+    bucket = "" if not isinstance(batch, Batch) else f" [{batch.rows} x {batch.tokens}]"
     warmup = " warm-up" if header.warmup else ""
     with annotate(f"{header.phase} #{header.replay}{warmup} {call.label}{bucket}"):
         return _evaluate(worker, call, packets)

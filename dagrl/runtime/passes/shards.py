@@ -18,12 +18,11 @@ from dagrl.runtime.graph import Node, PhaseGraph, WorkerRef
 class FusedGraph(PhaseGraph):
     """The graphs of `shards` shards in one, the workers of one shard after those of the other.
 
-    `splits`: an input batch holds equally many rows of every shard. `aliases`: workers on the actor of an earlier one, and
+    Each worker takes its shard's rows, or part, out of the input. `aliases`: workers on the actor of an earlier one, and
     that one.
     """
 
     shards: int = 1
-    splits: bool = False
     aliases: Mapping[WorkerRef, WorkerRef] = field(default_factory=dict)
 
     def actor(self, worker: WorkerRef) -> WorkerRef:
@@ -40,8 +39,8 @@ class FusedGraph(PhaseGraph):
         return dataclasses.replace(node, worker=WorkerRef(node.worker.role, node.worker.position % width)).label
 
 
-def fuse(graph: PhaseGraph, shards: int, splits: bool) -> FusedGraph:
-    """Returns `shards` copies of the graph of one shard as one graph. `splits`: see `FusedGraph`; ignored for one shard."""
+def fuse(graph: PhaseGraph, shards: int) -> FusedGraph:
+    """Returns `shards` copies of the graph of one shard as one graph."""
     size = len(graph.nodes)
     return FusedGraph(
         phase=graph.phase,
@@ -49,7 +48,6 @@ def fuse(graph: PhaseGraph, shards: int, splits: bool) -> FusedGraph:
         nodes=tuple(_copy(graph, node, shard) for shard in range(shards) for node in graph.nodes),
         outputs=tuple(shard * size + number for shard in range(shards) for number in graph.outputs),
         shards=shards,
-        splits=splits and shards > 1,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import Header, Packet, payload_bytes
@@ -81,7 +84,8 @@ RELAY = """
 import torch
 from dagrl.runtime.edges.pickling import dump, load
 tensor = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
-assert load(dump(tensor)[0]).view(torch.uint8).tolist() == [0, 1, 2, 3]
+pickled, *buffers = dump(tensor)
+assert load(pickled, buffers).view(torch.uint8).tolist() == [0, 1, 2, 3]
 """
 
 
@@ -90,9 +94,37 @@ def test_a_process_that_has_sized_nothing_writes_readable_messages() -> None:
     subprocess.run([sys.executable, "-c", RELAY], check=True, timeout=120)
 
 
-def test_tensors_that_share_memory_still_share_it() -> None:
-    whole = torch.arange(6).to(torch.uint16)
-    payload_bytes(whole)
-    left, right = load(dump((whole[:3], whole[3:]))[0])
-    assert left.tolist() + right.tolist() == list(range(6))
-    assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16]),
+    cut=st.sampled_from(["whole", "rows", "columns", "transposed", "expanded", "conjugate"]),
+    in_band=st.booleans(),
+    grad=st.booleans(),
+)
+def test_tensors_arrive_as_they_were(shape: list[int], dtype: torch.dtype, cut: str, in_band: bool, grad: bool) -> None:
+    whole = torch.arange(math.prod(shape)).to(dtype).view(shape)
+    cuts = {"rows": whole[1:], "columns": whole[:, 1:]} if len(shape) > 1 else {}
+    cuts |= {"transposed": whole.permute(tuple(reversed(range(len(shape))))), "expanded": whole.expand(2, *shape)}
+    tensor = (cuts | {"conjugate": whole.conj()}).get(cut, whole)
+    if grad and dtype.is_floating_point:
+        tensor = tensor.detach().requires_grad_()
+    pickled, *buffers = dump({"a": [tensor, tensor]}, in_band=in_band)
+    found, same = load(pickled, [bytearray(buffer) for buffer in buffers])["a"]
+    assert found is same and bool(buffers) == (not in_band and not tensor.is_conj())
+    assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, tensor.requires_grad)
+    assert torch.equal(found.to(torch.complex64), tensor.to(torch.complex64))
+    if cut == "transposed" and tensor.numel():
+        assert found.stride() == tensor.stride()
+
+
+def test_a_part_of_a_tensor_is_sent_alone_and_used_in_place() -> None:
+    rows = torch.arange(40_000.0).view(8, 5000)
+    pickled, buffer = dump(rows[2:3])
+    assert len(pickled) + len(buffer) < 4 * 5000 + 1000
+    theirs = bytearray(buffer)
+    found = load(pickled, [theirs])
+    found.zero_()
+    assert not any(theirs), "the tensor is a view of the message"
+    shared = load(pickled, [memoryview(buffer).toreadonly()])
+    shared.zero_()
+    assert rows[2, 1] == 10_001.0, "what others read too is copied"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dagrl.runtime.edges.encoded import Encoded, Shares
 from dagrl.runtime.executors.base import GraphLimits, node_calls
 from dagrl.runtime.executors.node import Take
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, WorkerRef
@@ -35,7 +36,7 @@ GRAPH = PhaseGraph(
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_shard_is_the_traced_graph_on_its_own_workers(shards: int) -> None:
-    graph = fuse(GRAPH, shards, splits=True)
+    graph = fuse(GRAPH, shards)
     graph.validate()
     assert graph.widths == {"train": 2 * shards, "generation": shards}
     for shard in range(shards):
@@ -62,16 +63,16 @@ def inputs(graph: PhaseGraph) -> dict[str, list[Take]]:
 
 
 def test_workers_take_only_their_shards_rows_of_the_input() -> None:
-    found = inputs(fuse(GRAPH, 2, splits=True))
+    found = inputs(fuse(GRAPH, 2))
     assert found["train[0].step @2"] == [Take(0, share=(1, 2))]
     assert found["train[1].step @1"] == [Take(0, share=(0, 2)), Take(1)]
     assert found["generation[0].end @1"] == [Take(0)]
-    whole = inputs(fuse(GRAPH, 2, splits=False))
-    assert all(take.share is None for takes in whole.values() for take in takes)
+    alone = inputs(fuse(GRAPH, 1))
+    assert all(take.share is None for takes in alone.values() for take in takes)
 
 
 def test_workers_of_another_host_take_their_rows_of_the_relayed_input() -> None:
-    graph = fuse(GRAPH, 2, splits=True)
+    graph = fuse(GRAPH, 2)
     hosts = Hosts({one.worker: "there" for one in graph.nodes}, "here")
     relayed = with_relays(graph, hosts)
     assert relayed.nodes[0].kind == RELAY
@@ -86,3 +87,6 @@ def test_the_share_of_a_batch_is_a_view_and_other_values_stay_whole() -> None:
     assert np.shares_memory(mine["x"], batch["x"])
     assert Take(0, share=(1, 3)).of([batch]) == [batch]
     assert Take(0).of(batch) is batch
+    parts = Shares(tuple(Encoded.of(["part", number]) for number in range(3)))
+    assert Take(0, share=(1, 3)).of(parts) == ["part", 1]
+    assert Take(0, share=(1, 3)).of(Encoded.of(batch)).rows == 6  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dagrl.errors import RunError
 from dagrl.runtime.edges.packet import payload_bytes
+from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.tensors import accelerator_tensors
 from dagrl.telemetry.metrics import StepMetrics
 
@@ -28,6 +29,7 @@ def test_the_bytes_of_a_tensor_bound_its_pickle(shape: list[int], dtype: torch.d
         tensor = tensor.requires_grad_() * 2
     for value in (tensor, [tensor, 1.0], {"x": (tensor, tensor)}):
         assert len(pickle.dumps(value, protocol=5)) <= payload_bytes(value)
+        assert len(dump(value, in_band=True)[0]) <= payload_bytes(value)
     assert payload_bytes(tensor) <= 3 * tensor.nbytes + 2048
 
 
