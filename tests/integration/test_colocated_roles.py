@@ -152,5 +152,8 @@ def test_a_death_is_named_once(actors: list[Any]) -> None:
     with scheduler_of(actors, "compiled") as scheduler:
         ray.kill(actors[1])
         with pytest.raises(PhaseError) as died:
-            scheduler.replay(both, 1).result()
-        assert [(failure.role, failure.rank, failure.kind) for failure in died.value.failures] == [("actor", 1, "died")]
+            for _ in range(600):  # on a busy machine, the process outlives the call by seconds
+                scheduler.replay(both, 1).result()
+                time.sleep(0.05)
+        found = [(failure.role, failure.rank, failure.kind) for failure in died.value.failures]
+        assert found == [("actor", 1, "died")], died.value
