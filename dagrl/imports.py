@@ -20,6 +20,8 @@ EXTRAS = {
     "tensorboard": ("tracking",),
     "matplotlib": ("tracking",),
     "wandb": ("tracking",),
+    "mlflow": ("tracking",),
+    "trackio": ("tracking",),
     "math_verify": ("math",),
     "datasets": ("datasets",),
     "cupy": ("cu13", "cu12"),

@@ -27,12 +27,15 @@ from dagrl.config.run import (
     GrpoConfig,
     LoggerConfig,
     LossConfig,
+    MlflowConfig,
     PhasesConfig,
     RefitConfig,
     RewardConfig,
     RewardShapingConfig,
     SftConfig,
     TimeoutConfig,
+    TrackioConfig,
+    WandbConfig,
 )
 from dagrl.config.section import Json
 
@@ -55,6 +58,7 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "MegatronConfig",
+    "MlflowConfig",
     "OptimizerConfig",
     "PhasesConfig",
     "PolicyConfig",
@@ -67,5 +71,7 @@ __all__ = [
     "SftConfig",
     "TimeoutConfig",
     "TokenizerConfig",
+    "TrackioConfig",
     "VllmConfig",
+    "WandbConfig",
 ]

@@ -370,6 +370,49 @@ class CheckpointConfig(Section):
     """Write the final policy as Hugging Face safetensors."""
 
 
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = "dagrl"
+    """Project of the run."""
+
+    entity: str | None = None
+    """User or team that owns the project. null: your default."""
+
+    name: str | None = None
+    """Name of the run. null: `name`."""
+
+    tags: tuple[str, ...] = ()
+    """Tags of the run."""
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    experiment_name: str = "dagrl"
+    """Experiment of the run; created if it does not exist."""
+
+    run_name: str | None = None
+    """Name of the run. null: `name`."""
+
+    tracking_uri: str | None = None
+    """Server or store, such as `http://mlflow:5000` or `sqlite:///runs/mlflow.db`. null: `MLFLOW_TRACKING_URI`, or MLflow's
+    own default."""
+
+
+class TrackioConfig(Section):
+    """trackio."""
+
+    project: str = "dagrl"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the run. null: `name`."""
+
+    space_id: str | None = None
+    """Space on the Hugging Face Hub that shows the run, such as `me/runs`. null: a database on this machine."""
+
+
 class LoggerConfig(Section):
     """Logs and metrics."""
 
@@ -378,6 +421,21 @@ class LoggerConfig(Section):
 
     wandb_enabled: bool = False
     """Send metrics to Weights & Biases."""
+
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+
+    mlflow_enabled: bool = False
+    """Send metrics to MLflow."""
+
+    mlflow: MlflowConfig = MlflowConfig()
+    """MLflow."""
+
+    trackio_enabled: bool = False
+    """Send metrics to trackio."""
+
+    trackio: TrackioConfig = TrackioConfig()
+    """trackio."""
 
     rollouts_enabled: bool = True
     """Keep every trained sample in `rollouts/`, for `dagrl view`."""

@@ -52,7 +52,7 @@ class Session:
         if config.checkpointing.enabled:
             self.checkpoints.save_last()
         if config.checkpointing.export_hf:
-            self.recorder.progress.stage("Writing the final policy")
+            self.recorder.progress.stage("Writing the final policy", "export")
             self.replays.hold("train", keep_generation_weights=True)
             self.train.call("export_hf", str(directory), deadline=config.timeouts.checkpoint)
             require_shared(directory / "config.json")

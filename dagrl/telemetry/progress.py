@@ -1,8 +1,8 @@
-"""Shows a run on the terminal: setup stages, a progress bar, and a summary of where the time went.
+"""Shows a run on the terminal: setup stages, one line of progress, and a summary of where the time went.
 
     with Progress(config.logger) as progress:
         progress.stage("Starting train workers")           # ends the previous stage and shows its time
-        progress.stage("Warming up")
+        progress.stage("Warming up", row="warm-up")        # its row in the summary's table; others are start-up
         for step in range(1, total + 1):
             ...
             progress.step(step, total, {"reward/mean": 0.4, "loss": 0.01, "timing_s/generate": 0.8}, stage="grpo")
@@ -19,16 +19,16 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.logging import RichHandler
-from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dagrl.config import LoggerConfig
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 LOGGERS = ("dagrl", "graphs", "workers")
 SHOWN = {REWARD_MEAN: "reward", "loss": "loss", KL: "kl"}
+LIVE_STYLES = ("dim", "cyan", "", "dim")
 SUMMARY_WIDTH = 100  # of the closing tables in a log file
 
 
@@ -47,6 +48,7 @@ class Setup:
 
     name: str
     started: float
+    row: str
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Progress:
         self._levels: dict[str, int] = {}
         self._current: Setup | Training | None = None
         self._status = ""
+        self._rows: dict[str, float] = {}  # seconds of stages without steps
         self._opened = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -97,10 +100,10 @@ class Progress:
         self._stop_live()
         self._detach_logging()
 
-    def stage(self, name: str) -> None:
-        """Begins a stage without steps and finishes the previous one."""
+    def stage(self, name: str, row: str = "start-up") -> None:
+        """Begins a stage without steps and finishes the previous one. Its time is added to `row` of the summary."""
         self._finish()
-        self._current = Setup(name, time.monotonic())
+        self._current = Setup(name, time.monotonic(), row)
         if not self._live:
             logger.info("%s ...", name)
 
@@ -117,7 +120,8 @@ class Progress:
         )
         self._status = ""
         if not self._live and step:
-            logger.info("%s step %d/%d  %s  %s", stage, step, total, _headline(self._current), _phases(metrics))
+            shown = (_headline(self._current), _phases(metrics), _end(self._current.seconds_left(now)))
+            logger.info("%s step %d/%d  %s", stage, step, total, "  ".join(filter(None, shown)))
 
     def status(self, text: str) -> None:
         """Shows work between two steps, such as a validation or a save, if the output is a terminal."""
@@ -127,7 +131,8 @@ class Progress:
         """Shows where the time went and what was written. Call once, at the end."""
         self._finish()
         self._stop_live()
-        tables = (_time_table(phase_seconds, time.monotonic() - self._opened), _path_table(paths))
+        seconds = {**phase_seconds, **self._rows}
+        tables = (_time_table(seconds, time.monotonic() - self._opened), _path_table(paths))
         if self._console.is_terminal:
             self._console.print(*tables, sep="\n")
             return
@@ -141,7 +146,10 @@ class Progress:
         current, self._current, self._status = self._current, None, ""
         if current is None:
             return
-        line = f"{_title(current)}  {_seconds(time.monotonic() - current.started)}"
+        spent = time.monotonic() - current.started
+        if isinstance(current, Setup):
+            self._rows[current.row] = self._rows.get(current.row, 0.0) + spent
+        line = f"{_title(current)}  {_seconds(spent)}"
         if isinstance(current, Training):
             line += f"  {current.step}/{current.total} steps  {_headline(current)}"
         mark = "[red]✗[/red]" if failed else "[green]✓[/green]"
@@ -151,24 +159,22 @@ class Progress:
             logger.info("%s: %s", "stopped" if failed else "done", line)
 
     def _render(self) -> RenderableType:
-        """Renders the live lines in the refresh thread. The state they show is replaced, never modified."""
+        """Renders the live line in the refresh thread. The state that it shows is replaced, never modified."""
         current = self._current
         now = time.monotonic()
         if current is None:
             return Text("")
         if isinstance(current, Setup):
             return Spinner("dots", Text(f"{current.name}  {_seconds(now - current.started)}"), style="cyan")
-        left = current.seconds_left(now)
-        bar = Table.grid(padding=(0, 1))
+        bar = Table.grid(Column(), Column(), Column(), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
+        details = (_end(current.seconds_left(now)), self._status, _headline(current), _phases(current.metrics))
         bar.add_row(
             Text(_title(current), style="bold"),
-            ProgressBar(current.total, current.step, width=32),
+            ProgressBar(current.total, current.step, width=20),
             f"{current.step}/{current.total}",
-            Text(f"{_seconds(left)} left" if left is not None else "", style="dim"),
-            Text(self._status, style="cyan"),
+            Text("  ").join(Text(part, style) for part, style in zip(details, LIVE_STYLES, strict=True) if part),
         )
-        details = (Text(_headline(current)), Text(_phases(current.metrics), style="dim"))
-        return Group(bar, *(Padding(line, (0, 0, 0, 2)) for line in details))
+        return bar
 
     def _stop_live(self) -> None:
         if self._live:
@@ -214,6 +220,19 @@ def _phases(metrics: Mapping[str, float]) -> str:
     phases = [item for item in metrics.items() if item[0].startswith(TIMING) and item[0] not in SPANS]
     ordered = sorted(phases, key=lambda item: -item[1])
     return "  ".join(f"{name.removeprefix(TIMING)} {value:.2f} s" for name, value in ordered)
+
+
+def _end(left: float | None) -> str:
+    """Formats the time left, and the time of day at which it is over; with the weekday if that is not today."""
+    if not left:
+        return ""
+    now = datetime.now()
+    end = now + timedelta(seconds=left)
+    return (
+        f"{_seconds(left)} left, until {end:%H:%M}"
+        if end.date() == now.date()
+        else f"{_seconds(left)} left, until {end:%a %H:%M}"
+    )
 
 
 def _seconds(seconds: float) -> str:

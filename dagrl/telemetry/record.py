@@ -26,19 +26,18 @@ import logging
 import math
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
 from dagrl.errors import ConfigError
 from dagrl.files import PART, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
+from dagrl.telemetry.trackers import open_trackers, require_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +154,9 @@ def check_run_directory(paths: RunPaths) -> None:
 
 def require_extras(config: LoggerConfig) -> None:
     """Raises MissingDependencyError if the configuration needs a package that is not installed."""
-    for enabled, key, package in (
-        (config.tensorboard_enabled, "logger.tensorboard_enabled", "tensorboard"),
-        (config.wandb_enabled, "logger.wandb_enabled", "wandb"),
-        (config.plot_enabled, "logger.plot_enabled", "matplotlib"),
-    ):
-        if enabled:
-            require_package(package, key, otherwise=f", or set {key}=false")
+    require_trackers(config)
+    if config.plot_enabled:
+        require_package("matplotlib", "logger.plot_enabled", otherwise=", or set logger.plot_enabled=false")
 
 
 class RunRecord:
@@ -175,11 +170,7 @@ class RunRecord:
         self.paths = RunPaths.of(config)
         _truncate(self.paths.metrics, resumed_step, config)
         self._file = self.paths.metrics.open("a", encoding="utf-8")
-        self._trackers: list[Tracker] = []
-        if config.logger.tensorboard_enabled:
-            self._trackers.append(TensorBoardTracker(self.paths.tensorboard, resumed_step))
-        if config.logger.wandb_enabled:
-            self._trackers.append(WandbTracker(config, self.paths.directory))
+        self._trackers = open_trackers(config, self.paths.directory, resumed_step)
 
     def __enter__(self) -> RunRecord:
         return self
@@ -198,8 +189,9 @@ class RunRecord:
         with naming(self.paths.metrics):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
+        named = {f"{stage}/{name}": value for name, value in metrics.items()}
         for tracker in self._trackers:
-            tracker.log(step, stage, metrics)
+            tracker.log(step, named)
 
     def close(self) -> None:
         """Closes all files. Call once, at the end."""
@@ -213,60 +205,6 @@ def read_metrics(path: Path) -> list[dict[str, float | str | None]]:
     """Returns the lines of a `metrics.jsonl`, without a last line truncated by a crash."""
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]  # text after the last newline is incomplete
-
-
-class Tracker(Protocol):
-    """Receives the metrics in addition to `metrics.jsonl`."""
-
-    def log(self, step: int, stage: str, metrics: Metrics) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoardTracker:
-    """Writes TensorBoard events. The metric `loss` of stage `grpo` is `grpo/loss`."""
-
-    def __init__(self, directory: Path, resumed_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._directory = directory
-        with naming(directory):  # purge_step hides steps after the one resumed from
-            self._writer = SummaryWriter(str(directory), purge_step=resumed_step + 1 if resumed_step else None)
-
-    def log(self, step: int, stage: str, metrics: Metrics) -> None:
-        with naming(self._directory):
-            for name, value in metrics.items():
-                self._writer.add_scalar(f"{stage}/{name}", value, step)
-            self._writer.flush()
-
-    def close(self) -> None:
-        with naming(self._directory):
-            self._writer.close()
-
-
-class WandbTracker:
-    """Logs to Weights & Biases. A resumed run continues the run whose id is saved in its directory."""
-
-    def __init__(self, config: Config, directory: Path) -> None:
-        import wandb
-
-        identifier = directory / "wandb_id"
-        if not identifier.exists():
-            write_whole(identifier, uuid.uuid4().hex)
-        self._run = wandb.init(
-            project="dagrl",
-            name=config.name,
-            id=identifier.read_text(encoding="utf-8"),
-            resume="allow",
-            dir=str(directory),
-            config=config.model_dump(mode="json"),
-        )
-
-    def log(self, step: int, stage: str, metrics: Metrics) -> None:
-        self._run.log({f"{stage}/{name}": value for name, value in metrics.items()}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _save_config(content: str, path: Path) -> None:

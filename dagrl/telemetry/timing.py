@@ -21,8 +21,8 @@ from dagrl.telemetry.trace import TraceWriter
 class PhaseClock:
     """Adds up wall time by phase. With a trace, each measured block is also a span on the driver's row.
 
-    `totals` are the seconds of each phase since the clock was created. Phases measured inside each other count twice.
-    Several threads may measure, each its own phases.
+    `totals` are the seconds of each phase since the clock was created or restarted. Phases measured inside each other
+    count twice. Several threads may measure, each its own phases.
     """
 
     def __init__(self, trace: TraceWriter | None = None) -> None:
@@ -32,7 +32,8 @@ class PhaseClock:
         self._trace = trace
 
     def restart(self) -> None:
-        """Discards the current step's times: what came before the first step."""
+        """Discards all times: what came before the first step."""
+        self.totals = {}
         self._step, self._step_start = {}, time.perf_counter()
 
     @contextmanager

@@ -53,13 +53,13 @@ class Screen:
 def short_run(screen: Screen, level: str = "INFO") -> None:
     with Progress(LoggerConfig.model_validate({"log_level": level}), screen.console) as progress:
         progress.stage("Starting train workers")
-        progress.stage("Warming up")
+        progress.stage("Warming up", "warm-up")
         progress.step(0, 2, {}, stage="grpo")
         progress.step(1, 2, {**METRICS, "validation/reward": 0.35}, stage="grpo")
         progress.status("saving")
         progress.step(2, 2, METRICS, stage="grpo")
         logging.getLogger("dagrl.run.checkpoints").info("a record of another module")
-        progress.stage("Exporting")
+        progress.stage("Exporting", "export")
         progress.summary({"generate": 3.0, "train_step": 1.0}, {"metrics": Path("runs/tiny/metrics.jsonl")})
 
 
@@ -69,7 +69,10 @@ def test_plain_lines_without_a_terminal() -> None:
     timeless = [re.sub(r"\d\.\d s$", "0.0 s", line) for line in screen.lines[:2]]
     assert timeless == ["Starting train workers ...", "done: Starting train workers  0.0 s"]
     numbers = "reward 0.4125  loss 0.00312  kl 0.0012  12,346 tokens/s  held-out reward 0.35"
-    assert f"grpo step 1/2  {numbers}  generate 0.80 s  refit 0.05 s" in screen.lines
+    step = (
+        re.escape(f"grpo step 1/2  {numbers}  generate 0.80 s  refit 0.05 s") + r"  \d\.\d s left, until (\w{3} )?\d\d:\d\d"
+    )
+    assert any(re.fullmatch(step, line) for line in screen.lines)
     assert f"grpo step 2/2  {numbers}  generate 0.80 s  refit 0.05 s" in screen.lines
     assert "a record of another module" in screen.lines
     assert any(line.startswith("done: GRPO") and "2/2 steps" in line for line in screen.lines)
@@ -83,6 +86,8 @@ def test_the_summary_shows_times_and_paths(terminal: bool) -> None:
     text = "\n".join(screen.lines)
     assert text.index("Where the time went") < text.index("generate", text.index("Where")) < text.index("train_step")
     assert re.search(r"generate\W+3\.0", text)
+    for row in ("start-up", "warm-up", "export"):
+        assert re.search(rf"{row}\W+0\.\d", text)
     assert re.search(r"metrics +runs/tiny/metrics\.jsonl", text)
 
 
@@ -97,7 +102,7 @@ def test_a_terminal_shows_a_bar_and_keeps_finished_stages() -> None:
         progress.step(1, 2, METRICS, stage="grpo")
     text = "\n".join(screen.lines)
     assert re.search(r"✓ Starting train workers  \d+\.\d s", text)
-    assert "generate 0.80 s  refit 0.05 s" in text
+    assert "12,346 tokens/s" in text
     assert re.search(r"✓ SFT  \d+\.\d s  1/4 steps  reward 0.4125", text)
     assert "✓ GRPO" in text
 

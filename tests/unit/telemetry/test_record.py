@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import yaml
@@ -179,38 +177,12 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
 
 
-def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, Any]] = []
-    logged: list[tuple[int, dict[str, float]]] = []
-
-    class FakeRun:
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            logged.append((step, metrics))
-
-        def finish(self) -> None:
-            logged.append((-1, {}))
-
-    def init(**options: Any) -> FakeRun:
-        started.append(options)
-        return FakeRun()
-
-    fake = ModuleType("wandb")
-    fake.__dict__.update(init=init, __spec__=object())
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log_steps(config(tmp_path, wandb_enabled=True), 1, 1)
-    log_steps(config(tmp_path, wandb_enabled=True, resume=True), 2, 2, resumed_step=1)
-    assert logged == [
-        (1, {"grpo/loss": 1.0, "grpo/reward/mean": 0.1}),
-        (-1, {}),
-        (2, {"grpo/loss": 0.5, "grpo/reward/mean": 0.2}),
-        (-1, {}),
-    ]
-    assert started[0]["id"] == started[1]["id"]
-    assert started[0]["name"] == "tiny"
-
-
 @pytest.mark.parametrize(
-    ("package", "key"), [("tensorboard", "tensorboard_enabled"), ("wandb", "wandb_enabled"), ("matplotlib", "plot_enabled")]
+    ("package", "key"),
+    [
+        *((name, f"{name}_enabled") for name in ("tensorboard", "wandb", "mlflow", "trackio")),
+        ("matplotlib", "plot_enabled"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, key: str

@@ -1,0 +1,157 @@
+"""Trackers of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow and trackio, any of them together.
+
+Each is switched on by `logger.<name>_enabled`. A resumed run continues in the tracker's own run, whose id is kept in the
+run's directory. Metrics of stage `grpo` are named `grpo/<metric>`.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from dagrl.config import Config, LoggerConfig
+from dagrl.files import naming, write_whole
+from dagrl.imports import require_package
+
+Metrics = Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Receives the metrics of each step."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def require_trackers(config: LoggerConfig) -> None:
+    """Raises MissingDependencyError if the package of an enabled tracker is not installed."""
+    for name in TRACKERS:
+        key = f"logger.{name}_enabled"
+        if getattr(config, f"{name}_enabled"):
+            require_package(name, key, otherwise=f", or set {key}=false")
+
+
+def open_trackers(config: Config, directory: Path, resumed_step: int) -> list[Tracker]:
+    """Opens the enabled trackers of the run in `directory`."""
+    chosen = [name for name in TRACKERS if getattr(config.logger, f"{name}_enabled")]
+    return [TRACKERS[name](config, directory, resumed_step) for name in chosen]
+
+
+class TensorBoardTracker:
+    """Writes TensorBoard events."""
+
+    def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._directory = directory / "tensorboard"
+        with naming(self._directory):  # purge_step hides steps after the one resumed from
+            self._writer = SummaryWriter(str(self._directory), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        with naming(self._directory):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def close(self) -> None:
+        with naming(self._directory):
+            self._writer.close()
+
+
+class WandbTracker:
+    """Logs to Weights & Biases. `WANDB_MODE=offline` keeps it on this machine, to be sent by `wandb sync`."""
+
+    def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
+        import wandb
+
+        section = config.logger.wandb
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            tags=list(section.tags),
+            name=section.name or config.name,
+            id=_saved_id(directory / "wandb_id", lambda: uuid.uuid4().hex),
+            resume="allow",
+            dir=str(directory),
+            config=config.model_dump(mode="json"),
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """Logs to an MLflow server, or to the files that MLflow chooses without one."""
+
+    def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
+        import mlflow
+
+        section = config.logger.mlflow
+        self._client = mlflow.MlflowClient(section.tracking_uri)
+        experiment = self._client.get_experiment_by_name(section.experiment_name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(section.experiment_name)
+        name = section.run_name or config.name
+
+        def create() -> str:
+            return str(self._client.create_run(number, run_name=name).info.run_id)
+
+        self._run = _saved_id(directory / "mlflow_id", create)
+        self._client.update_run(self._run, status="RUNNING")
+        if not resumed_step:
+            self._client.log_dict(self._run, config.model_dump(mode="json"), "config.yaml")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+        from mlflow.utils.time import get_current_time_millis
+
+        now = get_current_time_millis()
+        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class TrackioTracker:
+    """Logs to trackio: to a database on this machine, or to a Space on the Hugging Face Hub."""
+
+    def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
+        import trackio
+
+        section = config.logger.trackio
+        self._run = trackio.init(
+            project=section.project,
+            name=section.name or config.name,
+            space_id=section.space_id,
+            config=config.model_dump(mode="json"),
+            resume="allow" if resumed_step else "never",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Config, Path, int], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+"""Trackers by the name of their package, which is that of their key `logger.<name>_enabled`."""
+
+
+def _saved_id(path: Path, make: Callable[[], str]) -> str:
+    """Returns the id in the file; makes one and saves it for a run that has none yet."""
+    if not path.exists():
+        write_whole(path, make())
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,119 @@
+"""Each tracker with its real package, offline: the package reads back what a run and its resumed run logged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagrl.config import Config
+from dagrl.telemetry.record import RunRecord, prepare_run_directory
+
+TAGS = ["a", "b"]
+
+
+def config(tmp_path: Path, resume: bool = False, **logger: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": "tiny",
+            "algorithm": "grpo",
+            "output_dir": str(tmp_path / "runs"),
+            "policy": {},
+            "data": {"task": "dagrl.rl.tasks:arithmetic"},
+            "checkpointing": {"resume": resume},
+            "logger": {"tensorboard_enabled": False, "plot_enabled": False, **logger},
+        }
+    )
+
+
+def run_twice(tmp_path: Path, **logger: Any) -> Path:
+    """Logs steps 1 and 2, and step 3 after a resume. Returns the run's directory."""
+    for steps, resumed in (((1, 2), 0), ((3,), 2)):
+        made = config(tmp_path, resume=bool(resumed), **logger)
+        paths = prepare_run_directory(made)
+        with RunRecord(made, resumed_step=resumed) as record:
+            for step in steps:
+                record.log(step, "grpo", {"reward/mean": step / 4, "loss": math.nan if step == 2 else 1 / step})
+    return paths.directory
+
+
+EXPECTED = [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = run_twice(tmp_path, wandb_enabled=True, wandb={"project": "mine", "entity": "team", "tags": TAGS})
+    history: list[tuple[int, float]] = []
+    about: list[Any] = []
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
+        for data in records(file.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
+            if "grpo/reward/mean" in items:
+                history.append((int(items["_step"]), json.loads(items["grpo/reward/mean"])))
+            about += [record.run] if record.HasField("run") else []
+    assert history == EXPECTED
+    assert {(one.project, one.entity, one.display_name, tuple(one.tags)) for one in about} == {
+        ("mine", "team", "tiny", tuple(TAGS))
+    }
+    assert {one.run_id for one in about} == {(run / "wandb_id").read_text()}
+
+
+def records(content: bytes) -> list[bytes]:
+    """The records of a `.wandb` file: LevelDB's log format after a header of 7 bytes, in blocks of 32 KiB."""
+    found, at, parts = [], 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            found.append(parts)
+            parts = b""
+    return found
+
+
+def test_mlflow(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run_twice(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": uri, "experiment_name": "mine"})
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "grpo/reward/mean")
+    assert sorted((metric.step, metric.value) for metric in history) == EXPECTED
+    assert (run.info.run_name, run.info.status) == ("tiny", "FINISHED")
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    from trackio import sqlite_storage, utils
+
+    for module in (utils, sqlite_storage):  # read from the environment when it is imported
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    run_twice(tmp_path, trackio_enabled=True, trackio={"project": "mine"})
+    logs = sqlite_storage.SQLiteStorage.get_logs("mine", "tiny")
+    assert [(line["step"], line["grpo/reward/mean"]) for line in logs] == EXPECTED
+
+
+def test_several_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run = run_twice(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": uri}, tensorboard_enabled=True)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("grpo/reward/mean")] == EXPECTED
