@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from typing_extensions import TypeAliasType
 
 # Named, because pydantic resolves a recursive type only through a name.
@@ -37,3 +39,24 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _within_sense(cls, value: object, info: ValidationInfo) -> object:
+        """Rejects true and false for numbers, which pydantic reads as 1 and 0, and integers beyond 64 bits."""
+        types = set(_alternatives(cls.model_fields[info.field_name or ""].annotation))
+        if isinstance(value, bool) and types & {int, float} and not types & {bool, Json}:
+            raise ValueError("a number")
+        if isinstance(value, int) and int in types and abs(value) >= 2**63:
+            raise ValueError("an integer below 2**63")
+        return value
+
+
+def _alternatives(annotation: object) -> Iterator[object]:
+    """Yields the types of a union, or the type itself, without constraints."""
+    inner = [arg for arg in get_args(annotation) if isinstance(arg, type | UnionType) or get_args(arg)]
+    if not inner or get_origin(annotation) in (list, tuple, dict):
+        yield annotation
+    else:
+        for arg in inner:
+            yield from _alternatives(arg)

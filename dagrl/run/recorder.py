@@ -6,9 +6,10 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dagrl.config import Config
+from dagrl.run.learning_watch import LearningWatch
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.plot import plot_run
@@ -35,11 +36,14 @@ class Recorder:
     groups: Sequence[WorkerGroup]
     at_end: ExitStack
     rollouts: RolloutLog | None = None
+    watch: LearningWatch = field(default_factory=LearningWatch)
 
     def step(self, stage: str, step: int, position: int, total: int, metrics: dict[str, float]) -> None:
         """Records finished step `step` of the run, which is step `position` of `total` in its stage."""
         self.record.log(step, stage, metrics)
         self.progress.step(position, total, metrics, stage=stage)
+        if stage == "grpo":
+            self.watch.step(metrics)
         if step % TRACE_PERIOD == 0:
             self.write_trace()
 

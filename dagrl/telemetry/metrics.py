@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 REWARD_MEAN = "reward/mean"  # of a step's samples, unshaped
+EQUAL_GROUPS = "reward/equal_groups"  # share of a step's groups whose valid rewards are all equal
 KL = "policy/kl"  # to the reference policy, per token
 ENTROPY = "policy/entropy"  # nats per token
 CLIP_RATIO = "policy/clip_ratio"  # share of tokens whose probability ratio was clipped

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from dagrl.channels.nccl import nccl_environment
-from dagrl.config import Config, GenerationConfig
+from dagrl.config import Config, GenerationConfig, Json
 from dagrl.errors import ConfigError
 from dagrl.machine import VISIBLE, gpu_count
 
@@ -75,6 +75,26 @@ def require_generation(config: Config) -> GenerationConfig:
             "policy.generation.vllm_cfg if they exist, or remove them"
         )
     return config.policy.generation
+
+
+CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256})
+"""Head sizes of vLLM's CPU attention in every version that dagrl supports (vllm/v1/attention/backends/cpu_attn.py)."""
+
+
+def check_head_size(config: Config, hf_config: Mapping[str, Json]) -> None:
+    """Raises ConfigError if generation workers run on CPUs and vLLM's attention there lacks the model's head size."""
+    heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
+    size = hf_config.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None)
+    if gpu_count() or config.cluster.address is not None or size is None or size in CPU_HEAD_SIZES:
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        raise ConfigError(
+            f"the model's attention heads have a size of {size} (head_dim), which vLLM's attention on CPUs lacks; it has "
+            f"{', '.join(map(str, known))}. Use another head_dim, or run on GPUs"
+        )
 
 
 def model_path(config: Config) -> str:

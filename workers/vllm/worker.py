@@ -24,7 +24,7 @@ from dagrl.workers.families.kv_scales import check_family, vllm_attentions, vllm
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
-from dagrl.workers.vllm.environment import require_generation, show_host_gpus, vllm_environment
+from dagrl.workers.vllm.environment import check_head_size, require_generation, show_host_gpus, vllm_environment
 from dagrl.workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.peers import Peers
@@ -66,6 +66,7 @@ class VllmWorker:
         compute_dtype(config, hf_config)
         if has_fp8_kv_cache(config):
             check_family(hf_config)
+        check_head_size(config, hf_config)
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
 
     @staticmethod

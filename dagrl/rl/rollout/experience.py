@@ -32,10 +32,19 @@ from dagrl.rl.rewards import RewardRunner, check_failures, join_rewards, rewards
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.rollouts import Rollouts
-from dagrl.rl.rollout.scoring import FAILED, ZERO_VARIANCE, ScoredGroup, answered, drop_reason, mean_reward, scored_group
+from dagrl.rl.rollout.scoring import (
+    FAILED,
+    ZERO_VARIANCE,
+    ScoredGroup,
+    answered,
+    drop_reason,
+    equal_share,
+    mean_reward,
+    scored_group,
+)
 from dagrl.rl.rollout.trajectories import TrajectoryBuffer
 from dagrl.rl.rollout.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
-from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, REWARD_MEAN, STALENESS, VALIDATION
+from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD_MEAN, STALENESS, VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +234,7 @@ class Experience:
         return {
             REWARD_MEAN: mean_reward(rewards, samples),
             "reward/failures": float(rewards.failed),
+            EQUAL_GROUPS: equal_share(groups),
             **self._environment_failures(samples, ENVIRONMENT_FAILURES),
             "completion_tokens": float(np.mean(lengths)),
             "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),

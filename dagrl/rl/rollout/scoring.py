@@ -41,6 +41,11 @@ def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rew
     return ScoredGroup(group, samples, rewards, values, valid_samples(rewards, samples))
 
 
+def equal_share(groups: Sequence[ScoredGroup]) -> float:
+    """Returns the share of the groups whose valid samples have equal rewards, or of which fewer than two are valid."""
+    return sum(bool(zero_variance_groups([group.values], [group.valid])[0]) for group in groups) / len(groups)
+
+
 def drop_reason(group: ScoredGroup) -> str:
     """Returns why dynamic sampling drops the group; "" if it keeps it."""
     if np.count_nonzero(group.valid) < 2:

@@ -85,6 +85,21 @@ TABLE = [
     Row("unknown key", ("policy.precison", "did you mean 'policy.precision'"), ("policy.precison=float32",)),
     Row("key in another section", ("did you mean 'policy.generation.temperature'",), ("grpo.temperature=1",)),
     Row("wrong type", ("seed (command line)", "found 'many'", "integer"), ("seed=many",)),
+    Row(
+        "true for a number",
+        ("grpo.max_num_steps (command line): found True; expected: a number",),
+        ("grpo.max_num_steps=true",),
+    ),
+    Row(
+        "an integer beyond sense",
+        ("grpo.max_num_steps (command line)", "expected: an integer below 2**63"),
+        ("grpo.max_num_steps=99999999999999999999999",),
+    ),
+    Row(
+        "a head size that vLLM lacks on CPUs",
+        ("generation workers: the model's attention heads have a size of 24", "32, 64"),
+        ("policy.random_init.hf_config.head_dim=24",),
+    ),
     Row("out of range", ("grpo.max_num_steps", "found -1", "greater than 0"), ("grpo.max_num_steps=-1",)),
     *(
         Row(f"{key} below the range", (f"{key} (command line): found -1; expected: greater",), (f"{key}=-1",))

@@ -1,0 +1,44 @@
+"""Warnings of runs that do not learn: once each, after some steps in a row, with the keys to look at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from dagrl.run.learning_watch import PATIENCE, LearningWatch
+from dagrl.telemetry.metrics import ENTROPY, EQUAL_GROUPS, KL
+
+GOOD = {EQUAL_GROUPS: 0.4, ENTROPY: 1.0, KL: 0.01}
+
+
+def warnings(steps: Sequence[dict[str, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
+    watch = LearningWatch()
+    with caplog.at_level(logging.WARNING, "dagrl"):
+        for metrics in steps:
+            watch.step(metrics)
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({EQUAL_GROUPS: 1.0}, ["equal for 5 steps", "reward.function", "grpo.num_generations_per_prompt"]),
+        ({ENTROPY: 0.01}, ["fell from 1 to 0.01", "loss_fn.ratio_clip_max"]),
+        ({ENTROPY: 3.5}, ["grew from 1 to 3.5", "optimizer.lr"]),
+        ({KL: 2.5}, ["2.5 nats", "loss_fn.reference_policy_kl_penalty"]),
+    ],
+)
+def test_what_lasts_is_said_once(bad: dict[str, float], says: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = warnings([GOOD] + [GOOD | bad] * (3 * PATIENCE), caplog)
+    assert all(words in message for words in says)
+
+
+def test_one_bad_step_and_a_good_run_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    bad = {EQUAL_GROUPS: 1.0, ENTROPY: 0.001, KL: 9.0}
+    assert warnings(([GOOD] + [bad] * (PATIENCE - 1)) * 4, caplog) == []
+
+
+def test_metrics_that_a_step_lacks_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings([{"loss": 1.0}] * 3 * PATIENCE, caplog) == []
