@@ -5,6 +5,7 @@
     dagrl config CONFIG [a.b=c ...] | --schema
     dagrl examples [NAME] [-o DIR]
     dagrl inspect CONFIG [--phase P] [-o F]
+    dagrl evaluate CONFIG [a.b=c ...] [--checkpoint DIR] [--samples N] [--k K ...]
     dagrl view RUN [RUN] [--export F]
     dagrl bench NAME [...]
     dagrl doctor
@@ -132,6 +133,25 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .mmd or .md file (Mermaid)")
     inspect.set_defaults(command=_inspect)
 
+    evaluate = commands.add_parser(
+        "evaluate", parents=[configured], help="measure a model on held-out prompts: greedy, sampled, pass@k"
+    )
+    evaluate.add_argument(
+        "--checkpoint", metavar="DIR", help="a Hugging Face directory or Hub id, instead of the configuration's"
+    )
+    evaluate.add_argument("--samples", metavar="N", type=int, default=8, help="sampled completions of a prompt (default: 8)")
+    evaluate.add_argument("--k", metavar="K", type=int, action="append", help="a k of pass@k; repeatable (default: 1 and N)")
+    evaluate.add_argument(
+        "--right-from", metavar="R", type=float, default=1.0, help="reward of a right completion (default: 1)"
+    )
+    evaluate.add_argument("--limit", metavar="N", type=int, help="prompts (default: grpo.max_val_samples)")
+    evaluate.add_argument("--no-greedy", action="store_true", help="no greedy completion")
+    evaluate.add_argument("--train", action="store_true", help="on the prompts that training uses, not on held-out ones")
+    evaluate.add_argument(
+        "--json", metavar="F", type=Path, help="write the metrics, and every completion with its reward, to F"
+    )
+    evaluate.set_defaults(command=_evaluate)
+
     view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
     view.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other"
@@ -239,6 +259,14 @@ def _inspect(options: argparse.Namespace) -> None:
     _log(options)
     config = derive_from_machine(load_config(options.config, options.overrides)).config
     sys.stdout.write(inspect_config(config, options.phase, options.output))
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from dagrl.cli.evaluate import run_evaluation
+
+    _check_outputs(options)
+    _log(options, "INFO")
+    sys.stdout.write(run_evaluation(options))
 
 
 def _view(options: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     plans = [
         PhasePlan("train_step", steps, scalars=STEP),
         *(PhasePlan(name, rows, scalars=STEP) for name in logprob_phases(config)),
-        _generate_plan(config),
+        generate_plan(config),
         PhasePlan("refit", value=0),
     ]
     if config.grpo.overlap_training:
@@ -95,7 +95,8 @@ def least_chunk(config: Config) -> int:
     return max(1, samples_per_step(config) // CHUNKS)
 
 
-def _generate_plan(config: Config) -> PhasePlan:
+def generate_plan(config: Config) -> PhasePlan:
+    """The phase of generation."""
     generation = generation_config(config)
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
     steps = (FIRST_QUANTUM,) * generation.vllm_cfg.layout.dp

@@ -89,7 +89,7 @@ def open_session(config: Config, plan: Plans) -> Iterator[Session]:
         paths = prepare_run_directory(config, inputs.derived)
         for key, reason in inputs.derived.items():
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
-        config = _resolved(config, inputs, paths)
+        config = prepared_config(config, inputs, paths.init_model)
         store, resumed = _open_checkpoints(config, paths)
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
@@ -99,7 +99,7 @@ def open_session(config: Config, plan: Plans) -> Iterator[Session]:
             stop.listen()
         progress.stage(f"Starting {_workers_text(config)}")
         groups = _start_groups(config, stack, stop)
-        scheduler = stack.enter_context(Scheduler(groups, _options(config)))
+        scheduler = stack.enter_context(Scheduler(groups, scheduler_options(config)))
         train, generation = groups[0], groups[1] if len(groups) > 1 else None
         clock = PhaseClock(trace)
         shared = _shared_devices(config, groups, clock)
@@ -145,10 +145,13 @@ def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:
     return {plan.name: load_phase(config.phases, plan.name) for plan in plans}
 
 
-def _resolved(config: Config, inputs: Inputs, paths: RunPaths) -> Config:
-    """The configuration that workers get: step limits, absolute paths and stop tokens are filled in."""
+def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
+    """Returns the configuration that workers get: step limits, absolute paths and stop tokens are filled in.
+
+    A model from a seed is written to `init_model`.
+    """
     config = limit_steps(config, inputs)
-    model = prepare_model(config.policy, inputs.tokenizer, paths.init_model)
+    model = prepare_model(config.policy, inputs.tokenizer, init_model)
     return with_end_of_sequence(with_absolute_paths(config, model), inputs.tokenizer)
 
 
@@ -299,7 +302,8 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
 
 
-def _options(config: Config) -> SchedulerOptions:
+def scheduler_options(config: Config) -> SchedulerOptions:
+    """How the scheduler of a run executes phases."""
     return SchedulerOptions(
         executor=config.executor,
         fallback=config.fallback,

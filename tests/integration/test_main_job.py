@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +154,29 @@ def test_every_trained_sample_is_kept_with_its_tokens_and_logprobs(learned: Run)
     for group in range(0, len(first), 8):  # the quickstart's groups; leave one out, divided by the standard deviation
         rewards, advantages = (np.array([row[name] for row in first[group : group + 8]]) for name in ("reward", "advantage"))
         assert (np.sign(advantages) == np.sign(rewards - rewards.mean())).all()
+
+
+def test_evaluation_is_greedy_and_counts_what_is_right(learned: Run, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    final, file = learned.directory / "final_model", tmp_path / "found.json"
+    dagrl = str(Path(sys.executable).with_name("dagrl"))
+    command = [dagrl, "evaluate", GRPO, "--checkpoint", str(final), "--samples", "4", "--limit", "32", "--json", str(file)]
+    shown = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True, timeout=280).stdout
+    found = json.loads(file.read_text())
+    metrics, prompts = found["metrics"]["all"], found["prompts"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32), AutoTokenizer.from_pretrained(final)
+    tokens = tokenizer([one["prompt"] for one in prompts], return_tensors="pt", padding=True, padding_side="left")
+    made = model.generate(**tokens, max_new_tokens=4, do_sample=False)[:, tokens["input_ids"].shape[1] :]
+    expected = tokenizer.batch_decode(made, skip_special_tokens=True)
+    greedy = [[item["text"] for item in one["completions"] if item["greedy"]] for one in prompts]
+    assert greedy == [[text] for text in expected] and len(prompts) == 32
+    right = [[item["text"] == one["reference"] for item in one["completions"] if not item["greedy"]] for one in prompts]
+    assert metrics["greedy/right"] == np.mean(
+        [text == one["reference"] for text, one in zip(expected, prompts, strict=True)]
+    )
+    assert metrics["pass@1"] == pytest.approx(np.mean(right)) and metrics["pass@4"] == np.mean([any(row) for row in right])
+    assert f"{metrics['pass@1']:.4f}" in shown and 0 < metrics["pass@1"] < metrics["pass@4"]
 
 
 def replays_before_first_steps(run: Run, events: list[Metrics]) -> set[tuple[str, int]]:

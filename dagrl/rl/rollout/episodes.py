@@ -26,7 +26,7 @@ class Episode:
 
     `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `awaiting` is
     True from the end of a turn until the environment answers it. `failure` is the environment's error if the finish reason
-    is `environment_failed`.
+    is `environment_failed`. A `greedy` sequence takes the likeliest token at each step.
     """
 
     prompt: Prompt
@@ -41,6 +41,7 @@ class Episode:
     turn_start: int = 0
     awaiting: bool = False
     failure: str = ""
+    greedy: bool = False
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)

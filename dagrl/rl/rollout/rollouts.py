@@ -297,7 +297,7 @@ class Rollouts:
             request_ids=np.array(requests, np.int64),
             seeds=np.array([turn_seed(episode) for episode in episodes], np.int64),
             max_new_tokens=np.array(limits, np.int64),
-            greedy=np.zeros(len(episodes), np.int64),
+            greedy=np.array([episode.greedy for episode in episodes], np.int64),
         )
 
     def _texts(self, turns: Sequence[Turn]) -> list[str]:

@@ -1,0 +1,78 @@
+"""`dagrl evaluate`: measures a model, prints a table, and writes the completions."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dagrl.config.file import load_config
+from dagrl.errors import ConfigError
+from dagrl.files import write_whole
+from dagrl.run.evaluate import Evaluation, Report, check_evaluation, evaluate
+from dagrl.run.hub import is_hub_id
+
+
+def run_evaluation(options: argparse.Namespace) -> str:
+    """Runs the evaluation that the command line asks for; returns the table."""
+    overrides = [*options.overrides, *_checkpoint(options.checkpoint)]
+    if options.limit is not None:
+        overrides.append(f"grpo.max_val_samples={options.limit}")
+    config = load_config(options.config, overrides)
+    wanted = Evaluation(
+        samples=options.samples,
+        ks=tuple(sorted(set(options.k or [k for k in (1, options.samples) if k]))),
+        greedy=not options.no_greedy,
+        right_from=options.right_from,
+        train_split=options.train,
+    )
+    check_evaluation(config, wanted)
+    report = evaluate(config, wanted)
+    if options.json is not None:
+        write_whole(options.json, json.dumps(_content(report), indent=1, ensure_ascii=False))
+    return table_text(report)
+
+
+def _checkpoint(name: str | None) -> list[str]:
+    """The overrides that evaluate another model. Raises ConfigError for a checkpoint of train workers."""
+    if name is None:
+        return []
+    if not (Path(name) / "config.json").is_file() and not is_hub_id(name):
+        trained = (Path(name) / "state.json").is_file()
+        advice = f"convert it first: dagrl export {name} -o MODEL" if trained else "expected one, or an id on the Hub"
+        raise ConfigError(f"--checkpoint {name} is not a Hugging Face directory; {advice}")
+    return [f"policy.model_name={name}", "policy.random_init=null", "policy.tokenizer.name=null"]  # it has its own tokenizer
+
+
+def table_text(report: Report) -> str:
+    """Returns the metrics as a table, a row for each task."""
+    names = list(dict.fromkeys(name for row in report.rows.values() for name in row))
+    table = Table("task", *names)
+    for task, row in report.rows.items():
+        table.add_row(task, *(_shown(row.get(name)) for name in names))
+    text = io.StringIO()
+    Console(file=text, width=200).print(table)
+    return text.getvalue()
+
+
+def _shown(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value == int(value) and value > 1 else f"{value:.4f}"
+
+
+def _content(report: Report) -> dict[str, Any]:
+    prompts = [
+        {
+            "prompt": of_prompt[0].sample.prompt.text,
+            "reference": of_prompt[0].sample.prompt.reference,
+            "completions": [{"text": one.sample.text, "greedy": one.greedy, "reward": one.reward} for one in of_prompt],
+        }
+        for of_prompt in report.completions
+    ]
+    return {"metrics": report.rows, "prompts": prompts}

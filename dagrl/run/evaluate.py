@@ -1,0 +1,185 @@
+"""Evaluates a model on held-out prompts: generates greedy and sampled completions, rewards them, and counts pass@k.
+
+    report = evaluate(config, Evaluation(samples=8, ks=(1, 8)))
+    report.rows["all"]["pass@8"]
+
+Only generation workers start. They load `policy.model_name` themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from dagrl.config import Config
+from dagrl.config.settings import device_count
+from dagrl.data.tokenization import Prompt
+from dagrl.errors import ConfigError
+from dagrl.rl.environments import EnvironmentRunner
+from dagrl.rl.functions.answers import Answers
+from dagrl.rl.pass_at_k import pass_at_k
+from dagrl.rl.rewards import RewardRunner, rewards_of
+from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
+from dagrl.rl.rollout.rollouts import Rollouts
+from dagrl.run.alone import worker_group
+from dagrl.run.engines import WorkerEngines
+from dagrl.run.plans import generate_plan
+from dagrl.run.preflight import Inputs, preflight
+from dagrl.run.replays import Replays
+from dagrl.run.start import load_phases, prepared_config, scheduler_options
+from dagrl.runtime.schedule import Scheduler
+from dagrl.telemetry.timing import PhaseClock
+
+logger = logging.getLogger(__name__)
+
+ALL = "all"
+WAIT_S = 1.0
+LOGGED = 10  # lines of progress
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to measure: one greedy completion of each prompt if `greedy`, and `samples` sampled ones.
+
+    A completion is right if its reward is at least `right_from`.
+    """
+
+    samples: int = 8
+    ks: tuple[int, ...] = (1, 8)
+    greedy: bool = True
+    right_from: float = 1.0
+    train_split: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A rewarded completion. `reward` is None if the reward function or the environment failed."""
+
+    sample: Sample
+    greedy: bool
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """`rows[task]` has the metrics of a task, `rows["all"]` of everything; `completions[prompt]` what they come from."""
+
+    rows: dict[str, dict[str, float]]
+    completions: list[list[Completion]] = field(repr=False, default_factory=list)
+
+
+def check_evaluation(config: Config, wanted: Evaluation) -> None:
+    """Raises ConfigError for what cannot be evaluated."""
+    if config.algorithm != "grpo":
+        raise ConfigError("an evaluation generates and rewards completions; add algorithm=grpo and reward.function=...")
+    if wanted.samples < 1 and not wanted.greedy:
+        raise ConfigError("nothing to generate: raise --samples, or leave --no-greedy out")
+    wrong = [k for k in wanted.ks if not 1 <= k <= wanted.samples]
+    if wrong and wanted.samples:
+        raise ConfigError(f"pass@{wrong[0]}: expected a k of 1 to {wanted.samples}, the samples of each prompt (--samples)")
+
+
+def evaluate(config: Config, wanted: Evaluation) -> Report:
+    """Runs the evaluation. Raises a UserError, before any worker starts, for what can be checked by then."""
+    check_evaluation(config, wanted)
+    inputs = preflight(config)
+    prompts = (inputs.prompts if wanted.train_split else inputs.validation_prompts)[: config.grpo.max_val_samples]
+    if not prompts:
+        raise ConfigError("no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train")
+    with ExitStack() as stack:
+        made = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
+        config = prepared_config(inputs.config, inputs, made / "init_model")
+        reward = stack.enter_context(RewardRunner(config.reward))
+        has_environment = config.environment.function is not None
+        environment = stack.enter_context(
+            EnvironmentRunner(config.environment, inputs.tokenizer) if has_environment else nullcontext()
+        )
+        group = stack.enter_context(worker_group(config, "generation"))
+        scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
+        plan = generate_plan(config)
+        replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), device_count(config))
+        scheduler.add(
+            replays.phases[plan.name],
+            buckets=plan.buckets,
+            scalars=dict(plan.scalars),
+            token_ids=len(inputs.tokenizer),
+            result_bytes=plan.result_bytes,
+        )
+        scheduler.compile()
+        scheduler.warmup()
+        rollouts = Rollouts(config, WorkerEngines(group, replays, config.timeouts.replay), inputs.tokenizer, environment)
+        return _report(_complete(config, inputs, prompts, wanted, rollouts, reward), wanted)
+
+
+def _complete(
+    config: Config, inputs: Inputs, prompts: Sequence[Prompt], wanted: Evaluation, rollouts: Rollouts, reward: RewardRunner
+) -> list[list[Completion]]:
+    """Generates and rewards all completions, by prompt."""
+    scoring: list[tuple[RolloutGroup, list[Sample], Future[Answers]]] = []
+    for number, prompt in enumerate(prompts):
+        seeds = request_seeds(config.seed, number, wanted.samples + wanted.greedy)
+        group = new_group(config, number, number, prompt, seeds)
+        for episode in group.episodes[: wanted.greedy]:
+            episode.greedy = True
+        rollouts.start(group)
+    while rollouts.busy:
+        if not rollouts.generating and rollouts.pending:
+            wait(rollouts.pending, WAIT_S, FIRST_COMPLETED)
+        for group in rollouts.advance():
+            samples = samples_of(inputs.tokenizer, group)
+            scoring.append((group, samples, reward.submit(*_texts(samples))))
+            if len(scoring) % max(1, len(prompts) // LOGGED) == 0:
+                logger.info("completed %d of %d prompts", len(scoring), len(prompts))
+    completions: dict[int, list[Completion]] = {}
+    for group, samples, answers in scoring:
+        rewards = rewards_of(answers.result())
+        reward.check(rewards, may_all_fail=True)
+        values = [float(value) if valid else None for value, valid in zip(rewards.values, rewards.answered, strict=True)]
+        completions[group.number] = [
+            Completion(sample, sample.completion.greedy, value) for sample, value in zip(samples, values, strict=True)
+        ]
+    return [completions[number] for number in range(len(prompts))]
+
+
+def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
+    return (
+        [sample.prompt.text for sample in samples],
+        [sample.text for sample in samples],
+        [sample.prompt.reference for sample in samples],
+    )
+
+
+def _report(completions: list[list[Completion]], wanted: Evaluation) -> Report:
+    return Report({ALL: summary(completions, wanted)}, completions)
+
+
+def summary(completions: Sequence[Sequence[Completion]], wanted: Evaluation) -> dict[str, float]:
+    """Returns the metrics of prompts. A completion without a reward counts as wrong, and not in mean rewards."""
+    everything = [one for of_prompt in completions for one in of_prompt]
+    found: dict[str, float] = {"prompts": float(len(completions))}
+    for name, greedy in (("greedy", True), ("sampled", False)):
+        kind = [one for one in everything if one.greedy is greedy]
+        rewards = [one.reward for one in kind if one.reward is not None]
+        if kind:
+            found[f"{name}/reward"] = _mean(rewards)
+            found[f"{name}/right"] = _mean([float(_is_right(one, wanted)) for one in kind])
+            found[f"{name}/tokens"] = _mean([float(len(one.sample.completion.tokens)) for one in kind])
+    if wanted.samples:
+        counts = [sum(_is_right(one, wanted) for one in of_prompt if not one.greedy) for of_prompt in completions]
+        found |= {f"pass@{k}": _mean([pass_at_k(wanted.samples, right, k) for right in counts]) for k in wanted.ks}
+    failed = sum(one.reward is None for one in everything)
+    return {**found, **({"failed": float(failed)} if failed else {})}
+
+
+def _is_right(one: Completion, wanted: Evaluation) -> bool:
+    return one.reward is not None and one.reward >= wanted.right_from
+
+
+def _mean(values: Sequence[Any]) -> float:
+    return sum(values) / len(values) if values else 0.0
