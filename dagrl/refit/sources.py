@@ -1,0 +1,218 @@
+"""Slices of a torch module: plain, FSDP2, tensor-parallel (DTensor), torchtitan's, or a Hugging Face model.
+
+    slices = slices_of(model, dtype="bfloat16")     # what this rank holds; no communication, no copy
+    tensors = tensors_of(model, dtype="bfloat16")   # the memory that these slices refer to
+
+A DTensor's placements say which part of a parameter is in its local tensor. Names are those of the checkpoint: a
+transformers model is described by the conversion that transformers applies when it saves, any other module by its own names
+or by `to_hf`. The conversion runs once over meta tensors, so that a fused or transposed parameter is sent from where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dagrl.errors import RefitPlanError
+from dagrl.refit.slices import Box, WeightSlice, intersect
+from dagrl.refit.strided import NEW_DIM, Arranged, Strided, StridedCopy, copied_slices, stack_experts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ToHf = Callable[[dict[str, "Tensor"]], Mapping[str, "Tensor"]]
+"""Turns a module's state dict into that of its checkpoint, by views and copies of views."""
+
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.contiguous.default}
+
+
+def slices_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None) -> list[WeightSlice]:
+    """Returns which boxes of which checkpoint parameters this rank holds.
+
+    `dtype` is that of the plan; slices of tensors in another dtype have theirs. `to_hf` converts to the names and shapes of
+    the checkpoint, as torchtitan's `StateDictAdapter.to_hf` does. None takes the conversion of a transformers model, and the
+    module's own names otherwise. Tied parameters are described once.
+
+    Raises RefitPlanError for a placement that holds no part of a parameter (Partial), and for a checkpoint parameter that
+    `to_hf` computes instead of taking it from one parameter.
+    """
+    return _described(module, dtype, to_hf)[0]
+
+
+def tensors_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None) -> dict[str, Tensor]:
+    """Returns the local tensors by the names in `slices_of` with the same arguments."""
+    return _described(module, dtype, to_hf)[1]
+
+
+def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple[list[WeightSlice], dict[str, Tensor]]:
+    state = _distinct(module.state_dict(keep_vars=True))
+    found: list[WeightSlice] = []
+    tensors: dict[str, Tensor] = {}
+    parts = {name: list(_held(name, tensor)) for name, tensor in state.items()}
+    for whole, arranged in _converted(state, to_hf or _transformers_conversion(module)):
+        name = arranged.tensor if arranged else whole.tensor
+        tensor, local = state[name], _local(state[name])
+        kind = str(tensor.dtype).removeprefix("torch.")
+        place = arranged or Arranged(name, tuple(range(tensor.dim())))
+        for held, at in parts[name]:
+            part = _within(whole, _ordered(held, place), _ordered(at, place), "" if kind == dtype else kind)
+            if part is not None:
+                found.append(part)
+                tensors[part.tensor] = place.of(local.detach())
+    return stack_experts(found), tensors
+
+
+def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors of a state dict, each under its first name."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            named.setdefault(id(value), (name, value))
+    return dict(named.values())
+
+
+def _transformers_conversion(module: torch.nn.Module) -> ToHf:
+    if not hasattr(module, "save_pretrained"):
+        return dict
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return lambda state: revert_weight_conversion(module, state)
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a storage is: the parameter `name`, or a dense copy of `original`, arranged as `copied`."""
+
+    name: str = ""
+    copied: Strided | None = None
+    original: Tensor | None = None
+
+
+class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps which parameter each copy of a meta tensor was made from."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, _Memory] = {}
+        self._alive: list[Any] = []  # storages, so that no other has the address of one of them
+
+    def add(self, tensor: Tensor, memory: _Memory) -> Tensor:
+        self._alive.append(tensor.untyped_storage())
+        self._known[tensor.untyped_storage()._cdata] = memory
+        return tensor
+
+    def of(self, tensor: Tensor) -> _Memory | None:
+        return self._known.get(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _COPIES and self.of(args[0]) is not None and self.of(made) is None:
+            self.add(made, _Memory(copied=Strided.of(made), original=args[0]))
+        return made
+
+
+def _converted(state: Mapping[str, Tensor], to_hf: ToHf) -> Iterator[tuple[WeightSlice, Arranged | None]]:
+    """Yields the slices of whole parameters: where each one of the checkpoint is in one of the module."""
+    views = _Views()
+    meta = {
+        name: views.add(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), _Memory(name))
+        for name, tensor in state.items()
+    }
+    with torch.no_grad(), views:
+        checkpoint = to_hf(meta)
+    for name, view in checkpoint.items():
+        memory, copy = views.of(view), StridedCopy.between(Strided.of(view), Strided.whole(view.shape))
+        while memory is not None and memory.original is not None and memory.copied is not None:
+            copy = copy.through(memory.copied, Strided.of(memory.original))
+            memory = views.of(memory.original)
+        if memory is None:
+            raise RefitPlanError(
+                f"{name!r} of the checkpoint is computed from the module's parameters; a refit sends views of them. Load "
+                "such a model under the names that the engine's loader takes unchanged"
+            )
+        swapped = StridedCopy(copy.target, copy.source, tuple((count, own, other) for count, other, own in copy.loops))
+        slices, arranged = copied_slices(name, view.shape, swapped, memory.name, Strided.whole(state[memory.name].shape))
+        yield from ((one, arranged) for one in slices)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _held(name: str, tensor: Tensor) -> Iterator[tuple[Box, Box]]:
+    """Yields the boxes of a parameter that this rank holds, and where they are in its local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        whole = tuple((0, size) for size in tensor.shape)
+        yield whole, whole
+        return
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return
+    runs = []
+    for dim, size in enumerate(tensor.shape):
+        index = torch.arange(size)
+        for axis, placement in enumerate(tensor.placements):
+            index = _share(name, index, dim, placement, tensor.device_mesh.size(axis), coordinate[axis])
+        runs.append(list(_runs(index.tolist())))
+    for parts in product(*runs):
+        yield tuple(part for part, _ in parts), tuple(at for _, at in parts)
+
+
+def _share(name: str, index: Tensor, dim: int, placement: Any, count: int, at: int) -> Tensor:
+    """Returns the indices of one dimension that rank `at` of `count` holds, of those that are placed together so far."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, Replicate):
+        return index
+    if not isinstance(placement, Shard | _StridedShard):
+        raise RefitPlanError(
+            f"parameter {name!r} is placed as {placement}, which holds no part of its value; redistribute it to Shard or "
+            "Replicate before a refit"
+        )
+    if placement.dim != dim:
+        return index
+    if isinstance(placement, _StridedShard):  # each of `split_factor` pieces is shared among the ranks
+        pieces = _chunks(index, int(placement.split_factor))
+        return torch.cat([_chunks(piece, count)[at] for piece in pieces])
+    return _chunks(index, count)[at]
+
+
+def _chunks(index: Tensor, count: int) -> list[Tensor]:
+    """Returns what `torch.chunk` does, and empty parts if those are fewer than `count`."""
+    found = list(index.chunk(count)) if index.numel() else []
+    return [*found, *[index[:0]] * (count - len(found))]
+
+
+def _runs(index: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yields the runs of consecutive indices, and their places."""
+    start = 0
+    for place in range(1, len(index) + 1):
+        if place == len(index) or index[place] != index[place - 1] + 1:
+            yield (index[start], index[place - 1] + 1), (start, place)
+            start = place
+
+
+def _ordered(box: Box, arranged: Arranged) -> Box:
+    return tuple((0, 1) if dim == NEW_DIM else box[dim] for dim in arranged.dims)
+
+
+def _within(whole: WeightSlice, held: Box, at: Box, dtype: str) -> WeightSlice | None:
+    """Returns the part of a slice of the whole tensor that is in the box `held`, which a rank has at `at`."""
+    both = intersect(whole.local, held)
+    if both is None:
+        return None
+    lead = len(whole.local) - len(whole.box)
+    triples = zip(both[lead:], whole.local[lead:], whole.box, strict=True)
+    box = tuple((low - first + start, high - first + start) for (low, high), (first, _), (start, _) in triples)
+    local = tuple((low - h[0] + a[0], high - h[0] + a[0]) for (low, high), h, a in zip(both, held, at, strict=True))
+    return WeightSlice(whole.name, box, whole.tensor, local, dtype)

@@ -1,0 +1,145 @@
+"""Slices of modules: what DTensors hold against `full_tensor()`, and names and views against what transformers saves."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dagrl.errors import RefitPlanError
+from dagrl.refit.slices import WeightSlice, expand, volume
+from dagrl.refit.sources import slices_of, tensors_of
+
+RANKS = 4
+
+
+class Holder(nn.Module):
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+
+def part_of(tensors: dict[str, Tensor], one: WeightSlice) -> Tensor:
+    return tensors[one.tensor][tuple(slice(*extent) for extent in one.local)]
+
+
+def check_held(module: nn.Module, whole: dict[str, Tensor], dtype: str = "float32", **options: Any) -> dict[str, Tensor]:
+    """Every slice holds its box of the whole parameter. Returns how often this rank holds each element."""
+    tensors = tensors_of(module, dtype=dtype, **options)
+    held = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
+    for one in expand(slices_of(module, dtype=dtype, **options)):
+        box = tuple(slice(*extent) for extent in one.box)
+        wanted = whole[one.name][box]
+        assert volume(one.box) and torch.equal(part_of(tensors, one).reshape(wanted.shape), wanted), one
+        held[one.name][box] += 1
+    return held
+
+
+def run_rank(rank: int, store: str) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timeout)
+    check_placements(seed=0)
+    check_fsdp_with_tensor_parallel()
+    dist.destroy_process_group()
+
+
+def check_placements(seed: int) -> None:
+    """Random shapes, most of them uneven, in random placements on meshes of one and two dimensions."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    draw = random.Random(seed)  # noqa: S311
+    meshes = [DeviceMesh("cpu", torch.arange(RANKS)), DeviceMesh("cpu", torch.arange(RANKS).view(2, 2))]
+    for number in range(30):
+        mesh = draw.choice(meshes)
+        shape = tuple(draw.choice([1, 3, 4, 5, 8, 13]) for _ in range(draw.randint(1, 3)))
+        placements = [draw.choice([Replicate(), Shard(draw.randrange(len(shape)))]) for _ in range(mesh.ndim)]
+        whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+        placed = distribute_tensor(whole, mesh, placements)
+        strided = mesh.ndim == 2 and placements == [Shard(0), Shard(0)] and shape[0] % 4 == 0
+        if strided:
+            placed = distribute_tensor(whole, mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+        assert torch.equal(placed.full_tensor(), whole)
+        held = check_held(Holder(weight=placed), {"weight": whole})["weight"]
+        copies = torch.prod(torch.tensor([mesh.size(i) for i, p in enumerate(placed.placements) if p.is_replicate()]))
+        dist.all_reduce(held)
+        assert (held == copies).all(), (number, shape, placements)
+
+
+def check_fsdp_with_tensor_parallel() -> None:
+    """FSDP2 over tensor parallelism, with rows that neither divides."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    up, down = nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
+    model = nn.Sequential(OrderedDict(up=up, down=down, norm=nn.LayerNorm(7)))
+    whole = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    placements = [p for tensor in model.state_dict().values() for p in tensor.placements]  # type: ignore[union-attr]
+    assert any(isinstance(placement, _StridedShard) for placement in placements)
+    for name, held in check_held(model, whole).items():
+        dist.all_reduce(held)
+        assert (held == (2 if name.startswith("norm") else 1)).all(), name
+
+
+def test_dtensors_on_real_meshes(tmp_path: Path) -> None:
+    import torch.multiprocessing as mp
+
+    mp.spawn(run_rank, args=(str(tmp_path / "store"),), nprocs=RANKS)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral"])
+def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.families import FAMILIES
+
+    config = dict(FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model.save_pretrained(tmp_path)
+    saved = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for name, held in check_held(model, saved).items():
+        assert (held == 1).all(), name
+
+
+def test_conversions_that_interleave_or_transpose() -> None:
+    weight, other = torch.arange(48.0).view(8, 6), torch.arange(30.0).view(3, 5, 2)
+
+    def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        rope = state["weight"].view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6)
+        return {"q": rope, "experts": state["other"].transpose(1, 2).contiguous()}
+
+    saved = to_hf({"weight": weight, "other": other})
+    for held in check_held(Holder(weight=weight, other=other), saved, to_hf=to_hf).values():
+        assert (held == 1).all()
+
+
+def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
+    module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    module["head"].weight = module["embed"].weight
+    module.register_buffer("scale", torch.ones(3, dtype=torch.bfloat16))
+    named = {one.name: one.dtype for one in slices_of(module, dtype="float32")}
+    assert named == {"embed.weight": "", "scale": "bfloat16"}
+
+
+def test_what_is_no_view_of_a_parameter_is_refused() -> None:
+    with pytest.raises(RefitPlanError, match="'sum' of the checkpoint is computed"):
+        slices_of(Holder(a=torch.ones(2), b=torch.ones(2)), dtype="float32", to_hf=lambda s: {"sum": s["a"] + s["b"]})
