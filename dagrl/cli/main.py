@@ -6,6 +6,7 @@
     dagrl examples [NAME] [-o DIR]
     dagrl inspect CONFIG [--phase P] [-o F]
     dagrl evaluate CONFIG [a.b=c ...] [--checkpoint DIR] [--samples N] [--k K ...]
+    dagrl export SOURCE -o TARGET [a.b=c ...]
     dagrl view RUN [RUN] [--export F]
     dagrl bench NAME [...]
     dagrl doctor
@@ -152,6 +153,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.set_defaults(command=_evaluate)
 
+    export = commands.add_parser(
+        "export", parents=[common], help="convert a checkpoint to a Hugging Face directory, or back"
+    )
+    export.add_argument("source", metavar="SOURCE", type=Path, help="a checkpoint of a run, or a Hugging Face directory")
+    export.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
+    export.add_argument("-o", "--output", metavar="TARGET", type=Path, required=True, help="the directory to write")
+    export.set_defaults(command=_export)
+
     view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
     view.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other"
@@ -267,6 +276,13 @@ def _evaluate(options: argparse.Namespace) -> None:
     _check_outputs(options)
     _log(options, "INFO")
     sys.stdout.write(run_evaluation(options))
+
+
+def _export(options: argparse.Namespace) -> None:
+    from dagrl.run.export import convert
+
+    _log(options, "INFO")
+    sys.stdout.write(f"wrote {convert(options.source, options.output, options.overrides)}\n")
 
 
 def _view(options: argparse.Namespace) -> None:

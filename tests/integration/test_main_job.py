@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dagrl.config.file import load_config
 from dagrl.rl.rollout.rollouts import IN_FLIGHT
@@ -177,6 +178,19 @@ def test_evaluation_is_greedy_and_counts_what_is_right(learned: Run, tmp_path: P
     )
     assert metrics["pass@1"] == pytest.approx(np.mean(right)) and metrics["pass@4"] == np.mean([any(row) for row in right])
     assert f"{metrics['pass@1']:.4f}" in shown and 0 < metrics["pass@1"] < metrics["pass@4"]
+
+
+def test_a_checkpoint_is_exported_and_imported_bit_for_bit(learned: Run, tmp_path: Path) -> None:
+    latest = learned.directory / "checkpoints" / f"step_{STEPS:08d}"
+    model, run, again = (str(tmp_path / name) for name in ("model", "run", "again"))
+    pairs = [(str(latest), model), (model, run), (f"{run}/checkpoints/step_00000000", again)]
+    code = f"from dagrl.cli.main import main\nfor one, other in {pairs}: assert main(['export', one, '-o', other]) == 0"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=280)
+    final = load_file(learned.directory / "final_model" / "model.safetensors")
+    for name in ("model", "again"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == final.keys() and all(torch.equal(found[key], final[key]) for key in final)
+        assert (tmp_path / name / "tokenizer.json").exists()
 
 
 def replays_before_first_steps(run: Run, events: list[Metrics]) -> set[tuple[str, int]]:

@@ -1,0 +1,31 @@
+"""`dagrl export`: what it rejects before anything starts. `test_main_job` converts a checkpoint there and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dagrl.cli.main import main
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("nothing", "nothing is neither a Hugging Face directory (no config.json) nor a checkpoint"),
+        ("run/checkpoints/step_00000001", "does not exist; expected the directory of a checkpoint"),
+    ],
+)
+def test_what_is_no_model_is_an_error(
+    source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/config.yaml").touch()
+    assert main(["export", source, "-o", "out"]) == 2
+    assert message in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_an_existing_target_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), "-o", str(tmp_path)]) == 2
+    assert "exists already; remove it" in capsys.readouterr().err
