@@ -119,7 +119,7 @@ data:
 def _reward(reward: str) -> str:
     return f"""\
 reward:
-  function: {json.dumps(reward)}       # (prompts, completions, references) -> one float per sample
+  function: {json.dumps(reward)}       # (prompts, completions, references) -> one number per sample
 """
 
 

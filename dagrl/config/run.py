@@ -197,8 +197,8 @@ class SftConfig(Section):
     `megatron_cfg.scheduler` with algorithm `sft` and is constant with `grpo`."""
 
 
-class DataConfig(Section):
-    """Training and validation examples: from files, a dataset (`path`) or a callable (`task`)."""
+class DataSourceConfig(Section):
+    """Examples from files, a dataset (`path`) or a callable (`task`)."""
 
     path: PathText | None = None
     """A JSONL file of prompt and response or of messages (and `tools`); a Hugging Face dataset on disk (written by
@@ -231,14 +231,29 @@ class DataConfig(Section):
     response_key: str = "response"
     """Column of the response, the reference of GRPO."""
 
+    messages_key: str = "messages"
+    """Column of the messages of a conversation."""
+
+
+class MixtureConfig(DataSourceConfig):
+    """One of several sources of examples, with the keys of `data`."""
+
+    weight: PositiveFloat | None = None
+    """Share of the examples that are drawn from it, relative to the other weights. null: its number of examples."""
+
+
+class DataConfig(DataSourceConfig):
+    """Training and validation examples: of one source (`path` or `task`), or of several (`mixture`)."""
+
+    mixture: dict[str, MixtureConfig] = Field(default_factory=dict)
+    """Several sources by task name. Each batch has their examples in the shares of their weights. Rewards get the name as
+    `task`, and there are metrics for each. Replaces `path` and `task`."""
+
     apply_chat_template: bool = derived(False, "true if the tokenizer has a chat template")
     """Make a conversation of each prompt and response: a user turn and an assistant turn."""
 
     system_prompt: str | None = None
     """System message in front of each conversation that has none. null: none."""
-
-    messages_key: str = "messages"
-    """Column of the messages of a conversation."""
 
     shuffle: bool = True
     """Shuffle the examples in every epoch."""
@@ -273,16 +288,37 @@ class FunctionConfig(Section):
     num_workers: PositiveInt = 1
     """Processes that run the function."""
 
+    max_concurrency: PositiveInt | None = None
+    """Calls of a coroutine function of single samples under way at once in each process, such as requests to a remote
+    judge. Waiting calls have not begun their `timeout_s`. null: all samples of a group."""
+
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """Largest share of failed samples in a training step or a validation; above it the run ends. A training step in which
     all samples fail always ends it."""
 
 
+class RewardFunctionConfig(FunctionConfig):
+    """One of several reward functions; see `reward.functions`."""
+
+    function: str
+    """Import path of the reward function."""
+
+    tasks: tuple[str, ...] | None = None
+    """Tasks of `data.mixture` whose samples it rewards. null: all."""
+
+
 class RewardConfig(FunctionConfig):
-    """The reward function; see `dagrl.rl.rewards`."""
+    """The reward of a sample: of one function, or the weighted sum of several; see docs/rewards.md."""
 
     function: str = "dagrl.rl.rewards:exact_match"
     """Import path of the reward function."""
+
+    functions: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
+    """Several reward functions by name, each with its own deadlines and processes. Replaces `function`."""
+
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each named part in the reward; 1 for parts without one. Parts are the keys that `function` returns; of
+    `functions` they are the function's name, or `<name>/<key>`."""
 
     shuffle: bool = False
     """Permute the rewards over the samples: a control run that cannot learn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from dagrl.config import Config, GenerationConfig, MegatronConfig, PolicyConfig, VllmConfig
+from dagrl.config import Config, FunctionConfig, GenerationConfig, MegatronConfig, PolicyConfig, VllmConfig
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.runtime.layout import ParallelLayout
 
@@ -181,7 +181,16 @@ def _check_rates(config: Config) -> None:
 
 
 def _check_functions(config: Config) -> None:
-    for name, section in (("reward", config.reward), ("environment", config.environment)):
+    sections: dict[str, FunctionConfig] = {"reward": config.reward, "environment": config.environment}
+    sections |= {f"reward.functions.{name}": item for name, item in config.reward.functions.items()}
+    for name, function in config.reward.functions.items():
+        for task in function.tasks or ():
+            if task not in config.data.mixture:
+                tasks = ", ".join(config.data.mixture) or "no tasks"
+                raise ConfigError(
+                    f"reward.functions.{name}.tasks has {task!r}, which is not in data.mixture; expected: {tasks}"
+                )
+    for name, section in sections.items():
         if section.call_timeout_s is not None and section.call_timeout_s < section.timeout_s:
             raise ConfigError(
                 f"{name}.call_timeout_s is {section.call_timeout_s:g} s, less than {name}.timeout_s {section.timeout_s:g} s "

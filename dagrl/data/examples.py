@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from dagrl.config import DataConfig, Json
 from dagrl.data.hugging_face import has_splits, is_dataset, read_rows
-from dagrl.errors import ConfigError, DataError
+from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import load_callable, running
 
 
@@ -41,7 +42,8 @@ class Example:
     """A prompt and the response to learn (SFT) or to compare with (GRPO). `source` names its file and line, or row.
 
     A conversation has `messages`, which end with an assistant turn. Its `prompt` is empty and its `response` is the content
-    of that turn. `tools` are passed to the chat template.
+    of that turn. `tools` are passed to the chat template. `columns` are all columns of its row, for rewards; `task` is its
+    name in `data.mixture`.
     """
 
     prompt: str
@@ -49,6 +51,8 @@ class Example:
     messages: tuple[Message, ...] = ()
     source: str = ""
     tools: Sequence[Json] = ()
+    columns: Mapping[str, Json] = field(default_factory=dict)
+    task: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,9 @@ class Splits:
 
 
 def load_splits(config: DataConfig) -> Splits:
-    """Loads the examples of `data.path` or `data.task`. Raises DataError or ConfigError."""
+    """Loads the examples of `data.path`, `data.task` or `data.mixture`. Raises DataError or ConfigError."""
+    if config.mixture:
+        return _load_mixture(config)
     if (config.path is None) == (config.task is None):
         found = "neither" if config.path is None else "both"
         raise ConfigError(f"data.path and data.task: found {found}; set one of them")
@@ -69,6 +75,25 @@ def load_splits(config: DataConfig) -> Splits:
     if not splits.demonstrations or not splits.train:
         raise DataError(f"data.task {config.task!r} returned no examples to train on; check data.task_args")
     return splits
+
+
+def _load_mixture(config: DataConfig) -> Splits:
+    """Loads all sources one after the other. Validation takes turns, as a run uses only the first of its examples."""
+    if config.path is not None or config.task is not None:
+        raise ConfigError("data.mixture is set, and so is data.path or data.task; move the latter into data.mixture")
+    sources = []
+    for name, source in config.mixture.items():
+        own = {key: getattr(source, key) for key in source.model_fields_set - {"weight"}}
+        try:
+            splits = load_splits(DataConfig(**own, seed=config.seed))
+        except UserError as error:
+            raise type(error)(f"data.mixture.{name}: {error}") from error
+        parts = (splits.demonstrations, splits.train, splits.validation)
+        sources.append([[replace(example, task=name) for example in part] for part in parts])
+    demonstrations, train, validation = zip(*sources, strict=True)
+    turns = chain.from_iterable(zip_longest(*validation))
+    held_out = tuple(example for example in turns if example is not None)
+    return Splits(tuple(chain(*demonstrations)), tuple(chain(*train)), held_out)
 
 
 def with_chat(example: Example, config: DataConfig) -> Example:
@@ -213,9 +238,11 @@ def _example(line: bytes, source: str, config: DataConfig) -> Example:
 def _example_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
     if config.messages_key in content:
         tools = _tools(content.get("tools"), source)
-        return replace(_conversation(content[config.messages_key], source, config.messages_key), tools=tools)
+        conversation = _conversation(content[config.messages_key], source, config.messages_key)
+        return replace(conversation, tools=tools, columns=content)
     prompt = _text(content, config.prompt_key, "data.prompt_key", source)
-    return Example(prompt, _text(content, config.response_key, "data.response_key", source), source=source)
+    response = _text(content, config.response_key, "data.response_key", source)
+    return Example(prompt, response, source=source, columns=content)
 
 
 def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:

@@ -7,7 +7,8 @@ from typing import cast
 
 import numpy as np
 
-from dagrl.config import Json
+from dagrl.config import DataConfig, Json
+from dagrl.data.tokenization import Row, digest_of
 from dagrl.errors import CheckpointError, DataError
 
 
@@ -67,3 +68,69 @@ class Sampler:
             return list(range(self._count))
         order: Sequence[int] = np.random.default_rng((self._seed, self._epoch)).permutation(self._count).tolist()
         return list(order)
+
+
+class MixtureSampler:
+    """An endless order over several sources, each in its own order, in the shares of their weights.
+
+    `sources` has the indices of each source's examples. Every draw takes the next example of the source that is furthest
+    behind its share, so that any stretch of draws has the shares to within one example of each source.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[int]],
+        weights: Mapping[str, float],
+        seed: int = 0,
+        shuffle: bool = True,
+        digest: str = "",
+    ) -> None:
+        total = sum(weights[name] for name in sources)
+        self._sources = sources
+        self._shares = {name: weights[name] / total for name in sources}
+        self._samplers = {
+            name: Sampler(len(indices), seed + number, shuffle, digest)
+            for number, (name, indices) in enumerate(sources.items())
+        }
+        self._drawn = dict.fromkeys(sources, 0)
+
+    def take(self, number: int) -> list[int]:
+        """Returns the indices of the next `number` examples."""
+        return [self._next() for _ in range(number)]
+
+    def state(self) -> dict[str, Json]:
+        """Returns the position for `restore`."""
+        orders: dict[str, Json] = {name: sampler.state() for name, sampler in self._samplers.items()}
+        return {"shares": dict(self._shares), "drawn": dict(self._drawn), "sources": orders}
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Continues from a saved position. Raises CheckpointError if its data, order or weights differ."""
+        if state.get("shares") != self._shares:
+            raise CheckpointError(
+                f"the data position was saved with the shares {state.get('shares')} of data.mixture, but this run has "
+                f"{self._shares}; use the same sources and weights"
+            )
+        orders = cast("Mapping[str, Mapping[str, Json]]", state["sources"])
+        for name, sampler in self._samplers.items():
+            sampler.restore(orders[name])
+        self._drawn = dict(cast("Mapping[str, int]", state["drawn"]))
+
+    def _next(self) -> int:
+        total = sum(self._drawn.values()) + 1
+        name = max(self._sources, key=lambda name: self._shares[name] * total - self._drawn[name])
+        self._drawn[name] += 1
+        (place,) = self._samplers[name].take(1)
+        return self._sources[name][place]
+
+
+def open_sampler(rows: Sequence[Row], config: DataConfig) -> Sampler | MixtureSampler:
+    """Returns the order in which a run draws `rows`. Raises DataError if a source of the mixture has none."""
+    digest = digest_of(rows)
+    if not config.mixture:
+        return Sampler(len(rows), config.seed, config.shuffle, digest)
+    sources = {name: [index for index, row in enumerate(rows) if row.task == name] for name in config.mixture}
+    for name, indices in sources.items():
+        if not indices:
+            raise DataError(f"data.mixture.{name} has no examples to draw from; check its path or task, or leave it out")
+    weights = {name: config.mixture[name].weight or float(len(indices)) for name, indices in sources.items()}
+    return MixtureSampler(sources, weights, config.seed, config.shuffle, digest)

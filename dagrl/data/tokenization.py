@@ -9,10 +9,11 @@ single row has every turn as generated, and `data.assistant_turns` decides what 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -37,19 +38,23 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transform
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to generate from, and the reference for the reward."""
+    """Tokens to generate from, and what the reward gets: the reference, the conversation, and the columns of the example."""
 
     text: str
     tokens: npt.NDArray[np.int64]  # [prompt]
     reference: str
     source: str
+    messages: Sequence[Mapping[str, Json]] = ()
+    columns: Mapping[str, Json] = field(default_factory=dict)
+    task: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def content(self) -> tuple[bytes, bytes]:
+    def content(self) -> tuple[bytes, ...]:
         """Returns everything that a step learns from."""
-        return self.tokens.tobytes(), self.reference.encode(errors="surrogatepass")
+        more = [json.dumps(part, default=_type_name).encode() for part in (self.columns, self.task) if part]
+        return self.tokens.tobytes(), self.reference.encode(errors="surrogatepass"), *more
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,14 @@ class Demonstration:
     tokens: npt.NDArray[np.int64]  # [sequence]
     loss_mask: npt.NDArray[np.float32]  # [sequence]
     source: str
+    task: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def content(self) -> tuple[bytes, bytes]:
+    def content(self) -> tuple[bytes, ...]:
         """Returns everything that a step learns from."""
-        return self.tokens.tobytes(), self.loss_mask.tobytes()
+        return self.tokens.tobytes(), self.loss_mask.tobytes(), *([self.task.encode()] if self.task else [])
 
 
 def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
@@ -78,8 +84,15 @@ def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFa
     prompts = []
     for example in examples:
         text, ids = next(of_chats) if example.messages else (example.prompt, next(of_plain))
-        prompts.append(Prompt(text, np.array(ids, np.int64), example.response, example.source))
+        messages = _turns(example.messages[:-1])
+        given = (example.response, example.source, messages, example.columns, example.task)
+        prompts.append(Prompt(text, np.array(ids, np.int64), *given))
     return prompts
+
+
+def _type_name(value: object) -> str:
+    """Stands for a value that JSON does not have, such as an image, in the digest of a prompt."""
+    return type(value).__name__
 
 
 def encode_demonstrations(
@@ -93,9 +106,10 @@ def encode_demonstrations(
     rows: list[Demonstration] = []
     for example in examples:
         if example.messages:
-            rows += _encode_conversation(example, tokenizer, assistant_turns)
+            made = _encode_conversation(example, tokenizer, assistant_turns)
         else:
-            rows.append(_demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source))
+            made = [_demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source)]
+        rows += [replace(row, task=example.task) for row in made]
     return rows
 
 

@@ -1,26 +1,32 @@
-"""Reward functions, their runner, and the penalty for overlong completions.
+"""Rewards: what functions answer for a sample, and the runner of the configured functions. docs/rewards.md has examples.
 
-A reward function takes `(prompts, completions, references)`, three lists of texts of equal length, and returns one float per
-sample. With `reward.batched: false` it takes one text of each and returns one float. It may be a coroutine function. It runs
-in processes of its own (`dagrl.rl.functions`). A sample for which it raises or hangs is counted as failed and excluded
-from losses, baselines and means.
+A reward function takes `(prompts, completions, references)`, three lists of texts of equal length, and returns one answer
+per sample. With `reward.batched: false` it takes one text of each and returns one answer. It may be a coroutine function.
+Further parameters are filled by name: a column of the data, or one of `GIVEN`. An answer is a number, a dictionary of named
+parts (numbers, weighted by `reward.weights`), or None for a sample to exclude. Functions run in processes of their own
+(`dagrl.rl.functions`). A sample for which one raises or hangs is counted as failed. Excluded and failed samples are in no
+loss, baseline or mean.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.config import RewardConfig, RewardShapingConfig
-from dagrl.errors import RunError
-from dagrl.rl.functions.answers import Answers, Failed
+from dagrl.config import FunctionConfig, RewardConfig, RewardShapingConfig
+from dagrl.errors import ConfigError, RunError
+from dagrl.imports import load_callable
+from dagrl.rl.functions.answers import Answers, Failed, joined
+from dagrl.rl.functions.keywords import keywords_of
 from dagrl.rl.functions.runner import FunctionRunner
 
 logger = logging.getLogger(__name__)
@@ -30,6 +36,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
+GIVEN = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "task", "metadata")
+"""Names of parameters that every sample has a value for; `dagrl.rl.rollout.judged` makes them."""
+
 
 def exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
     """Returns 1 where the completion equals the reference, ignoring surrounding whitespace, else 0."""
@@ -37,17 +46,36 @@ def exact_match(prompts: list[str], completions: list[str], references: list[str
 
 
 @dataclass(frozen=True)
+class Judged:
+    """The reward of a sample and its parts; `value` is None if all functions exclude it."""
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Rewards:
-    """The reward of each `answered` sample, 0 for failed ones, and the message of the first failure."""
+    """The reward of each `answered` sample, 0 for the others, and the message of the first failure.
+
+    `excluded` samples have no reward because the functions returned None. `parts` [n] are NaN where a sample has no such
+    part.
+    """
 
     values: FloatArray  # [n]
     answered: BoolArray  # [n]
     message: str = ""
+    excluded: int = 0
+    parts: Mapping[str, FloatArray] = field(default_factory=dict)
 
     @property
     def failed(self) -> int:
-        """Number of samples without a reward."""
-        return int((~self.answered).sum())
+        """Number of samples without a reward that are not excluded."""
+        return int((~self.answered).sum()) - self.excluded
+
+    def means(self, chosen: BoolArray) -> dict[str, float]:
+        """Returns the mean of each part over the `chosen` samples [n] that have it."""
+        having = {name: values[chosen & ~np.isnan(values)] for name, values in self.parts.items()}
+        return {name: float(values.mean()) for name, values in having.items() if len(values)}
 
 
 def shuffled(rewards: FloatArray, seed: int, step: int) -> FloatArray:
@@ -55,20 +83,61 @@ def shuffled(rewards: FloatArray, seed: int, step: int) -> FloatArray:
     return np.random.default_rng((seed, step)).permutation(rewards)
 
 
+@dataclass(frozen=True)
+class RewardFunction:
+    """A configured function: its name (empty if it is the only one), its key, and how it runs."""
+
+    name: str
+    key: str
+    path: str
+    config: FunctionConfig
+    tasks: tuple[str, ...] | None = None
+
+
+def reward_functions(config: RewardConfig) -> list[RewardFunction]:
+    """Returns the configured functions. Raises ConfigError if `function` and `functions` are both set."""
+    if not config.functions:
+        return [RewardFunction("", "reward", config.function, config)]
+    if "function" in config.model_fields_set:
+        raise ConfigError("reward.function and reward.functions are both set; move the first into reward.functions")
+    return [
+        RewardFunction(name, f"reward.functions.{name}", item.function, item, item.tasks)
+        for name, item in config.functions.items()
+    ]
+
+
+def check_keywords(config: RewardConfig, columns: Iterable[str]) -> None:
+    """Raises ConfigError if a function has a parameter that is neither in `GIVEN` nor one of the data's `columns`."""
+    known = sorted({*GIVEN, *columns})
+    for item in reward_functions(config):
+        wanted, _ = keywords_of(load_callable(item.path, f"{item.key}.function"))
+        unknown = [name for name, required in wanted.items() if required and name not in known]
+        if unknown:
+            raise ConfigError(
+                f"{item.key}.function: {item.path} has the parameters {', '.join(unknown)}, which no example has; expected, "
+                f"after prompts, completions and references: {', '.join(known)}"
+            )
+
+
 class RewardRunner:
-    """Runs the configured reward function. Use it as a context manager."""
+    """Runs the configured reward functions. Use it as a context manager."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Raises ConfigError if the import path is wrong."""
-        self._max_failed_share = config.max_failed_share
-        self._runner = FunctionRunner.configured(config.function, "reward", config, _checked)
+        """Raises ConfigError if an import path is wrong."""
+        self._max_failed_share, self._weights = config.max_failed_share, config.weights
+        self._functions = reward_functions(config)
+        self._runners = [
+            FunctionRunner.configured(item.path, item.key, item.config, _checked, named=True) for item in self._functions
+        ]
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._runner.start()
+        for runner in self._runners:
+            self._stack.enter_context(runner).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._runner.close()
+        self._stack.close()
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Rewards:
         """Returns the rewards [n] of n samples. Raises RunError if too many failed; see `check_failures`."""
@@ -78,20 +147,73 @@ class RewardRunner:
 
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
         """Raises RunError if too many failed; see `check_failures`."""
-        failed, total, limit = rewards.failed, len(rewards.values), self._max_failed_share
+        failed, total, limit = rewards.failed, len(rewards.values) - rewards.excluded, self._max_failed_share
         check_failures("reward", failed, total, rewards.message, limit, may_all_fail=may_all_fail)
 
-    def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Answers]:
-        """Rewards n samples in the background. Convert the result with `rewards_of`."""
-        return self._runner.submit(prompts, completions, references)
+    def submit(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        references: Sequence[str],
+        values: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+    ) -> Future[Answers]:
+        """Rewards n samples in the background. Convert the result with `rewards_of`.
+
+        `values` makes, for each sample, the values that further parameters are filled with; the same names for all of them.
+        It is called only if a function has such parameters.
+        """
+        wanted = [keywords_of(runner.function) for runner in self._runners]
+        by_task = any(item.tasks is not None for item in self._functions)
+        needed = by_task or any(names or takes_any for names, takes_any in wanted)
+        rows = values() if values is not None and needed else [{}] * len(prompts)
+        asked = []
+        for runner, item, (names, takes_any) in zip(self._runners, self._functions, wanted, strict=True):
+            missing = {name: None for name, required in names.items() if required and values is not None}
+            keywords = [missing | {name: row[name] for name in row if takes_any or name in names} for row in rows]
+            places = [place for place, row in enumerate(rows) if item.tasks is None or row.get("task") in item.tasks]
+            columns = [[column[place] for place in places] for column in (prompts, completions, references, keywords)]
+            asked.append((places, runner.submit(*columns) if places else None))
+        return joined([future for _, future in asked if future], lambda: self._judge(len(prompts), asked))
+
+    def _judge(self, count: int, asked: Sequence[tuple[Sequence[int], Future[Answers] | None]]) -> Answers:
+        """Joins the answers of all functions to one per sample: `Judged`, or the first `Failed`."""
+        parts: list[dict[str, float]] = [{} for _ in range(count)]
+        failed: dict[int, Failed] = {}
+        for item, (places, future) in zip(self._functions, asked, strict=True):
+            for place, answer in zip(places, future.result() if future else (), strict=True):
+                if isinstance(answer, Failed):
+                    failed.setdefault(place, answer)
+                else:
+                    parts[place] |= _named(item.name, answer)
+        return [failed.get(place) or self._weighted(found) for place, found in enumerate(parts)]
+
+    def _weighted(self, parts: dict[str, float]) -> Judged:
+        if not parts:
+            return Judged(None)
+        value = math.fsum(self._weights.get(name, 1.0) * part for name, part in parts.items())
+        parts.pop("", None)  # a single number is the reward itself
+        return Judged(value, parts)
+
+
+def _named(name: str, answer: float | Mapping[str, float] | None) -> dict[str, float]:
+    """The parts of an answer by their full names; a number is the part `name`."""
+    if not isinstance(answer, Mapping):
+        return {} if answer is None else {name: answer}
+    return {f"{name}/{key}" if name else key: value for key, value in answer.items()}
 
 
 def rewards_of(answers: Answers) -> Rewards:
-    """Converts the function's answers to rewards."""
+    """Converts the answers of a `RewardRunner` to rewards."""
     messages = [answer.message for answer in answers if isinstance(answer, Failed)]
-    values = np.array([0.0 if isinstance(answer, Failed) else answer for answer in answers], np.float32)
-    answered = np.array([not isinstance(answer, Failed) for answer in answers], np.bool_)
-    return Rewards(values, answered, messages[0] if messages else "")
+    judged = [Judged(None) if isinstance(answer, Failed) else answer for answer in answers]
+    names = dict.fromkeys(name for item in judged for name in item.parts)
+    return Rewards(
+        np.array([item.value or 0.0 for item in judged], np.float32),
+        np.array([item.value is not None for item in judged], np.bool_),
+        messages[0] if messages else "",
+        sum(isinstance(answer, Judged) and answer.value is None for answer in answers),
+        {name: np.array([item.parts.get(name, np.nan) for item in judged], np.float32) for name in names},
+    )
 
 
 def join_rewards(parts: Sequence[Rewards]) -> Rewards:
@@ -99,7 +221,12 @@ def join_rewards(parts: Sequence[Rewards]) -> Rewards:
     messages = [part.message for part in parts if part.message]
     values = np.concatenate([part.values for part in parts] or [np.zeros(0, np.float32)])
     answered = np.concatenate([part.answered for part in parts] or [np.zeros(0, np.bool_)])
-    return Rewards(values, answered, messages[0] if messages else "")
+    names = dict.fromkeys(name for part in parts for name in part.parts)
+    columns = {
+        name: np.concatenate([part.parts.get(name, np.full(len(part.values), np.nan, np.float32)) for part in parts])
+        for name in names
+    }
+    return Rewards(values, answered, messages[0] if messages else "", sum(part.excluded for part in parts), columns)
 
 
 def check_failures(section: str, failed: int, total: int, message: str, limit: float, *, may_all_fail: bool = False) -> None:
@@ -153,7 +280,15 @@ def _final_answer(reference: str) -> str:
     return reference.rpartition("####")[2].strip().replace(",", "") if "####" in reference else reference.strip()
 
 
-def _checked(answer: Any) -> float:
+def _checked(answer: Any) -> float | dict[str, float] | None:
+    if answer is None:
+        return None
+    if isinstance(answer, Mapping):
+        return {str(name): _number(value) for name, value in answer.items() if value is not None}
+    return _number(answer)
+
+
+def _number(answer: Any) -> float:
     try:
         reward = float(answer)
     except Exception as error:  # a user's class may raise anything

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from dagrl.config import ClusterConfig, Config, Json, PhasesConfig
+from dagrl.config import ClusterConfig, Config, FunctionConfig, Json, PhasesConfig
 from dagrl.config.settings import (
     bucket_widths,
     check_settings,
@@ -29,6 +29,8 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count
+from dagrl.rl.functions.runner import check_concurrency
+from dagrl.rl.rewards import check_keywords, reward_functions
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
 from dagrl.run.hub import with_local_models
@@ -88,9 +90,10 @@ def preflight(config: Config) -> Inputs:
     _check_outputs(config)
     trace_phases(config, workers)
     if config.algorithm == "grpo":
-        _check_function(config.reward.function, "reward.function")
+        for item in reward_functions(config.reward):
+            _check_function(item.path, item.config, f"{item.key}.function")
         if config.environment.function is not None:
-            _check_function(config.environment.function, "environment.function")
+            _check_function(config.environment.function, config.environment, "environment.function")
     derived.config, origins = with_local_models(config)
     derived.reasons |= origins
     config = derived.config
@@ -157,9 +160,11 @@ def _worker_keys(config: Config) -> dict[str, tuple[str, str]]:
     return keys
 
 
-def _check_function(path: str, key: str) -> None:
+def _check_function(path: str, config: FunctionConfig, key: str) -> None:
     """Checks a function. Like a worker class, it may name the top-level packages it imports later in `requires`."""
-    for package in getattr(load_callable(path, key), "requires", ()):
+    function = load_callable(path, key)
+    check_concurrency(function, key, config.batched, config.max_concurrency)
+    for package in getattr(function, "requires", ()):
         require_package(package, key)
 
 
@@ -296,6 +301,8 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     to_learn, held_demonstrations = (_fitting_demonstrations(derived.config, part) for part in rows)
     to_train, held_prompts = (_fitting_prompts(derived.config, part) for part in prompts)
     derive_steps(derived, len(to_learn), len(to_train))
+    if generates:
+        check_keywords(config.reward, {name for prompt in to_train for name in prompt.columns})
     return Inputs(
         derived.config, derived.reasons, tokenizer, hf_config, to_learn, held_demonstrations, to_train, held_prompts
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+REWARD = "reward/"  # prefix: means of a step's samples by part, `parts/<part>`, and by task, `tasks/<task>`
 REWARD_MEAN = "reward/mean"  # of a step's samples, unshaped
 EQUAL_GROUPS = "reward/equal_groups"  # share of a step's groups whose valid rewards are all equal
 KL = "policy/kl"  # to the reference policy, per token

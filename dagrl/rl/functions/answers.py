@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,3 +35,32 @@ def split_done(items: Iterable[Item], future: Callable[[Item], Future[Any]]) -> 
     for item in items:
         (done if future(item).done() else pending).append(item)
     return done, pending
+
+
+def joined(futures: Sequence[Future[Any]], result: Callable[[], Item]) -> Future[Item]:
+    """Returns a future of `result()`, which is called when all `futures` are done; an error or a cancellation passes on."""
+    whole: Future[Item] = Future()
+    left, lock = len(futures), threading.Lock()
+
+    def count(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            finish()
+
+    def finish() -> None:
+        if any(future.cancelled() for future in futures):
+            whole.cancel()
+            return
+        try:
+            whole.set_result(result())
+        except BaseException as error:  # passed on to the reader of the future
+            whole.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(count)
+    if not futures:
+        finish()
+    return whole

@@ -1,15 +1,16 @@
 """The child process that runs a user's function:
 
-    python -m dagrl.rl.functions.child FD module:function KEY batched|single TIMEOUT_S TIMEOUT_KEY
+    python -m dagrl.rl.functions.child FD module:function KEY batched|single texts|named CONCURRENCY TIMEOUT_S TIMEOUT_KEY
 
 Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
 - It first sends None, or why the function cannot be imported.
 - For each list of columns it receives, it sends one pickled answer per row, or a text that says what the function raised.
 - It exits when the connection is closed or its parent dies.
 
-Coroutine functions are awaited. With `single`, the coroutines of all rows of a call run concurrently, each under the
-deadline. All calls share one event loop, so the function may keep objects bound to it, such as a client or a semaphore.
-Tasks that a call leaves behind are cancelled.
+With `named`, the last column has a dictionary per row, whose values are passed as keyword arguments. Coroutine functions
+are awaited. With `single`, the coroutines of all rows of a call run concurrently, at most CONCURRENCY (0: all) at once,
+each under the deadline. All calls share one event loop, so the function may keep objects bound to it, such as a client or a
+semaphore. Tasks that a call leaves behind are cancelled.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, TypeVar
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Failed, is_coroutine
+from dagrl.rl.functions.keywords import with_keywords
 from dagrl.runtime.deadline import Deadline
 
 Item = TypeVar("Item")
@@ -39,7 +41,7 @@ def main() -> None:
     """Serves calls until the connection is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor, path, key, how, timeout_s, timeout_key = sys.argv[1:]
+    descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key = sys.argv[1:]
     with Connection(int(descriptor)) as connection, asyncio.Runner() as runner:
         try:
             function = load_callable(path, key)
@@ -47,7 +49,9 @@ def main() -> None:
             connection.send(str(error))
             return
         connection.send(None)
-        answers = _answers(how, function, Deadline(float(timeout_s), timeout_key))
+        if arguments == "named":
+            function = with_keywords(function, batched=how == "batched")
+        answers = _answers(how, function, Deadline(float(timeout_s), timeout_key), int(concurrency))
         while True:
             try:
                 columns = connection.recv()
@@ -56,11 +60,11 @@ def main() -> None:
             connection.send_bytes(_pickled(answers(runner, function, columns)))
 
 
-def _answers(how: str, function: Callable[..., Any], deadline: Deadline) -> Callable[..., list[Any] | str]:
+def _answers(how: str, function: Callable[..., Any], deadline: Deadline, concurrency: int) -> Callable[..., Any]:
     """Returns the function that answers the columns of a call."""
     if how == "batched":
         return answer_batch
-    return partial(answer_singly, deadline=deadline) if is_coroutine(function) else answer_row
+    return partial(answer_singly, deadline=deadline, concurrency=concurrency) if is_coroutine(function) else answer_row
 
 
 def _pickled(answers: list[Any] | str) -> bytes:
@@ -71,7 +75,7 @@ def _pickled(answers: list[Any] | str) -> bytes:
         return pickle.dumps(f"its answer cannot be pickled: {error_text(error)}")
 
 
-def answer_batch(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
+def answer_batch(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
     """Calls the function with all rows. Returns its answers, or what it raised."""
     try:
         return list(_result(runner, function, columns))
@@ -79,7 +83,7 @@ def answer_batch(runner: asyncio.Runner, function: Callable[..., Any], columns: 
         return error_text(error)
 
 
-def answer_row(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[str]]) -> list[Any] | str:
+def answer_row(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
     """Calls a plain function, which may run its own event loop, with the only row. Returns its answer, or what it raised."""
     (row,) = zip(*columns, strict=True)
     try:
@@ -94,10 +98,15 @@ def _result(runner: asyncio.Runner, function: Callable[..., Any], arguments: Seq
 
 
 def answer_singly(
-    runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[str]], deadline: Deadline
+    runner: asyncio.Runner,
+    function: Callable[..., Any],
+    columns: Sequence[list[Any]],
+    deadline: Deadline,
+    concurrency: int = 0,
 ) -> list[Any] | str:
-    """Runs the coroutines of all rows concurrently, each under the deadline. Returns one answer or `Failed` per row."""
-    return _run(runner, _gather(function, list(zip(*columns, strict=True)), deadline))
+    """Runs the coroutines of the rows concurrently, each under the deadline. Returns one answer or `Failed` per row."""
+    rows = list(zip(*columns, strict=True))
+    return _run(runner, _gather(function, rows, deadline, concurrency or max(len(rows), 1)))
 
 
 def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, Item]) -> Item:
@@ -115,11 +124,19 @@ async def _end_tasks() -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-async def _gather(function: Callable[..., Any], rows: Sequence[tuple[str, ...]], deadline: Deadline) -> list[Any]:
-    return list(await asyncio.gather(*(_one(function, row, deadline) for row in rows)))
+async def _gather(
+    function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], deadline: Deadline, concurrency: int
+) -> list[Any]:
+    turn = asyncio.Semaphore(concurrency)
+
+    async def one(row: tuple[Any, ...]) -> Any:
+        async with turn:
+            return await _one(function, row, deadline)
+
+    return list(await asyncio.gather(*map(one, rows)))
 
 
-async def _one(function: Callable[..., Any], row: tuple[str, ...], deadline: Deadline) -> Any:
+async def _one(function: Callable[..., Any], row: tuple[Any, ...], deadline: Deadline) -> Any:
     limit = asyncio.timeout(deadline.seconds)
     try:
         async with limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 from dagrl.errors import RunError, error_text
 from dagrl.machine import descendants_of
@@ -26,10 +28,20 @@ GRACE_S = 1.0
 class FunctionProcess:
     """One process, started when it is first needed and again after it was lost."""
 
-    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline) -> None:
-        self._command = [path, key, "batched" if batched else "single", str(deadline.seconds), deadline.key]
+    def __init__(
+        self,
+        path: str,
+        key: str,
+        batched: bool,
+        deadline: Deadline,
+        start: Deadline,
+        named: bool = False,
+        concurrency: int | None = None,
+    ) -> None:
+        how = ["batched" if batched else "single", "named" if named else "texts", str(concurrency or 0)]
+        self._command = [path, key, *how, str(deadline.seconds), deadline.key]
         self._deadline, self._start = deadline, start
-        self._patience_s = deadline.seconds + (0.0 if batched else GRACE_S)
+        self._batched, self._concurrency = batched, concurrency
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._failure: RunError | None = None  # of a background start
@@ -46,7 +58,14 @@ class FunctionProcess:
         except (EOFError, OSError):  # the next `ask` tries again
             self.close()
 
-    def ask(self, columns: Sequence[Sequence[str]], limit: Deadline | None = None) -> Answers | str:
+    def _patience_s(self, rows: int) -> float:
+        """Seconds to wait for the answers to `rows` rows, of which `concurrency` are under way at once."""
+        if self._batched:
+            return self._deadline.seconds
+        rounds = math.ceil(rows / self._concurrency) if self._concurrency else 1
+        return self._deadline.seconds * max(rounds, 1) + GRACE_S
+
+    def ask(self, columns: Sequence[Sequence[Any]], limit: Deadline | None = None) -> Answers | str:
         """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
 
         `limit` replaces the deadline for this call. Raises RunError if the function was never imported in time.
@@ -61,8 +80,8 @@ class FunctionProcess:
             self.close()
             return "the process that runs it ended"
 
-    def _answers(self, connection: Connection, columns: Sequence[Sequence[str]], limit: Deadline | None) -> Answers | str:
-        patience_s = self._patience_s if limit is None else limit.seconds
+    def _answers(self, connection: Connection, columns: Sequence[Sequence[Any]], limit: Deadline | None) -> Answers | str:
+        patience_s = self._patience_s(len(columns[0])) if limit is None else limit.seconds
         # A process stuck in the middle of a message blocks `send` or `recv_bytes`; closing makes these raise.
         stuck = threading.Timer(patience_s + GRACE_S, self.close)
         stuck.start()

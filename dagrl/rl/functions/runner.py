@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dagrl.config import FunctionConfig
+from dagrl.errors import ConfigError
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Answers, Failed, is_coroutine
 from dagrl.rl.functions.process import FunctionProcess
@@ -28,6 +29,16 @@ CALL_TIMEOUTS = 4
 
 MIN_SHARE = 0.1
 """Least time of a retried row, as a fraction of `timeout_s`."""
+
+
+def check_concurrency(function: Callable[..., Any], key: str, batched: bool, concurrency: int | None) -> None:
+    """Raises ConfigError if a limit is set for a function whose calls never run at once. `key` is that of the function."""
+    if concurrency is not None and (batched or not is_coroutine(function)):
+        section = key.removesuffix(".function")
+        raise ConfigError(
+            f"{section}.max_concurrency is {concurrency}, but {section}.function is not a coroutine function of single "
+            f"samples; write `async def` and set {section}.batched=false, or leave max_concurrency out"
+        )
 
 
 class FunctionRunner:
@@ -43,29 +54,36 @@ class FunctionRunner:
         whole: Deadline | None = None,
         batched: bool = True,
         workers: int = 1,
+        named: bool = False,
+        concurrency: int | None = None,
         check: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
         """Raises ConfigError if the import path is wrong.
 
         `deadline` limits one answer, `start` the start of a process, including the import, and `whole` a call with its
-        retries (None: `CALL_TIMEOUTS`; no limit for a plain function of single rows). `check` converts an answer, or
-        raises ValueError or TypeError that says what is wrong with it.
+        retries (None: `CALL_TIMEOUTS`; no limit for a plain function of single rows). With `named` the last column has the
+        keyword arguments of each row. `concurrency` limits the coroutines of single rows under way in a process. `check`
+        converts an answer, or raises ValueError or TypeError that says what is wrong with it.
         """
         function = load_callable(path, key)
+        check_concurrency(function, key, batched, concurrency)
+        self.function = function
         self._key, self._check = key, check
         self._warned: set[str] = set()
         self._row_by_row = not batched and not is_coroutine(function)
         if whole is None and not self._row_by_row:
             whole = deadline.times(CALL_TIMEOUTS)
         self._deadline, self._whole = deadline, whole
-        self._processes = [FunctionProcess(path, key, batched, deadline, start) for _ in range(workers)]
+        self._processes = [FunctionProcess(path, key, batched, deadline, start, named, concurrency) for _ in range(workers)]
         self._idle: queue.SimpleQueue[FunctionProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix=key)
 
     @classmethod
-    def configured(cls, path: str, section: str, config: FunctionConfig, check: Callable[[Any], Any]) -> Self:
+    def configured(
+        cls, path: str, section: str, config: FunctionConfig, check: Callable[[Any], Any], *, named: bool = False
+    ) -> Self:
         """Builds the runner of the function at `path` from a `section` of the configuration; see the constructor."""
         call_s = config.call_timeout_s
         return cls(
@@ -76,6 +94,8 @@ class FunctionRunner:
             whole=None if call_s is None else Deadline(call_s, f"{section}.call_timeout_s"),
             batched=config.batched,
             workers=config.num_workers,
+            named=named,
+            concurrency=config.max_concurrency,
             check=check,
         )
 
@@ -85,7 +105,7 @@ class FunctionRunner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def __call__(self, *columns: Sequence[str]) -> Answers:
+    def __call__(self, *columns: Sequence[Any]) -> Answers:
         """Returns one answer per row. Once a process is free, takes no longer than the module's docstring says."""
         process = self._idle.get()
         try:
@@ -107,7 +127,7 @@ class FunctionRunner:
         for _ in self._processes:
             self._threads.submit(self._start_one)
 
-    def submit(self, *columns: Sequence[str]) -> Future[Answers]:
+    def submit(self, *columns: Sequence[Any]) -> Future[Answers]:
         """Like calling the runner, in the background."""
         return self._threads.submit(self, *columns)
 
@@ -124,7 +144,7 @@ class FunctionRunner:
         finally:
             self._idle.put(process)
 
-    def _retry(self, process: FunctionProcess, columns: Sequence[Sequence[str]], until: float, message: str) -> Answers:
+    def _retry(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float, message: str) -> Answers:
         """Asks row by row. Warns if no row fails alone, as the failed batch would go unnoticed."""
         answers = self._one_by_one(process, columns, until)
         if message not in self._warned and not any(isinstance(answer, Failed) for answer in answers):
@@ -136,7 +156,7 @@ class FunctionRunner:
             )
         return answers
 
-    def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[str]], until: float) -> Answers:
+    def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float) -> Answers:
         """Returns one answer per row, giving each remaining row an equal share of the time left `until` (`time.monotonic`).
 
         The share leaves room for process restarts at the rate seen so far, but is at least `MIN_SHARE` of `timeout_s`.
@@ -156,12 +176,12 @@ class FunctionRunner:
             answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
         return answers
 
-    def _ask_row(self, process: FunctionProcess, row: Sequence[str], share_s: float) -> Answers | str:
+    def _ask_row(self, process: FunctionProcess, row: Sequence[Any], share_s: float) -> Answers | str:
         """Asks for one row, within `timeout_s` or its share of the call's time, whichever is less."""
         limit = None
         if self._whole is not None and share_s < self._deadline.seconds:
             limit = Deadline(round(share_s, 3), f"its share of {self._whole.key}")
-        answer = process.ask([[text] for text in row], limit)
+        answer = process.ask([[value] for value in row], limit)
         return answer if isinstance(answer, str) else self._checked(answer, 1)
 
     def _not_asked(self) -> str:

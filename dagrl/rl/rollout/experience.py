@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -23,14 +24,15 @@ from typing import Any, Self, cast
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.data import Sampler
-from dagrl.data.tokenization import Prompt, digest_of
+from dagrl.data import open_sampler
+from dagrl.data.tokenization import Prompt
 from dagrl.errors import RunError, StopRequestedError
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers, split_done
 from dagrl.rl.rewards import RewardRunner, check_failures, join_rewards, rewards_of
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
+from dagrl.rl.rollout.judged import reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import (
     FAILED,
@@ -40,11 +42,12 @@ from dagrl.rl.rollout.scoring import (
     drop_reason,
     equal_share,
     mean_reward,
+    reward_means,
     scored_group,
 )
 from dagrl.rl.rollout.trajectories import TrajectoryBuffer
 from dagrl.rl.rollout.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
-from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD_MEAN, STALENESS, VALIDATION
+from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD, REWARD_MEAN, STALENESS, VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ class Experience:
         self._reward, self._stop = reward, stop
         self._last = config.sft.max_num_steps + config.grpo.max_num_steps
         train = prompts.train
-        self.sampler = Sampler(len(train), config.data.seed, config.data.shuffle, digest_of(train))
+        self.sampler = open_sampler(train, config.data)
         self.buffer: TrajectoryBuffer[ScoredGroup] = TrajectoryBuffer(
             config.grpo.num_prompts_per_step, max_age_steps, version=version
         )
@@ -215,6 +218,7 @@ class Experience:
         return {
             VALIDATION + "reward": mean_reward(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
+            **reward_means(rewards, samples, VALIDATION),
             **self._environment_failures(samples, VALIDATION + ENVIRONMENT_FAILURES.replace("/", "_")),
         }
 
@@ -234,6 +238,8 @@ class Experience:
         return {
             REWARD_MEAN: mean_reward(rewards, samples),
             "reward/failures": float(rewards.failed),
+            "reward/excluded": float(rewards.excluded),
+            **reward_means(rewards, samples, REWARD),
             EQUAL_GROUPS: equal_share(groups),
             **self._environment_failures(samples, ENVIRONMENT_FAILURES),
             "completion_tokens": float(np.mean(lengths)),
@@ -310,7 +316,8 @@ class Experience:
     def _score(self, group: RolloutGroup) -> None:
         samples = samples_of(self._prompts.tokenizer, group)
         scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
-        scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples))))
+        values = partial(reward_values, group, samples, self._prompts.tokenizer)
+        scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples), values)))
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)
@@ -353,7 +360,7 @@ class Experience:
                 f"{len(self._dropped_groups)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step "
                 f"= {config.num_prompts_per_step}, were dropped: {reasons[ZERO_VARIANCE]} because their rewards are equal "
                 "(the task is too hard or too easy, or its reward is wrong), "
-                f"{reasons[FAILED]} because reward.function or environment.function failed for all of their samples but one "
+                f"{reasons[FAILED]} because the reward or the environment failed for all of their samples but one "
                 "at most. Fix the cause, raise grpo.dynamic_sampling_max_gen_batches, or set "
                 "grpo.use_dynamic_sampling=false"
             )

@@ -47,10 +47,11 @@ def rollout_rows(
 
 
 def _reward_parts(group: ScoredGroup, place: int) -> dict[str, float]:
-    """The reward function's answer, and what shaping added to it."""
+    """The parts of the reward that the functions named, or else the reward, and what shaping added to it."""
     reward = float(group.rewards.values[place])
     shaping = float(group.values[place]) - reward
-    return {"function": reward, **({"shaping": shaping} if shaping else {})}
+    named = {name: float(values[place]) for name, values in group.rewards.parts.items() if not np.isnan(values[place])}
+    return {**(named or {"function": reward}), **({"shaping": shaping} if shaping else {})}
 
 
 def _advantage(batch: Batch, row: int) -> float:

@@ -22,7 +22,8 @@ ZERO_VARIANCE, FAILED = "zero_variance", "failed"
 class ScoredGroup:
     """A group's samples with their rewards. `values` [n] are the rewards after shaping.
 
-    `valid` [n] is False for samples that the reward function or the environment failed for; they are not trained on.
+    `valid` [n] is False for samples that the reward excludes, or that it or the environment failed for; they are not trained
+    on.
     """
 
     group: RolloutGroup
@@ -59,7 +60,7 @@ def answered(sample: Sample) -> bool:
 
 
 def valid_samples(rewards: Rewards, samples: Sequence[Sample]) -> BoolArray:
-    """Returns the mask [n] of the samples that neither the reward function nor the environment failed for."""
+    """Returns the mask [n] of the samples with a reward that the environment did not fail for."""
     return rewards.answered & np.array([answered(sample) for sample in samples], np.bool_)
 
 
@@ -67,3 +68,13 @@ def mean_reward(rewards: Rewards, samples: Sequence[Sample]) -> float:
     """Returns the mean reward of the valid samples; 0 if there are none."""
     values = rewards.values[valid_samples(rewards, samples)]
     return float(values.mean()) if len(values) else 0.0
+
+
+def reward_means(rewards: Rewards, samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Returns metrics of the valid samples: the mean of each part of the reward, and the mean reward of each task."""
+    valid = valid_samples(rewards, samples)
+    means = {f"{prefix}parts/{name}": mean for name, mean in rewards.means(valid).items()}
+    tasks = np.array([sample.prompt.task for sample in samples])
+    for task in sorted(set(tasks[valid].tolist()) - {""}):
+        means[f"{prefix}tasks/{task}"] = float(rewards.values[valid & (tasks == task)].mean())
+    return means

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from dagrl.config import Config, Json
-from dagrl.data import Sampler
-from dagrl.data.tokenization import Demonstration, collate, digest_of
+from dagrl.data import open_sampler
+from dagrl.data.tokenization import Demonstration, collate
 from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoints import TrainState
 from dagrl.run.loops.optimizer_step import replay_batch
@@ -27,7 +27,7 @@ def train_sft(session: Session) -> None:
     """Runs the SFT steps that are left. They are steps 1 to `sft.max_num_steps` of the run."""
     config, state = session.config, session.checkpoints.state
     train, validation = session.inputs.demonstrations, session.inputs.validation_demonstrations
-    sampler = Sampler(len(train), config.data.seed, config.data.shuffle, digest_of(train))
+    sampler = open_sampler(train, config.data)
     if "sft_sampler" in state.counters:
         sampler.restore(cast("Mapping[str, Json]", state.counters["sft_sampler"]))
     total = config.sft.max_num_steps

@@ -87,7 +87,7 @@ def learned(row: Demonstration, template: str | None = None) -> list[str]:
 def test_prompt_and_response(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": "2", "more": None}, {"q": "\u00e9", "a": "x"}])
     first, second = read_jsonl(path, DataConfig(path=path, prompt_key="q", response_key="a"))
-    assert first == Example("1+1=", "2", source=f"{path}, line 1")
+    assert first == Example("1+1=", "2", source=f"{path}, line 1", columns={"q": "1+1=", "a": "2", "more": None})
     (row, other) = encode_demonstrations([first, second], character_tokenizer(CHARACTERS))
     assert character_tokenizer(CHARACTERS).decode(row.tokens) == "1+1=2<eos>"
     assert learned(row) == ["2<eos>"]

@@ -20,6 +20,7 @@ from dagrl.errors import ConfigError, RunError
 from dagrl.rl.functions.answers import Failed, is_coroutine
 from dagrl.rl.functions.runner import FunctionRunner
 from dagrl.rl.rewards import (
+    Judged,
     RewardRunner,
     Rewards,
     check_failures,
@@ -241,7 +242,7 @@ class TimedProcess:
 
     now = 0.0
 
-    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline) -> None:
+    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline, *_: object) -> None:
         self._deadline, self._alive = deadline, False
 
     def start(self) -> None:
@@ -485,7 +486,7 @@ def test_a_deadline_at_the_moment_of_the_answer_does_not_break_the_next_call(
     monkeypatch.setattr("dagrl.rl.functions.process.threading.Timer", LateTimer)
     with RewardRunner(RewardConfig(function=f"{functions}:steady", batched=False)) as runner:
         for _ in range(2):
-            assert runner.submit([os.devnull], ["abc"], ["r"]).result() == [3.0]
+            assert runner.submit([os.devnull], ["abc"], ["r"]).result() == [Judged(3.0)]
 
 
 def test_a_process_that_starts_during_close_is_killed(functions: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from dagrl.errors import StopRequestedError
 from dagrl.rl.environments import FAILED, Reply
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_steps
-from dagrl.rl.rewards import Rewards, check_failures
+from dagrl.rl.rewards import Judged, Rewards, check_failures
 from dagrl.rl.rollout import experience
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -164,15 +164,15 @@ class Reward:
         self.answers: list[Sequence[float | Failed]] = []  # answers by call
         self.checked: list[int] = []  # samples of each check of a training step
 
-    def submit(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Future[Any]:
+    def submit(self, prompts: Sequence[str], completions: Sequence[str], *_: object) -> Future[Any]:
         assert not self.closed, "the reward processes have ended"
         self.asked.append(tuple(completions))
         most = 60 if self._world.random.random() < 0.1 else 3  # some scores are late
         return self._world.later(most, lambda: self._score_all(prompts, completions))
 
-    def _score_all(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[float | Failed]:
+    def _score_all(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[Judged | Failed]:
         self.answers.append([self._score(*pair) for pair in zip(prompts, completions, strict=True)])
-        return self.answers[-1]
+        return [answer if isinstance(answer, Failed) else Judged(answer) for answer in self.answers[-1]]
 
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
         """Like `RewardRunner.check`."""

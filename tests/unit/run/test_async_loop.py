@@ -25,6 +25,7 @@ from dagrl.errors import CheckpointError, RunError
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.generation import FIRST_QUANTUM, Generated, RequestProgress, pack_generated
+from dagrl.rl.rewards import Judged
 from dagrl.rl.rollout.episodes import Episode, new_group
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
@@ -193,7 +194,7 @@ def test_a_run_that_drops_all_groups_for_failures_ends_with_the_reason(
     loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two samples in each group has a reward, which `max_failed_share` allows."""
-    monkeypatch.setattr(Reward, "_score_all", lambda *_: [1.0, Failed("no words")])
+    monkeypatch.setattr(Reward, "_score_all", lambda *_: [Judged(1.0), Failed("no words")])
     match = (
         r"(\d+) of \1 groups .*: 0 because their rewards are equal .*, \1 because .* failed for all of their samples but one"
     )

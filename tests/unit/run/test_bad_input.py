@@ -61,6 +61,11 @@ def conversation(**answer: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", **answer}]}
 
 
+def asks_for_more(prompts: list[str], completions: list[str], references: list[str], level: list[int]) -> list[float]:
+    """A reward that asks for a column, which the data do not have."""
+    return [float(value) for value in level]
+
+
 class Row(NamedTuple):
     """`overrides` of a valid configuration, or other `lines` in its data file, and the expected parts of the message."""
 
@@ -304,6 +309,39 @@ TABLE = [
         "worker is not a class",
         ("policy.worker: ", "a class is expected"),
         ("policy.worker=dagrl.rl.rewards:exact_match",),
+    ),
+    Row(
+        "two ways to name a reward",
+        ("reward.function and reward.functions are both set", "move the first into reward.functions"),
+        ("reward.function=dagrl.rl.rewards:exact_match", "reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}}"),
+    ),
+    Row(
+        "missing reward of several",
+        ("reward.functions.a.function: there is no module",),
+        ("reward.functions={a: {function: 'my_rewards:score'}}",),
+    ),
+    Row(
+        "reward with an unknown parameter",
+        (
+            "reward.function: tests.unit.run.test_bad_input:asks_for_more has the parameters level",
+            "expected, after prompts",
+        ),
+        ("reward.function=tests.unit.run.test_bad_input:asks_for_more",),
+    ),
+    Row(
+        "concurrency of a plain function",
+        ("reward.max_concurrency is 2", "not a coroutine function of single samples", "reward.batched=false"),
+        ("reward.max_concurrency=2",),
+    ),
+    Row(
+        "a mixture and a path",
+        ("data.mixture is set, and so is data.path", "move the latter into data.mixture"),
+        ("data.mixture={a: {path: a.jsonl}}",),
+    ),
+    Row(
+        "a reward for an unknown task",
+        ("reward.functions.a.tasks has 'sums'", "not in data.mixture"),
+        ("reward.functions={a: {function: 'dagrl.rl.rewards:exact_match', tasks: [sums]}}",),
     ),
     Row("missing reward", ("reward.function: there is no module",), ("reward.function=my_rewards:score",)),
     Row(

@@ -1,0 +1,57 @@
+"""What a reward function can ask for about a sample, by the names of its parameters (`dagrl.rl.rewards.GIVEN`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from dagrl.rl.rollout.episodes import RolloutGroup, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def reward_values(
+    group: RolloutGroup, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerFast
+) -> list[dict[str, Any]]:
+    """Returns the values of each sample by name: those of `GIVEN`, which win, and the columns of its example."""
+    return [
+        {
+            **sample.prompt.columns,
+            "messages": messages_of(sample, tokenizer),
+            "prompt_ids": sample.prompt.tokens.tolist(),
+            "completion_ids": list(sample.completion.tokens),
+            "logprobs": list(sample.completion.logprobs),
+            "columns": dict(sample.prompt.columns),
+            "task": sample.prompt.task,
+            "metadata": _metadata(group, place, sample),
+        }
+        for place, sample in enumerate(samples)
+    ]
+
+
+def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
+    """Returns the conversation: the prompt's messages, the policy's turns as `assistant`, and the environment's replies."""
+    prompt, made = sample.prompt, sample.completion
+    messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
+    flags = made.sampled
+    bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
+    for start, end in pairwise(bounds):
+        text = tokenizer.decode(made.tokens[start:end], skip_special_tokens=True)
+        messages.append({"role": "assistant" if flags[start] else "environment", "content": text})
+    return messages
+
+
+def _metadata(group: RolloutGroup, place: int, sample: Sample) -> Mapping[str, Any]:
+    made = sample.completion
+    return {
+        "group": group.number,
+        "place": place,
+        "source": sample.prompt.source,
+        "finish_reason": made.finish_reason,
+        "turns": made.turns,
+        "sampled": list(made.sampled),
+        "versions": list(made.versions),
+        "validation": group.key < 0,
+    }

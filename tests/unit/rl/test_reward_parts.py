@@ -1,0 +1,169 @@
+"""Rewards of several parts and functions, with the columns of their examples."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import DataConfig, RewardConfig
+from dagrl.data import read_jsonl
+from dagrl.data.tokenization import Prompt, digest_of, encode_prompts
+from dagrl.errors import ConfigError
+from dagrl.rl.rewards import RewardRunner, Rewards, check_keywords, join_rewards, rewards_of
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
+from dagrl.rl.rollout.judged import reward_values
+from dagrl.rl.rollout.scoring import reward_means
+from dagrl.run.model import character_tokenizer
+
+FUNCTIONS = """
+import asyncio
+
+def level(prompts, completions, references, level, *, metadata):
+    assert [item["place"] for item in metadata] == list(range(len(prompts)))
+    return [float(value) for value in level]
+
+def everything(prompt, completion, reference, **given):
+    assert given["columns"]["level"] == given["level"]
+    assert given["messages"][-1] == {"role": "assistant", "content": completion}
+    return {name: float(len(given[name])) for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+def parts(prompts, completions, references):
+    return [{"right": float(c == r), "short": -float(len(c))} for c, r in zip(completions, references)]
+
+def only_odd(prompts, completions, references):
+    return [float(c) if int(c) % 2 else None for c in completions]
+
+def fails_for_three(prompts, completions, references):
+    if "3" in completions:
+        raise ValueError("no threes")
+    return [1.0] * len(prompts)
+
+most = running = 0
+
+async def judge(prompt, completion, reference):
+    global most, running
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.05)
+    running -= 1
+    return float(most)
+
+def misnamed(prompts, completions, references, levl):
+    return [0.0] * len(prompts)
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"parts_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def prompts_of(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Prompt]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return encode_prompts(read_jsonl(path, DataConfig(path=str(path))), character_tokenizer("0123456789+="))
+
+
+def rewarded(config: RewardConfig, completions: list[str], prompt: Prompt | None = None) -> Rewards:
+    tokenizer = character_tokenizer("0123456789+=")
+    prompt = prompt or Prompt("1=", np.array([5, 15]), "1", "row 0")
+    samples = []
+    for text in completions:
+        tokens = tokenizer(text)["input_ids"]
+        made = Episode(prompt, 0, 8, tokens, [-0.5] * len(tokens), [1] * len(tokens), [True] * len(tokens), "stop")
+        samples.append(Sample(prompt, made, text))
+    group = RolloutGroup(0, 0, [sample.completion for sample in samples])
+    texts = ([prompt.text] * len(samples), completions, [prompt.reference] * len(samples))
+    with RewardRunner(config) as runner:
+        return rewards_of(runner.submit(*texts, lambda: reward_values(group, samples, tokenizer)).result())
+
+
+def test_a_reward_asks_for_columns_by_name(functions: str, tmp_path: Path) -> None:
+    (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 7}])
+    found = rewarded(RewardConfig(function=f"{functions}:level"), ["1", "22"], prompt)
+    assert found.values.tolist() == [7.0, 7.0] and not found.message
+    found = rewarded(RewardConfig(function=f"{functions}:everything", batched=False), ["1", "22"], prompt)
+    assert not found.message
+    columns = {name: values.tolist() for name, values in found.parts.items()}
+    assert columns == {"prompt_ids": [2.0, 2.0], "completion_ids": [1.0, 2.0], "logprobs": [1.0, 2.0]}
+
+
+def test_rows_without_a_column_get_none(functions: str, tmp_path: Path) -> None:
+    (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2"}])
+    found = rewarded(RewardConfig(function=f"{functions}:level"), ["1"], prompt)
+    assert found.failed == 1 and "NoneType" in found.message
+
+
+def test_columns_are_part_of_the_data(tmp_path: Path) -> None:
+    """A resumed run rejects data with other columns, as rewards may depend on them."""
+    one, other = ({"prompt": "1+", "response": "2", "level": level} for level in (1, 2))
+    assert digest_of(prompts_of(tmp_path, [one])) != digest_of(prompts_of(tmp_path, [other]))
+
+
+def test_named_parts_are_weighted_and_kept(functions: str) -> None:
+    config = RewardConfig(function=f"{functions}:parts", weights={"short": 0.25})
+    found = rewarded(config, ["1", "22"])
+    assert found.values.tolist() == [1.0 - 0.25, -0.5]
+    assert {name: values.tolist() for name, values in found.parts.items()} == {"right": [1.0, 0.0], "short": [-1.0, -2.0]}
+
+
+def test_none_excludes_a_sample_without_counting_it_as_failed(functions: str) -> None:
+    found = rewarded(RewardConfig(function=f"{functions}:only_odd"), ["1", "2", "3", "4"])
+    assert found.answered.tolist() == [True, False, True, False]
+    assert (found.excluded, found.failed, found.values.tolist()) == (2, 0, [1.0, 0.0, 3.0, 0.0])
+
+
+def test_several_functions_are_summed_and_one_failure_costs_only_its_sample(functions: str) -> None:
+    config = RewardConfig.model_validate(
+        {
+            "functions": {
+                "odd": {"function": f"{functions}:only_odd"},
+                "fine": {"function": f"{functions}:fails_for_three"},
+                "form": {"function": f"{functions}:parts"},
+            },
+            "weights": {"odd": 10.0, "form/short": 0.0},
+        }
+    )
+    found = rewarded(config, ["1", "2", "3"])
+    assert found.values.tolist() == [10.0 + 1.0 + 1.0, 1.0, 0.0]
+    assert (found.failed, found.excluded, found.message) == (1, 0, "ValueError: no threes")
+    assert found.means(found.answered) == {"odd": 1.0, "fine": 1.0, "form/right": 0.5, "form/short": -1.0}
+
+
+def test_functions_of_other_tasks_are_not_asked(functions: str) -> None:
+    both = {
+        "sums": {"function": f"{functions}:fails_for_three", "tasks": ["sums"]},
+        "odd": {"function": f"{functions}:only_odd", "tasks": ["odd"]},
+    }
+    config = RewardConfig.model_validate({"functions": both})
+    prompts = {task: Prompt("1=", np.array([5, 15]), "1", "row 0", task=task) for task in ("sums", "odd")}
+    found = {task: rewarded(config, ["5", "7"], prompt) for task, prompt in prompts.items()}
+    assert found["sums"].values.tolist() == [1.0, 1.0] and found["odd"].values.tolist() == [5.0, 7.0]
+    samples = [Sample(prompt, Episode(prompt, 0, 8, finish_reason="stop"), "") for prompt in prompts.values() for _ in "12"]
+    means = reward_means(join_rewards([*found.values()]), samples, "reward/")
+    assert means == {"reward/parts/sums": 1.0, "reward/parts/odd": 6.0, "reward/tasks/odd": 6.0, "reward/tasks/sums": 1.0}
+
+
+@pytest.mark.parametrize("limit", [2, None])
+def test_a_remote_judge_has_a_concurrency_limit(functions: str, limit: int | None) -> None:
+    """Six calls of 0.05 s, two at a time, take longer than a deadline of one answer, and none is late."""
+    config = RewardConfig(function=f"{functions}:judge", batched=False, max_concurrency=limit, timeout_s=1.0)
+    began = time.monotonic()
+    found = rewarded(config, ["1"] * 6)
+    assert found.failed == 0 and found.values.max() == (limit or 6)
+    assert limit is None or time.monotonic() - began >= 0.15
+
+
+def test_an_unknown_parameter_is_found_before_the_run(functions: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward\.function: .* has the parameters levl, which no example has; .*level, log"
+    ):
+        check_keywords(RewardConfig(function=f"{functions}:misnamed"), ["level"])
