@@ -108,7 +108,7 @@ def runs_within(worker: MegatronWorker, batch: Batch, variant: str, limit: int) 
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         after()
-        worker.train_step(batch, "sft")
+        worker.train_step(batch, "likelihood")
 
 
 def worker_config(model: Path, options: argparse.Namespace) -> Config:
@@ -133,7 +133,7 @@ def one_step(worker: MegatronWorker, batch: Batch, variant: str) -> dict[str, fl
     found["logprobs"] = timed(lambda: worker.logprobs(rows))
     found["logprobs_peak"] = active_peak()
     found["training_prep"] = timed(after)
-    found["train"] = timed(lambda: worker.train_step(batch, "sft"))
+    found["train"] = timed(lambda: worker.train_step(batch, "likelihood"))
     torch.cuda.synchronize()
     found["step"] = time.perf_counter() - start
     found["device_allocations"] = device_allocations() - allocations

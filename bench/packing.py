@@ -147,7 +147,7 @@ def worker_config(model: Path, options: argparse.Namespace, policy: dict[str, An
 def evaluate(worker: MegatronWorker, config: Config, batch: Batch) -> float:
     """Returns the loss of the batch at the worker's weights."""
     worker.config = config
-    return worker.evaluate(batch, "sft").flat()["loss"]
+    return worker.evaluate(batch, "likelihood").flat()["loss"]
 
 
 def one_step(worker: MegatronWorker, batch: Batch) -> dict[str, float]:
@@ -161,7 +161,7 @@ def one_step(worker: MegatronWorker, batch: Batch) -> dict[str, float]:
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     logprobs, _ = timed(lambda: worker.logprobs(rows))
-    train, metrics = timed(lambda: worker.train_step(batch, "sft"))
+    train, metrics = timed(lambda: worker.train_step(batch, "likelihood"))
     peak = torch.cuda.max_memory_allocated() / (1 << 30) if gpu else 0.0
     padding = metrics.flat()["microbatch_padding_share"]
     return {"logprobs": logprobs, "train": train, "padding": padding, "peak": peak}

@@ -187,7 +187,7 @@ class PlainDriver:
             valid = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float((mask.sum(axis=1) > 0).sum())}
             _, shares = self._share_out("train_step", part.with_scalars(**valid))
             with self._session.replays.clock.measure("train_step"):
-                parts = self._get("train_step", self._train, "train_step", shares, "grpo")
+                parts = self._get("train_step", self._train, "train_step", shares, "policy")
             metrics = merge_step_metrics(cast("Sequence[StepMetrics]", parts)).flat()
         return metrics
 

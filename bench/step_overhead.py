@@ -71,7 +71,7 @@ class SleepingWorker:
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         """Returns as many metrics as a GRPO step reports."""
-        _compute("sft_step" if loss == "sft" else "train_step")
+        _compute("sft_step" if loss == "likelihood" else "train_step")
         names = [f"metric {number}" for number in range(12)]
         return StepMetrics(dict.fromkeys(names, 1.0), {"largest": 1.0}, {"lr": 1.0}) if self._reports else StepMetrics()
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         WorkerFailure,
     )
     from dagrl.refit import Refit
+    from dagrl.rl.token_losses import TokenBatch
     from dagrl.run.worker_protocols import GenerationWorker, GrpoTrainWorker, TrainWorker
     from dagrl.runtime.arguments import Arguments
     from dagrl.runtime.codec import Codec, register_codec
@@ -74,6 +75,7 @@ __all__ = [
     "SchedulerOptions",
     "Shard",
     "Static",
+    "TokenBatch",
     "TrainWorker",
     "UserError",
     "Value",
@@ -90,6 +92,7 @@ __all__ = [
 
 _MODULES = {
     "dagrl.refit": ("Refit",),
+    "dagrl.rl.token_losses": ("TokenBatch",),
     "dagrl.run.worker_protocols": ("GenerationWorker", "GrpoTrainWorker", "TrainWorker"),
     "dagrl.runtime.arguments": ("Arguments",),
     "dagrl.runtime.codec": ("Codec", "register_codec"),

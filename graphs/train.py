@@ -18,25 +18,25 @@ GRPO_INPUTS = {
 @phase(inputs=SFT_INPUTS)
 def sft_step(train: Shard, batch: Input) -> Value:
     """One optimizer step on demonstrations."""
-    metrics = train.map("train_step", batch, loss="sft")
+    metrics = train.map("train_step", batch, loss="likelihood")
     return train.reduce("merge_metrics", metrics)
 
 
 @phase(inputs=GRPO_INPUTS)
 def train_step(train: Shard, batch: Input) -> Value:
     """One optimizer step of GRPO on generated sequences."""
-    metrics = train.map("train_step", batch, loss="grpo")
+    metrics = train.map("train_step", batch, loss="policy")
     return train.reduce("merge_metrics", metrics)
 
 
 @phase(inputs=GRPO_INPUTS)
 def accumulate_gradients(train: Shard, batch: Input) -> Value:
     """Accumulates gradients of a part of a GRPO step while other sequences are generated. `train_step` adds the rest."""
-    return join(train.map("accumulate_gradients", batch, loss="grpo"))
+    return join(train.map("accumulate_gradients", batch, loss="policy"))
 
 
 @phase(inputs=SFT_INPUTS)
 def evaluate(train: Shard, batch: Input) -> Value:
     """The SFT loss of held-out demonstrations, without training."""
-    metrics = train.map("evaluate", batch, loss="sft")
+    metrics = train.map("evaluate", batch, loss="likelihood")
     return train.reduce("merge_metrics", metrics)

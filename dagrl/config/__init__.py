@@ -16,6 +16,7 @@ from dagrl.config.policy import (
     VllmConfig,
 )
 from dagrl.config.run import (
+    AdvantageConfig,
     AsyncGrpoConfig,
     CheckpointConfig,
     ClusterConfig,
@@ -43,6 +44,7 @@ from dagrl.config.run import (
 from dagrl.config.section import Json
 
 __all__ = [
+    "AdvantageConfig",
     "AsyncGrpoConfig",
     "CheckpointConfig",
     "ClusterConfig",

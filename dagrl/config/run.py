@@ -17,7 +17,14 @@ from dagrl.runtime.deadline import Deadline
 
 
 class LossConfig(Section):
-    """The GRPO loss. `dagrl.rl.losses` has the formulas and their sources."""
+    """The policy loss. `dagrl.rl.losses` and `dagrl.rl.token_losses` have the formulas and their sources."""
+
+    name: str = "grpo"
+    """What each token costs: `grpo` (PPO's clipped surrogate), `gspo`, `cispo`, `reinforce`, or the import path
+    `module:function` of your own (`dagrl.rl.token_losses`)."""
+
+    args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of your own loss function."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of the KL divergence from the reference policy. 0: no reference policy."""
@@ -31,8 +38,24 @@ class LossConfig(Section):
     ratio_clip_max: NonNegativeFloat = 0.2
     """The probability ratio is clipped from above at `1 + ratio_clip_max`."""
 
+    ratio_clip_c: float | None = Field(default=None, gt=1)
+    """Dual clip: a token with a negative advantage costs at most this multiple of it. null: no such bound; verl has 3."""
+
+    log_ratio_clamp: PositiveFloat | None = 20.0
+    """Clamps the logarithm of probability ratios, as verl does, so that one token cannot overflow. null: no clamp."""
+
+    kl_input_clamp_value: PositiveFloat | None = 20.0
+    """Clamps log-probability differences in the KL penalty. null: no clamp."""
+
+    kl_output_clamp_value: PositiveFloat | None = 10.0
+    """Clamps the KL penalty of each token. null: no clamp."""
+
     token_level_loss: bool = True
     """Average over all tokens of the batch. false: over each sequence first, then over sequences."""
+
+    sequence_length_divisor: PositiveFloat | None = None
+    """Without `token_level_loss`: divides each sequence's sum by this constant instead of its length (Dr.GRPO), such as
+    `policy.generation.max_new_tokens`. null: by its length."""
 
     force_on_policy_ratio: bool = False
     """Take the previous log-probabilities from the training forward pass instead of computing them beforehand. Requires one
@@ -41,15 +64,36 @@ class LossConfig(Section):
     use_importance_sampling_correction: bool = False
     """Weight each token by exp(previous - generation log-probability)."""
 
-    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis", "seq-product-mask-tis"] = "tis"
     """How importance weights are bounded. `tis`: clamp. `icepop`: drop tokens outside the bounds. `seq-mask-tis`: drop
-    sequences whose geometric mean is outside."""
+    sequences whose geometric mean is outside. `seq-product-mask-tis`: drop sequences whose product is outside."""
 
     truncated_importance_sampling_ratio: PositiveFloat | None = None
     """Upper bound of the importance weights. null: no bounds."""
 
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """Lower bound of the importance weights, for `icepop` and `seq-mask-tis`. null: 0."""
+
+
+class AdvantageConfig(Section):
+    """How advantages come from rewards (`dagrl.rl.advantages`)."""
+
+    name: str = "group"
+    """`group`: against the other completions of the prompt (GRPO; RLOO with `grpo.use_leave_one_out_baseline`). `batch`:
+    whitened over the batch (REINFORCE++). Or the import path `module:function` of your own."""
+
+    args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of your own function."""
+
+    std: Literal["others", "group"] = "others"
+    """With `grpo.normalize_rewards` and a leave-one-out baseline: divide by the standard deviation of the other completions,
+    as NeMo-RL, or of the whole group, as TRL and verl."""
+
+    std_epsilon: NonNegativeFloat = 1e-6
+    """Added to the standard deviation, as in NeMo-RL and verl; TRL has 1e-4."""
+
+    group_baseline: bool = True
+    """With `batch`: subtract the mean of each prompt's completions first (REINFORCE++-baseline)."""
 
 
 class AsyncGrpoConfig(Section):
@@ -625,7 +669,10 @@ class Config(Section):
     """The model, how it trains and how it generates."""
 
     loss_fn: LossConfig = LossConfig()
-    """The GRPO loss."""
+    """The policy loss."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    """How advantages come from rewards."""
 
     grpo: GrpoConfig = GrpoConfig()
     """The GRPO loop."""

@@ -1,32 +1,111 @@
-"""Advantages: how much better a completion is than the others of its prompt.
+"""Advantages: how much better a completion is than the others of its prompt, or of the batch. Choose by `advantage.name`.
 
 Arrays are `[prompts, generations]`; a row is the group of a prompt.
 
 Sources: the group mean and the division by the group's standard deviation are GRPO's (Shao et al. 2024, "DeepSeekMath",
 arXiv:2402.03300, section 4.1.2); the leave-one-out baseline is from Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a
-Baseline for Free!", and RLOO (Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740).
+Baseline for Free!", and RLOO (Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740); whitening over the batch is
+REINFORCE++'s (Hu et al. 2025, arXiv:2501.03262, section 3).
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.errors import DataError
+from dagrl.config import AdvantageConfig, Config
+from dagrl.errors import ConfigError, DataError
+from dagrl.imports import load_callable, running
 
 Floats = npt.NDArray[np.float64]
 
-STD_EPSILON = 1e-6  # as in NeMo-RL; bounds the advantages of almost equal rewards
+AdvantageFunction = Callable[..., npt.ArrayLike]
+"""`function(rewards [prompts, generations], valid [prompts, generations], **args)` returns advantages of the same shape."""
+
+GROUP, BATCH = "group", "batch"
+KEY = "advantage.name"
+
+
+def advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
+    """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
+
+    Raises ConfigError if a user's function fails, or returns another shape or values that are not finite.
+    """
+    table, mask, chosen = _checked(rewards), np.asarray(valid, np.bool_), config.advantage
+    if chosen.name == GROUP:
+        return group_advantages(
+            table,
+            leave_one_out=config.grpo.use_leave_one_out_baseline,
+            normalize=config.grpo.normalize_rewards,
+            valid=mask,
+            std=chosen.std,
+            epsilon=chosen.std_epsilon,
+        )
+    if chosen.name == BATCH:
+        return batch_advantages(table, baseline=chosen.group_baseline, valid=mask, epsilon=chosen.std_epsilon)
+    function = advantage_function(chosen)
+    with running(chosen.name, KEY):
+        found: Floats = np.asarray(function(np.where(mask, table, 0.0), mask, **chosen.args), np.float64)
+    if found.shape != table.shape or not np.isfinite(found).all():
+        raise ConfigError(
+            f"{KEY}: {chosen.name} returned values of shape {list(found.shape)}, finite: {bool(np.isfinite(found).all())}; "
+            f"expected: a finite advantage for each generation, {list(table.shape)}"
+        )
+    return np.where(mask, found, 0.0)
+
+
+def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
+    """Returns the user's function. Raises ConfigError if there is none, or if it does not take `advantage.args`."""
+    if ":" not in config.name:
+        raise ConfigError(
+            f"{KEY} is {config.name!r}; expected: {GROUP}, {BATCH}, or the import path 'module:function' of your own"
+        )
+    function = load_callable(config.name, KEY)
+    try:
+        inspect.signature(function).bind(None, None, **config.args)
+    except TypeError as error:
+        raise ConfigError(
+            f"advantage.args {dict(config.args)} do not fit {config.name}{inspect.signature(function)}, which is called "
+            f"with rewards and valid: {error}"
+        ) from error
+    return function
+
+
+def check_advantage(config: Config) -> None:
+    """Raises ConfigError before a run if the advantage cannot be computed, or not with the other settings."""
+    chosen = config.advantage
+    if chosen.name == GROUP:
+        return
+    if chosen.name != BATCH:
+        rewards = np.random.default_rng(0).random((2, max(config.grpo.num_generations_per_prompt, 2)))
+        advantages(config, rewards, np.ones_like(rewards, np.bool_))
+    if config.grpo.overlap_training:
+        raise ConfigError(
+            f"grpo.overlap_training trains on groups before the batch is complete, but {KEY} {chosen.name!r} may need the "
+            f"whole batch; set grpo.overlap_training to false, or {KEY} to {GROUP}"
+        )
 
 
 def group_advantages(
-    rewards: npt.ArrayLike, *, leave_one_out: bool, normalize: bool, valid: npt.ArrayLike | None = None
+    rewards: npt.ArrayLike,
+    *,
+    leave_one_out: bool,
+    normalize: bool,
+    valid: npt.ArrayLike | None = None,
+    std: Literal["others", "group"] = "group",
+    epsilon: float = 1e-6,
 ) -> Floats:
     """Returns the advantage of each generation, its reward minus its group's baseline: `[prompts, generations]` float64.
 
     The baseline is the mean of the group, or with `leave_one_out` the mean of the *other* generations of the group, which
-    keeps the policy gradient unbiased. With `normalize`, advantages are divided by the group's standard deviation (the
-    sample standard deviation, n - 1, of the whole group). If all rewards of a group are equal, its advantages are exactly 0.
+    keeps the policy gradient unbiased. With `normalize`, advantages are divided by the sample standard deviation (n - 1) of
+    the whole group, plus `epsilon`. With `std="others"` and `leave_one_out` it is that of the other generations, as in
+    NeMo-RL; where it is 0, as for the only winner of a group, the advantage is not divided. If all rewards of a group are
+    equal, its advantages are exactly 0.
 
     Generations outside the mask `valid` have unknown rewards. Their advantage is 0, and baseline and deviation ignore them.
     In a group with fewer than two valid generations, all advantages are 0.
@@ -39,15 +118,38 @@ def group_advantages(
     mask = np.ones(table.shape, np.bool_) if valid is None else np.asarray(valid, np.bool_)
     others = np.maximum(mask.sum(axis=1, keepdims=True) - 1, 1)  # [prompts, 1]; groups of one become 0 below
     mean = np.where(mask, table, 0.0).sum(axis=1, keepdims=True) / (others + 1)
-    advantages: Floats = np.where(mask, table - mean, 0.0)
-    deviation = np.sqrt((advantages**2).sum(axis=1, keepdims=True) / others)
-    if leave_one_out:
-        # r - mean(others) = (r - mean(all)) n / (n - 1)
-        advantages *= (others + 1) / others
-    if normalize:
-        advantages /= deviation + STD_EPSILON
-    advantages[zero_variance_groups(table, mask)] = 0.0  # the mean of equal floats may differ from them by rounding
-    return advantages
+    centered: Floats = np.where(mask, table - mean, 0.0)
+    squares = (centered**2).sum(axis=1, keepdims=True)
+    scale = (others + 1) / others if leave_one_out else 1.0  # r - mean(others) = (r - mean(all)) n / (n - 1)
+    found: Floats = centered * scale
+    if normalize and leave_one_out and std == "others":
+        # Without r, the squares around the mean of the others shrink by (r - mean(all))^2 n / (n - 1).
+        left = np.maximum(squares - centered**2 * scale, 0.0)
+        deviation = np.sqrt(left / np.maximum(others - 1, 1))
+        deviation[deviation <= 1e-7 * np.sqrt(np.maximum(squares, 1e-300))] = 0.0  # rounding of the difference
+        found = np.where(deviation > 0, found / (deviation + epsilon), found)
+    elif normalize:
+        found = found / (np.sqrt(squares / others) + epsilon)
+    found = np.where(mask, found, 0.0)
+    found[zero_variance_groups(table, mask)] = 0.0  # the mean of equal floats may differ from them by rounding
+    return found
+
+
+def batch_advantages(rewards: npt.ArrayLike, *, baseline: bool, valid: npt.ArrayLike, epsilon: float = 1e-6) -> Floats:
+    """Returns REINFORCE++'s advantages: rewards whitened over the batch's valid generations, `[prompts, generations]`.
+
+    With `baseline` each group's mean is subtracted first (REINFORCE++-baseline). The deviation is the sample one, as in
+    verl.
+    """
+    table, mask = _checked(rewards), np.asarray(valid, np.bool_)
+    if baseline:
+        counts = np.maximum(mask.sum(axis=1, keepdims=True), 1)
+        table = table - np.where(mask, table, 0.0).sum(axis=1, keepdims=True) / counts
+    inside = table[mask]
+    if len(inside) < 2:
+        return np.zeros(table.shape)
+    found: Floats = np.where(mask, (table - inside.mean()) / (inside.std(ddof=1) + epsilon), 0.0)
+    return found
 
 
 def zero_variance_groups(rewards: npt.ArrayLike, valid: npt.ArrayLike | None = None) -> npt.NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Losses: negative log-likelihood for SFT, the clipped policy-gradient loss for GRPO.
+"""Losses of whole microbatches: negative log-likelihood, and the policy loss around a token loss (`token_losses.py`).
 
 A loss is computed for one microbatch, or one worker's slice of its tokens, and divides by the counts of the *whole* global
 batch (`Denominators`). Its `sums` and gradients add up over microbatches, context-parallel slices and shards; of `maxima`
@@ -7,14 +7,14 @@ the largest counts. The result does not depend on how the batch is split.
 All tensors are token aligned (see `dagrl.runtime.shapes`): entry `t` of `logprobs` is the log-probability of token `t` given
 the tokens before it. The module needs only torch. Workers use it like this:
 
-    output = LOSSES["grpo"](logprobs, data, config.loss_fn, Denominators(tokens, sequences))
+    output = LOSSES["policy"](logprobs, data, config.loss_fn, Denominators(tokens, sequences))
     output.loss.backward()                      # gradients are summed over microbatches, cp and dp, never averaged
     StepMetrics(sums={name: float(value) for name, value in output.sums.items()}, maxima=...)
 
 Sources of the formulas, cited below by their short names:
-  PPO          Schulman et al. 2017, "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7
   DeepSeekMath Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, equations 3 and 4 (GRPO, and its KL term in the loss)
-  DAPO         Yu et al. 2025, "DAPO", arXiv:2503.14476, equations 8 to 12 (clip-higher, token-level loss)
+  DAPO         Yu et al. 2025, "DAPO", arXiv:2503.14476, equations 8 to 12 (token-level loss)
+  Dr.GRPO      Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783 (constant divisor of sequences)
   KL           Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html (k1, k2, k3)
   TIS          Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
                https://fengyao.notion.site/off-policy-rl; truncation itself: Ionides 2008, "Truncated Importance Sampling"
@@ -36,7 +36,8 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import DataError
-from dagrl.telemetry.metrics import CLIP_RATIO, COUNTS, KL, StepMetrics
+from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate, token_loss
+from dagrl.telemetry.metrics import COUNTS, KL, StepMetrics
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Denominators:
             )
 
 
+LIKELIHOOD, POLICY = "likelihood", "policy"
+"""The kinds of loss that a phase names."""
+
 LOSS_TERMS = frozenset({"loss", "policy_loss", KL})
 """Sums that are divided like the loss. The others are means over tokens, or counts."""
 
@@ -67,7 +71,7 @@ UNDIVIDED = Denominators(1.0, 1.0)
 
 def loss_denominator(loss: str, config: LossConfig, denominators: Denominators) -> float:
     """Returns the divisor of the loss, and so of every gradient."""
-    return denominators.tokens if loss == "sft" or config.token_level_loss else denominators.sequences
+    return denominators.tokens if loss == LIKELIHOOD or config.token_level_loss else denominators.sequences
 
 
 def divided(metrics: StepMetrics, loss: str, config: LossConfig, denominators: Denominators) -> StepMetrics:
@@ -92,10 +96,13 @@ class LossOutput:
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-LossFunction = Callable[[Tensor, Mapping[str, Tensor], LossConfig, Denominators], LossOutput]
-
-
-def sft_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> LossOutput:
+def likelihood_loss(
+    logprobs: Tensor,
+    data: Mapping[str, Tensor],
+    config: LossConfig,
+    denominators: Denominators,
+    sequences: Sequences | None = None,
+) -> LossOutput:
     """Returns the mean negative log-likelihood of the tokens in `loss_mask`.
 
     `logprobs` [b, t]; `data`: `loss_mask` [b, t]. Sums: `loss`, `valid_tokens`.
@@ -105,49 +112,65 @@ def sft_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, d
     return LossOutput(loss, {"loss": loss.detach(), "valid_tokens": mask.sum()})
 
 
-def grpo_loss(logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> LossOutput:
-    """Returns the clipped policy-gradient loss plus `reference_policy_kl_penalty` times the KL to the reference policy.
+def policy_loss(
+    logprobs: Tensor,
+    data: Mapping[str, Tensor],
+    config: LossConfig,
+    denominators: Denominators,
+    sequences: Sequences | None = None,
+) -> LossOutput:
+    """Returns the token loss `loss_fn.name` plus `reference_policy_kl_penalty` times the KL to the reference policy.
 
-    With ratio r = exp(logprob - prev_logprob) and advantage A, a token costs
-    `max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max))` (PPO; the two bounds as in DAPO), weighted by
-    exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on (see `importance_weights`).
-    Tokens are averaged over the global batch (DAPO), or first within each sequence and then over sequences (DeepSeekMath)
-    when `token_level_loss` is off. With `force_on_policy_ratio`, prev_logprob is logprob itself, and r = 1.
+    A token's loss is weighted by exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on (see
+    `importance_weights`). Tokens are averaged over the global batch (DAPO), or first within each sequence and then over
+    sequences (DeepSeekMath) when `token_level_loss` is off; `sequence_length_divisor` divides each sequence by a constant
+    instead (Dr.GRPO). With `force_on_policy_ratio`, prev_logprob is logprob itself, and every ratio is 1.
 
     `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs` (unless forced), `generation_logprobs` [b, t];
-    `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b, 1] of each whole row (or for each token,
-    [b, t]), unless the loss is token level. Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty),
-    `policy/clip_ratio`, `probs_ratio`, `probs_ratio_clamped`, `sampling_importance_ratio`, `is_oob_ratio` (tokens whose
-    importance weight was bounded or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`. Maxima:
-    `max_logprob_difference`, `max_probs_ratio`.
+    `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b, 1] of each whole row (or for each token, [b, t]),
+    unless the loss is token level. Without `sequences` every row is one.
+
+    Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty), `sampling_importance_ratio`, `is_oob_ratio` (tokens whose
+    importance weight was bounded or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`, and those of the token
+    loss: `policy/clip_ratio`, `probs_ratio`, `probs_ratio_clamped`. Maxima: `max_logprob_difference`, `max_probs_ratio`.
     """
     if config.force_on_policy_ratio:
         data = {**data, "prev_logprobs": logprobs.detach()}
     mask = data["loss_mask"].to(logprobs.dtype)
     inside = mask > 0
-    ratio = torch.exp(_inside(logprobs - data["prev_logprobs"], inside))
-    clamped = ratio.clamp(1.0 - config.ratio_clip_min, 1.0 + config.ratio_clip_max)
-    unclipped_loss, clipped_loss = -data["advantages"] * ratio, -data["advantages"] * clamped
-    token_loss = torch.maximum(unclipped_loss, clipped_loss)
+    batch = TokenBatch(
+        logprobs,
+        data["prev_logprobs"],
+        data["generation_logprobs"],
+        data.get("reference_logprobs"),
+        data["advantages"],
+        mask,
+        sequences or rows_as_sequences(mask),
+        config,
+    )
+    token_costs, means = evaluate(token_loss(config), batch)
     importance = torch.exp(_inside(data["prev_logprobs"] - data["generation_logprobs"], inside))
     corrected = importance_weights(importance, data, config)
     if config.use_importance_sampling_correction:
-        token_loss = token_loss * corrected
+        token_costs = token_costs * corrected
     weights = _token_weights(mask, data, config, denominators)
-    policy_loss = _masked_sum(token_loss, weights)
-    loss, kl = _add_kl(policy_loss, logprobs, data, config, weights)
+    cost = _masked_sum(token_costs, weights)
+    loss, kl = _add_kl(cost, logprobs, data, config, weights)
     means = {
-        CLIP_RATIO: (clipped_loss > unclipped_loss).to(mask.dtype),
-        "probs_ratio": ratio,
-        "probs_ratio_clamped": clamped,
+        **means,
         "sampling_importance_ratio": importance,
         "is_oob_ratio": (corrected != importance).to(mask.dtype),
     }
     sums = {name: _masked_sum(value.detach(), mask) / denominators.tokens for name, value in means.items()}
-    sums |= {"loss": loss.detach(), "policy_loss": policy_loss.detach(), **kl}
+    sums |= {"loss": loss.detach(), "policy_loss": cost.detach(), **kl}
     difference = logprob_difference(data, mask, denominators)
-    maxima = {**difference.maxima, "max_probs_ratio": (ratio.detach() * inside).amax()}
+    maxima = {**difference.maxima, "max_probs_ratio": (torch.exp(batch.log_ratio.detach()) * inside).amax()}
     return LossOutput(loss, {**sums, **difference.sums, "valid_tokens": mask.sum()}, maxima)
+
+
+def rows_as_sequences(mask: Tensor) -> Sequences:
+    """Returns the sequences of a batch [b, t] in which every row is one."""
+    return Sequences(torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape), len(mask))
 
 
 def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: LossConfig) -> Tensor:
@@ -155,8 +178,9 @@ def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: L
 
     With the bounds C = `truncated_importance_sampling_ratio` and c = `truncated_importance_sampling_ratio_min`:
     `tis` min(w, C) (TIS); `icepop` w where c <= w <= C, else 0 (IcePop); `seq-mask-tis` w in sequences whose geometric mean
-    of w is in [c, C], else 0 for all their tokens (MIS). Without C, w itself. The denominators always count all tokens.
-    `data` has the row sums `sequence_tokens` and `sequence_log_ratio` for `seq-mask-tis` (see `row_sums`).
+    of w is in [c, C], else 0 for all their tokens (MIS); `seq-product-mask-tis` likewise by the product of w (TRL's
+    `sequence_mask`). Without C, w itself. The denominators always count all tokens.
+    `data` has the row sums `sequence_tokens` and `sequence_log_ratio` for the types that judge sequences (see `row_sums`).
     """
     high, low = config.truncated_importance_sampling_ratio, config.truncated_importance_sampling_ratio_min
     if high is None:
@@ -164,8 +188,10 @@ def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: L
     if config.truncated_importance_sampling_type == "tis":
         return importance.clamp(max=high)
     judged = importance
-    if config.truncated_importance_sampling_type == "seq-mask-tis":
+    if config.truncated_importance_sampling_type in ("seq-mask-tis", "seq-product-mask-tis"):
         tokens = data["sequence_tokens"].to(importance.dtype).clamp(min=1)
+        if config.truncated_importance_sampling_type == "seq-product-mask-tis":
+            tokens = torch.ones_like(tokens)
         judged = torch.exp(data["sequence_log_ratio"].to(importance.dtype) / tokens)
     kept = (judged <= high) & (judged >= (low or 0.0))
     return torch.where(kept, importance, torch.zeros_like(importance))
@@ -186,7 +212,9 @@ def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return sums
 
 
-LOSSES: Mapping[str, LossFunction] = MappingProxyType({"sft": sft_loss, "grpo": grpo_loss})
+LossFunction = Callable[..., LossOutput]
+
+LOSSES: Mapping[str, LossFunction] = MappingProxyType({LIKELIHOOD: likelihood_loss, POLICY: policy_loss})
 
 
 @dataclass(frozen=True)
@@ -237,9 +265,12 @@ def _add_kl(
     if penalty == 0:
         return policy_loss, {}
     inside = weights > 0
-    estimate = kl_estimate(
-        _inside(logprobs, inside), _inside(data["reference_logprobs"], inside), config.reference_policy_kl_type
-    )
+    gap = _inside(logprobs - data["reference_logprobs"], inside)
+    if config.kl_input_clamp_value is not None:
+        gap = gap.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
+    estimate = kl_estimate(gap, torch.zeros_like(gap), config.reference_policy_kl_type)
+    if config.kl_output_clamp_value is not None:
+        estimate = estimate.clamp(-config.kl_output_clamp_value, config.kl_output_clamp_value)
     kl = _masked_sum(estimate, weights)
     return policy_loss + penalty * kl, {KL: kl.detach()}
 
@@ -248,6 +279,8 @@ def _token_weights(mask: Tensor, data: Mapping[str, Tensor], config: LossConfig,
     """Returns the weight of each token in the loss [b, t]. Over the global batch the weights add up to 1."""
     if config.token_level_loss:
         return mask / denominators.tokens
+    if config.sequence_length_divisor is not None:
+        return mask / config.sequence_length_divisor / denominators.sequences
     return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1) / denominators.sequences
 
 

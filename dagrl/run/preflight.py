@@ -101,6 +101,8 @@ def preflight(config: Config) -> Inputs:
     derive_chat(derived, tokenizer.chat_template is not None)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
+    if config.algorithm == "grpo":
+        _check_algorithm(config)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
     inputs = _read_data(derived, tokenizer, hf_config)
@@ -109,6 +111,15 @@ def preflight(config: Config) -> Inputs:
     _check_metric(inputs.config, inputs)
     _warn_of_longer_epochs(inputs.config, inputs)
     return inputs
+
+
+def _check_algorithm(config: Config) -> None:
+    """Tries the loss and the advantage on a small batch, if they are the user's."""
+    from dagrl.rl.advantages import check_advantage
+    from dagrl.rl.token_losses import try_token_loss
+
+    try_token_loss(config.loss_fn)
+    check_advantage(config)
 
 
 def limit_steps(config: Config, inputs: Inputs) -> Config:

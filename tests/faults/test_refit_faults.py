@@ -142,7 +142,7 @@ def learn(train: WorkerGroup) -> None:
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (2, 16))
     mask = np.ones((2, 16), np.float32)
     scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": 2.0, "lr": 0.02}
-    train.call("train_step", Batch({"tokens": tokens, "lengths": np.full(2, 16), "loss_mask": mask}, scalars), "sft")
+    train.call("train_step", Batch({"tokens": tokens, "lengths": np.full(2, 16), "loss_mask": mask}, scalars), "likelihood")
 
 
 def difference(groups: Groups) -> float:

@@ -122,7 +122,7 @@ def test_replays_take_packed_sequences_of_any_number_and_length(models: dict[str
             for number, lengths in enumerate(BATCHES * 3):
                 batch = lengths_batch(lengths, number % len(BATCHES))
                 rows = made.logprobs(batch)
-                made.train_step(batch.with_scalars(lr=0.0), "grpo")
+                made.train_step(batch.with_scalars(lr=0.0), "policy")
                 results.append((rows, reference.assemble([made.gradients()])))
                 counts.append(made.recordings() if graphs else 0)
     assert counts[-1] > 2 and counts[-1] == counts[-1 - len(BATCHES)]  # all that the last round replayed was there
@@ -142,13 +142,13 @@ def test_a_warm_up_records_and_changes_nothing(models: dict[str, Path]) -> None:
         token = _current.set(ReplayContext("test", 0, True))
         try:
             made.logprobs(batch)
-            made.train_step(batch, "sft")
+            made.train_step(batch, "likelihood")
         finally:
             _current.reset(token)
         after = made.state()
         recordings = made.recordings()
         made.logprobs(batch)
-        made.train_step(batch, "sft")
+        made.train_step(batch, "likelihood")
         assert made.recordings() == recordings >= 2
     assert before.keys() == after.keys()
     for name, value in before.items():
@@ -163,7 +163,7 @@ def test_replays_follow_swapped_and_offloaded_weights(where: str, models: dict[s
         first = made.own_logprobs(batch)
         made.snapshot_reference()
         for _ in range(3):
-            made.train_step(batch, "sft")
+            made.train_step(batch, "likelihood")
         learned = made.own_logprobs(batch)
         for _ in range(3):
             np.testing.assert_allclose(made.own_logprobs(batch, "reference"), first, atol=1e-3)
@@ -174,7 +174,7 @@ def test_replays_follow_swapped_and_offloaded_weights(where: str, models: dict[s
         assert made.recordings() == 0
         for _ in range(3):
             np.testing.assert_allclose(made.own_logprobs(batch), learned, atol=1e-3)
-            metrics = made.train_step(batch.with_scalars(lr=0.0), "sft")
+            metrics = made.train_step(batch.with_scalars(lr=0.0), "likelihood")
         del blocker
     assert np.abs(learned - first).max() > 1e-2
     assert np.isfinite(metrics.sums["loss"])

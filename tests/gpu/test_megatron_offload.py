@@ -43,7 +43,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch._C._cuda_clearCublasWorkspaces()  # those of workers that other tests had in this process
     config = Config.model_validate({"name": "t", "algorithm": "sft", "data": {}, "policy": policy})
     with single_worker(config, MegatronWorker) as worker:
-        worker.train_step(BATCH, "sft")
+        worker.train_step(BATCH, "likelihood")
         yield worker
 
 
@@ -78,7 +78,7 @@ def test_memory_is_freed_and_values_return_bit_for_bit(worker: MegatronWorker) -
         worker.reload(PARTS)
         for found, value in zip(held(worker), expected, strict=True):
             assert torch.equal(found.cpu(), value)
-    assert np.isfinite(worker.train_step(BATCH, "sft").flat()["loss"])
+    assert np.isfinite(worker.train_step(BATCH, "likelihood").flat()["loss"])
 
 
 def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker) -> None:
@@ -119,7 +119,7 @@ def test_a_background_checkpoint_has_the_state_at_its_start(
     monkeypatch.setattr(checkpoint, "_write_buckets", lambda *given: (trained.wait(60), write(*given)))
     before = [tensor.cpu() for tensor in held(worker)]
     worker.save_checkpoint(str(tmp_path / "c"), {"step": 1}, True)
-    worker.train_step(BATCH, "sft")
+    worker.train_step(BATCH, "likelihood")
     assert not worker.checkpoint_written()
     trained.set()
     worker.finish_checkpoint()

@@ -100,7 +100,7 @@ def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str,
         rows = made.logprobs(batch)
         token = _current.set(ReplayContext("test", 0, True))  # gradients, but no update
         try:
-            made.train_step(batch, "sft")
+            made.train_step(batch, "likelihood")
         finally:
             _current.reset(token)
         return reference.assemble([made.gradients()]), rows
@@ -137,10 +137,10 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **WAYS["packed"])
     batch = reference.make_batch()
     with single_worker(config, TestedWorker) as made:
-        made.accumulate_gradients(batch.select([7]), "sft")  # of an abandoned step
+        made.accumulate_gradients(batch.select([7]), "likelihood")  # of an abandoned step
         for number, rows in enumerate(([0, 4, 5], [6])):
-            made.accumulate_gradients(batch.select(rows).with_scalars(parts=float(number)), "sft")
-        metrics = made.train_step(batch.select([1, 2, 3, 7]).with_scalars(parts=2.0, lr=0.0), "sft")
+            made.accumulate_gradients(batch.select(rows).with_scalars(parts=float(number)), "likelihood")
+        metrics = made.train_step(batch.select([1, 2, 3, 7]).with_scalars(parts=2.0, lr=0.0), "likelihood")
         assert error(reference.assemble([made.gradients()]), truth.gradients) < limit
     assert metrics.sums["loss"] == pytest.approx(truth.losses[0], rel=limit / 5)
 
@@ -154,7 +154,7 @@ def test_reference_weights_are_swapped_in_and_out(where: str, sharded: bool, mod
     with single_worker(config, TestedWorker) as made:
         first = made.own_logprobs(batch)
         made.snapshot_reference()
-        made.train_step(batch, "sft")
+        made.train_step(batch, "likelihood")
         learned = made.own_logprobs(batch)
         addresses = [tensor.data_ptr() for tensor in made.weight_tensors().values()]
         for _ in range(2):

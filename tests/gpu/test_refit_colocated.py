@@ -107,7 +107,7 @@ def test_refits_between_turns_on_one_gpu(cluster: None, tmp_path: Path, precisio
     try:
         Refit.connect(train, generation, dtype="bfloat16", verify=config.refit.verify, timeout_s=30)
         for version in (1, 2, 3):
-            train.call("train_step", sft_batch(), "sft")
+            train.call("train_step", sft_batch(), "likelihood")
             train.call("offload", ("gradients", "optimizer"))
             if version > 1:
                 generation.call("wake_up", ["weights"])

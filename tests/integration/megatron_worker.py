@@ -35,6 +35,10 @@ class TestedWorker(MegatronWorker):
         section = self.config.policy.model_copy(update=policy)
         self.config = self.config.model_copy(update={"policy": section})
 
+    def set_loss(self, **keys: Any) -> None:
+        """Replaces keys of `loss_fn`."""
+        self.config = self.config.model_copy(update={"loss_fn": self.config.loss_fn.model_copy(update=keys)})
+
     def weights(self) -> list[tuple[str, Box, Any]]:
         """Returns HF name, box and values of this rank's weights."""
         return self._boxes(self.weight_tensors())
@@ -102,7 +106,7 @@ class TestedWorker(MegatronWorker):
             return hook
 
         hooks = [layer.register_forward_hook(count(index)) for index, layer in enumerate(layers)]
-        self.train_step(batch, "sft")
+        self.train_step(batch, "likelihood")
         for hook in hooks:
             hook.remove()
         return runs
@@ -219,7 +223,7 @@ class TestedWorker(MegatronWorker):
     def train_and_abort_after(self, batch: Batch, seconds: float) -> object:
         """Runs `train_step` with a concurrent `abort()` from another thread, as in the runtime."""
         threading.Timer(seconds, self.abort).start()
-        return self.train_step(batch, "sft")
+        return self.train_step(batch, "likelihood")
 
     def export_in_files(self, directory: str, file_bytes: int) -> None:
         """Runs `export_hf` with files of at most `file_bytes`."""

@@ -47,11 +47,11 @@ def test_accumulated_parts_equal_the_whole_batch(
         found = step(group, batch, PARTS), {} if sharded else gradients_of(group)
         accumulate(group, batch, [2])
         with pytest.raises(WorkerError, match=r"follows 2 accumulated parts, but this worker has 1; replay accumulate"):
-            train(group, batch.with_scalars(parts=2.0), "grpo")
+            train(group, batch.with_scalars(parts=2.0), "policy")
         accumulate(group, batch, [2])
         group.call("accumulate_gradients", per_rank=per_rank(group, batch.select([3])), warmup=True)
         with pytest.raises(WorkerError, match="this worker has 0"):
-            train(group, batch.with_scalars(parts=1.0), "grpo")
+            train(group, batch.with_scalars(parts=1.0), "policy")
         again = step(group, batch), {} if sharded else gradients_of(group)
     assert expected["grad_norm"] > 0.01
     for metrics, others in (found, again):
@@ -87,7 +87,7 @@ def step(group: Group, batch: Batch, parts: Sequence[Sequence[int]] = ()) -> dic
     for number, rows in enumerate(parts[:-1]):
         accumulate(group, batch, rows, number)
     rest = batch.select(parts[-1]).with_scalars(parts=float(len(parts) - 1)) if parts else batch
-    metrics = train(group, rest, "grpo")
+    metrics = train(group, rest, "policy")
     metrics.pop("microbatch_padding_share")  # depends on which rows go together
     return metrics
 

@@ -37,7 +37,7 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
         modules = [module for chunk in made._ready().model.chunks for module in chunk.modules()]
         assert {type(module) for module in modules if hasattr(module, "local_experts")} == {experts}
         with replay_context(ReplayContext("test", 0, True)):  # gradients, but no update
-            metrics = made.train_step(reference.make_batch(), "sft")
+            metrics = made.train_step(reference.make_batch(), "likelihood")
         figures = merge_step_metrics([metrics]).flat()
         return reference.assemble([made.gradients()]), figures["loss"], figures["grad_norm"]
 
@@ -83,7 +83,7 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
         for token_ids in (None, 64):
             used.clear()
             with replay_context(ReplayContext("sft_step", 0, True)):
-                made.train_step(empty_batch(sft_step.inputs, Bucket(8, 32), scalars, token_ids), "sft")
+                made.train_step(empty_batch(sft_step.inputs, Bucket(8, 32), scalars, token_ids), "likelihood")
             experts[token_ids] = [np.count_nonzero(counts) for counts in used]
     assert set(experts[None]) == {2}, "each token goes to two experts"
     assert min(experts[64]) > 2
@@ -93,7 +93,7 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
 def test_a_worker_keeps_no_memory_after_shutdown(name: str, tiny_models: dict[str, Path]) -> None:
     """The process may serve another model next."""
     with single_worker(reference.make_config(tiny_models[name]), TestedWorker) as made:
-        made.train_step(reference.make_batch(), "sft")
+        made.train_step(reference.make_batch(), "likelihood")
         trainer = made._ready()
         held = [*trainer.model.parameters().values(), *trainer.gradient_tensors(), *trainer.optimizer_tensors()]
         alive = [weakref.ref(tensor) for tensor in held]

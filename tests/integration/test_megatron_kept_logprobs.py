@@ -52,10 +52,10 @@ def test_losses_and_gradients_are_equal(
         }
         mask = batch["loss_mask"]
         given = batch.with_fields(**{name: column * mask for name, column in columns.items()})
-        expected = train(group, given, "grpo"), gradients_of(group)
+        expected = train(group, given, "policy"), gradients_of(group)
         for model in ("policy", "reference"):
             keep(group, identified(batch), model)
-        found = train(group, identified(batch), "grpo"), gradients_of(group)
+        found = train(group, identified(batch), "policy"), gradients_of(group)
     entropy = found[0].pop("policy/entropy")
     assert entropy == pytest.approx(float((policy["entropy"] * mask).sum() / mask.sum()), rel=1e-6)
     assert found[0] == expected[0] and expected[0]["grad_norm"] > 0.01
@@ -76,9 +76,9 @@ def test_a_row_may_train_on_another_shard_where_chunks_come_early(
             group.call("snapshot_reference")
             for model in ("policy", "reference"):
                 keep(group, batch, model, exchanged=early)
-            found[early] = train(group, batch, "grpo")
+            found[early] = train(group, batch, "policy")
             if not early:
                 keep(group, batch.with_scalars(step=8), "policy", exchanged=True)
                 with pytest.raises(WorkerError, match="rows whose prev_logprobs this worker does not hold"):
-                    train(group, batch.with_scalars(step=8), "grpo")
+                    train(group, batch.with_scalars(step=8), "policy")
     assert found[True] == found[False]

@@ -108,7 +108,7 @@ def shard_batches(batch: Batch, layout: ParallelLayout) -> list[Batch]:
     return [batch.select(rows).pad(Bucket(len(shards[0]) + layout.dp - 1, reference.WIDTH)) for rows in shards]
 
 
-def train(group: Group, batch: Batch, loss: str = "sft", **options: Any) -> dict[str, float]:
+def train(group: Group, batch: Batch, loss: str = "likelihood", **options: Any) -> dict[str, float]:
     """Runs a step on all workers and merges the metrics like the runtime."""
     shards = shard_batches(batch, group.layout)
     per_rank = [(shards[group.layout.coordinates(rank).dp], loss) for rank in range(group.layout.world_size)]
@@ -254,9 +254,9 @@ def test_grpo_steps_are_those_of_plain_torch(
 
     expected = reference.train_reference(tiny_models["qwen3"], batch, config, loss)
     with megatron_pool.group(layout, config) as group:
-        train(group, batch, "grpo", warmup=True)
+        train(group, batch, "policy", warmup=True)
         gradients = reference.assemble(group.call("gradients"))
-        steps = [train(group, batch, "grpo") for _ in range(reference.STEPS)]
+        steps = [train(group, batch, "policy") for _ in range(reference.STEPS)]
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
     for name, gradient in expected.gradients.items():
         scale = float(np.abs(gradient).max()) or 1.0

@@ -116,14 +116,14 @@ def test_a_step_without_gradients_is_skipped_and_counted(megatron_pool: Megatron
     config = config.model_copy(update={"loss_fn": LossConfig(reference_policy_kl_penalty=0.0)})
     equal = batch.with_fields(advantages=np.zeros_like(batch["advantages"]))
     with megatron_pool.group(ParallelLayout(dp=2), config) as group:
-        train(group, batch, "grpo")  # creates moments, which would move the weights
+        train(group, batch, "policy")  # creates moments, which would move the weights
         before = group.call("weights")
-        skipped = train(group, equal, "grpo")
+        skipped = train(group, equal, "policy")
         assert (skipped["grad_norm"], skipped["skipped_steps"]) == (0.0, 1)
         for mine, theirs in zip(group.call("weights"), before, strict=True):
             for (name, _, values), (_, _, kept) in zip(mine, theirs, strict=True):
                 np.testing.assert_array_equal(values, kept, err_msg=name)
-        assert train(group, batch, "grpo")["skipped_steps"] == 1
+        assert train(group, batch, "policy")["skipped_steps"] == 1
 
 
 def test_adam_is_torchs_even_with_transformer_engine(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:

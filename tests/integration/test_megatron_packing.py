@@ -70,7 +70,7 @@ def run(group: Group) -> dict[str, Any]:
     """Returns loss, gradients, log-probabilities, entropy, and the padding share of the model's input."""
     batch = reference.make_batch(grpo=True)
     rows = logprobs(group, batch)
-    step = train(group, batch, "grpo", warmup=True)  # gradients, but no update
+    step = train(group, batch, "policy", warmup=True)  # gradients, but no update
     metrics = {"loss": step["loss"], "share": step["microbatch_padding_share"]}
     gradients = reference.assemble(group.call("gradients"))
     return {**metrics, "gradients": gradients, "logprobs": rows["logprobs"], "entropy": rows["entropy"]}

@@ -61,7 +61,7 @@ def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Ite
 def run(worker: TestedWorker, times: int = 1) -> None:
     for _ in range(times):
         worker.logprobs(reference.make_batch())
-        worker.train_step(reference.make_batch(), "sft")
+        worker.train_step(reference.make_batch(), "likelihood")
 
 
 def test_an_abort_leaves_no_graph_that_refers_to_a_communicator(worker: TestedWorker) -> None:
@@ -88,7 +88,7 @@ def test_an_abort_frees_the_graphs_of_a_waiting_pass_at_once(worker: TestedWorke
 
     GraphDouble.while_it_runs = abort
     with pytest.raises(RunError, match="dropped the CUDA graphs of this pass"):
-        worker.train_step(reference.make_batch(), "sft")
+        worker.train_step(reference.make_batch(), "likelihood")
     assert left == [1]  # the one that runs
     assert not GraphDouble.alive
     run(worker, 2)  # an offload drops graphs too, and the worker continues
@@ -109,7 +109,7 @@ def test_a_failed_recording_leaves_no_graph(worker: TestedWorker, monkeypatch: p
     monkeypatch.setattr("dagrl.workers.megatron.cuda_graphs._recorded", recorded)
     try:
         for _ in range(2):
-            worker.train_step(reference.make_batch(), "sft")
+            worker.train_step(reference.make_batch(), "likelihood")
     except torch.OutOfMemoryError:
         assert not GraphDouble.alive
     else:

@@ -174,7 +174,7 @@ def test_steps_below_bfloat16_precision_accumulate(megatron_pool: MegatronPool, 
 def test_evaluate_is_the_loss_without_a_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     batch = reference.make_batch()
     with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
-        losses = [group.call("evaluate", batch, "sft")[0].flat()["loss"] for _ in range(2)]
+        losses = [group.call("evaluate", batch, "likelihood")[0].flat()["loss"] for _ in range(2)]
         assert losses[0] == losses[1] == pytest.approx(train(group, batch)["loss"], abs=1e-6)
 
 

@@ -47,7 +47,7 @@ from dagrl.graphs.train import GRPO_INPUTS
 
 @phase(inputs=GRPO_INPUTS)
 def my_step(train: Shard, batch: Input) -> Value:
-    return train.reduce("merge_metrics", train.map("train_step", batch, loss="grpo"))
+    return train.reduce("merge_metrics", train.map("train_step", batch, loss="policy"))
 """
 
 SHORT = ("sft.max_num_steps=4", "grpo.max_num_steps=2", "sft.max_val_samples=32", "grpo.max_val_samples=32")

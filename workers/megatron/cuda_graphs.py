@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class _PassShape:
             order = None if segments.key_order is None else segments.key_order.clone()
             segments = Segments((self.longest_query,), (self.longest_key,), queries, keys, order)
         tokens, positions = microbatch.tokens.clone(), microbatch.positions.clone()
-        return Microbatch(tokens, microbatch.labels, positions, microbatch.targets, {}, segments)
+        return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments)
 
 
 def _rounded(number: int, least: int) -> int:

@@ -19,7 +19,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from dagrl.config import LossConfig
-from dagrl.rl.losses import LOSSES, Denominators
+from dagrl.rl.losses import LOSSES, POLICY, Denominators
+from dagrl.rl.token_losses import Sequences
 from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
 from dagrl.workers.megatron.cuda_graphs import ModelPass
 from dagrl.workers.megatron.logprobs import OutputLayer, token_logprobs
@@ -30,20 +31,25 @@ LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class MicrobatchLoss:
-    """Computes a microbatch's share of the loss from its last hidden states. `layer` is None on earlier stages."""
+    """Computes a microbatch's share of the loss from its last hidden states. `layer` is None on earlier stages.
 
-    name: str
+    `group`: the context-parallel workers, which hold parts of the same sequences; None if there is one.
+    """
+
+    kind: str
     config: LossConfig
     denominators: Denominators
     layer: OutputLayer | None
+    group: Any = None
 
     def __call__(self, microbatch: Microbatch, hidden: Tensor) -> LossResult:
         """Returns the loss, a count of 0 (so Megatron does not divide), and the metrics. `hidden` [b, s, hidden size]."""
         assert self.layer is not None, "the last pipeline stage has the output layer"
         logprobs, entropy = token_logprobs(hidden, microbatch.labels, self.layer)
-        output = LOSSES[self.name](logprobs, microbatch.data, self.config, self.denominators)
+        sequences = Sequences(microbatch.data["sequence_ids"], microbatch.sequences, self.group)
+        output = LOSSES[self.kind](logprobs, microbatch.data, self.config, self.denominators, sequences)
         metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
-        if self.name == "grpo":
+        if self.kind == POLICY:
             before = entropy if self.config.force_on_policy_ratio else microbatch.data.get("entropy")
             if before is not None:  # under the weights at the start of the batch
                 metrics["sums"][ENTROPY] = (before * microbatch.data["loss_mask"]).sum() / self.denominators.tokens

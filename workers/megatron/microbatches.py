@@ -68,8 +68,8 @@ class ParallelRank:
 class Microbatch:
     """Tensors [b, s]: `tokens`, `labels`, `positions`, and the fields of `data`. Fields of rows are repeated per token.
 
-    `targets` is the index of each token's label in the flattened batch; past the end: no label. `segments` is None if every
-    row is one sequence.
+    `data` has `sequence_ids`, below `sequences`, if it has a loss mask. `targets` is the index of each token's label in the
+    flattened batch; past the end: no label. `segments` is None if every row is one sequence.
     """
 
     tokens: Tensor
@@ -78,6 +78,7 @@ class Microbatch:
     targets: Tensor
     data: Mapping[str, Tensor]
     segments: Segments | None
+    sequences: int
 
 
 @dataclass(frozen=True)
@@ -283,13 +284,15 @@ def _microbatches(
         by_row |= {name: sums.flatten() for name, sums in row_sums({k: v[:, 1:] for k, v in by_token.items()}).items()}
     data = {name: _gather(field, table.following) for name, field in by_token.items()}
     data |= {name: _gather(field, table.rows) for name, field in by_row.items()}
+    if "loss_mask" in data:
+        data["sequence_ids"] = table.rows
     labels, tokens = data.pop("tokens"), _gather(by_token["tokens"], table.sources)
     if vocabulary is not None:
         tokens = _fill_padding(tokens, by_token["tokens"], table, lengths, vocabulary)
     sizes = [rows * width for rows, width in (plan.shape for plan in plans)]
     columns = [torch.split(one, sizes) for one in (tokens, labels, table.positions, table.following, *data.values())]
     return tuple(
-        _microbatch([column[number].view(plan.shape) for column in columns], list(data), plan.segments)
+        _microbatch([column[number].view(plan.shape) for column in columns], list(data), plan.segments, len(lengths) + 1)
         for number, plan in enumerate(plans)
     )
 
@@ -311,9 +314,9 @@ def _fill_padding(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor,
     return torch.where(padding, torch.where(ends[-1] > 0, own, order.remainder(vocabulary).to(own.dtype)), taken)
 
 
-def _microbatch(parts: Sequence[Tensor], names: Sequence[str], segments: Segments | None) -> Microbatch:
+def _microbatch(parts: Sequence[Tensor], names: Sequence[str], segments: Segments | None, sequences: int) -> Microbatch:
     tokens, labels, positions, targets, *data = parts
-    return Microbatch(tokens, labels, positions, targets, dict(zip(names, data, strict=True)), segments)
+    return Microbatch(tokens, labels, positions, targets, dict(zip(names, data, strict=True)), segments, sequences)
 
 
 def _widths(rule: SplitRule, layout: ParallelLayout) -> tuple[int, ...]:

@@ -395,14 +395,17 @@ class MegatronWorker(MegatronWorkerBase):
         return ParallelRank(self.context.layout, self.context.coordinates, *groups, self._device)
 
     def _microbatch_loss(self, denominators: Denominators, loss: str) -> MicrobatchLoss:
-        from dagrl.rl.losses import LOSSES
+        from megatron.core import parallel_state
+
+        from dagrl.rl.losses import LIKELIHOOD, LOSSES
         from dagrl.workers.megatron.forward_backward import MicrobatchLoss
 
         if loss not in LOSSES:
             raise ConfigError(f"loss {loss!r} is unknown; choose one of {sorted(LOSSES)}")
-        temperature = 1.0 if loss == "sft" else self._temperature  # SFT trains the untempered distribution
+        temperature = 1.0 if loss == LIKELIHOOD else self._temperature  # demonstrations are not sampled
         layer = self._ready().model.output_layer(temperature, self.config.policy.logprob_chunk_size)
-        return MicrobatchLoss(loss, self.config.loss_fn, denominators, layer)
+        group = parallel_state.get_context_parallel_group() if self.context.layout.cp > 1 else None
+        return MicrobatchLoss(loss, self.config.loss_fn, denominators, layer, group)
 
     @contextmanager
     def _weights_of(self, model: Literal["policy", "reference"]) -> Iterator[None]:

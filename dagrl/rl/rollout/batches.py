@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
-from dagrl.rl.advantages import group_advantages
+from dagrl.rl.advantages import advantages as compute_advantages
 from dagrl.rl.rewards import shuffled
 from dagrl.rl.rollout.episodes import Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -43,12 +43,7 @@ def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.
     values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
     if config.reward.shuffle:
         values[valid] = shuffled(values[valid], config.seed, step)
-    table = group_advantages(
-        values.reshape(len(groups), -1),
-        leave_one_out=config.grpo.use_leave_one_out_baseline,
-        normalize=config.grpo.normalize_rewards,
-        valid=valid.reshape(len(groups), -1),
-    )
+    table = compute_advantages(config, values.reshape(len(groups), -1), valid.reshape(len(groups), -1))
     return table.reshape(-1).astype(np.float32)
 
 

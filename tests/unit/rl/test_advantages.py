@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagrl.errors import DataError
-from dagrl.rl.advantages import group_advantages, zero_variance_groups
+from dagrl.config import Config
+from dagrl.errors import ConfigError, DataError
+from dagrl.rl.advantages import advantages, batch_advantages, check_advantage, group_advantages, zero_variance_groups
 
 
 def test_group_mean_baseline() -> None:
@@ -78,3 +79,71 @@ def test_a_group_of_one_is_an_error() -> None:
 def test_a_reward_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(DataError, match="prompt 1, generation 0 is nan"):
         group_advantages([[1.0, 0.0], [float("nan"), 0.0]], leave_one_out=False, normalize=False)
+
+
+def test_a_leave_one_out_baseline_divides_by_the_deviation_of_the_others_as_nemo_rl() -> None:
+    """NeMo-RL's `calculate_baseline_and_std_per_prompt`, written apart: each sample's statistics are the others'."""
+    rewards = np.random.default_rng(0).normal(size=(3, 6))
+    expected = np.zeros_like(rewards)
+    for row, column in np.ndindex(*rewards.shape):
+        others = np.delete(rewards[row], column)
+        expected[row, column] = (rewards[row, column] - others.mean()) / (others.std(ddof=1) + 1e-6)
+    found = group_advantages(rewards, leave_one_out=True, normalize=True, std="others")
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_the_only_winner_of_a_group_is_not_divided_by_a_deviation_of_zero() -> None:
+    """NeMo-RL divides only where the deviation of the others is positive."""
+    found = group_advantages([[1, 0, 0, 0, 0, 0, 0, 0]], leave_one_out=True, normalize=True, std="others")
+    others = np.array([1.0, 0, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(found[0, 0], 1.0)
+    np.testing.assert_allclose(found[0, 1:], -others.mean() / (others.std(ddof=1) + 1e-6))
+
+
+def test_advantages_of_the_batch_are_whitened_rewards() -> None:
+    rewards, valid = np.array([[1.0, 0, 0], [5, 4, 9]]), np.array([[True] * 3, [True, True, False]])
+    found = batch_advantages(rewards, baseline=False, valid=valid)
+    inside = rewards[valid]
+    np.testing.assert_allclose(found[valid], (inside - inside.mean()) / (inside.std(ddof=1) + 1e-6))
+    assert found[1, 2] == 0
+    centered = batch_advantages(rewards, baseline=True, valid=valid)
+    assert centered[1, 0] > 0 > centered[1, 1] and abs(centered[valid].mean()) < 1e-12
+
+
+def config_of(**keys: object) -> Config:
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {}, "advantage": keys})
+
+
+def scaled(rewards: np.ndarray, valid: np.ndarray, *, factor: float = 1.0) -> np.ndarray:
+    return rewards * factor
+
+
+def of_another_shape(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    return rewards.sum(axis=1)
+
+
+def test_a_users_function_sees_no_reward_of_an_invalid_completion() -> None:
+    config = config_of(name=f"{__name__}:scaled", args={"factor": 2.0})
+    check_advantage(config)
+    found = advantages(config, [[1.0, 2.0], [3.0, 50.0]], [[True, True], [True, False]])
+    np.testing.assert_array_equal(found, [[2.0, 4.0], [6.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"name": "grop"}, "expected: group, batch, or the import path"),
+        ({"name": f"{__name__}:scaled", "args": {"factors": 2}}, "do not fit"),
+        ({"name": f"{__name__}:of_another_shape"}, r"shape \[2\].*expected: a finite advantage for each generation"),
+    ],
+)
+def test_an_advantage_that_cannot_be_is_an_error_before_the_run(keys: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_advantage(config_of(**keys))
+
+
+def test_advantages_over_the_batch_need_the_whole_batch() -> None:
+    config = config_of(name="batch")
+    early = config.model_copy(update={"grpo": config.grpo.model_copy(update={"overlap_training": True})})
+    with pytest.raises(ConfigError, match="overlap_training"):
+        check_advantage(early)

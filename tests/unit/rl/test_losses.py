@@ -139,7 +139,7 @@ any_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.key
 @any_config
 def test_grpo_equals_the_formula(config: LossConfig) -> None:
     logprobs, data, denominators = make_batch()
-    output = LOSSES["grpo"](logprobs, data, config, denominators)
+    output = LOSSES["policy"](logprobs, data, config, denominators)
     expected = written_out(logprobs.detach(), data, config, denominators)
     found = {**output.sums, **output.maxima}
     for name, value in expected.items():
@@ -151,7 +151,7 @@ def test_grpo_equals_the_formula(config: LossConfig) -> None:
 @any_config
 def test_gradient_is_the_numeric_gradient(config: LossConfig) -> None:
     logprobs, data, denominators = make_batch(seed=1)
-    LOSSES["grpo"](logprobs, data, config, denominators).loss.backward()
+    LOSSES["policy"](logprobs, data, config, denominators).loss.backward()
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
     step = 1e-6
     for row, token in data["loss_mask"].nonzero().tolist():
@@ -168,7 +168,7 @@ def test_first_step_gradient_is_reinforce() -> None:
     """On policy, the ratio is 1 and the gradient is -A / tokens (PPO, section 3)."""
     _, data, denominators = make_batch()
     logprobs = data["prev_logprobs"].nan_to_num().requires_grad_()
-    output = LOSSES["grpo"](logprobs, data, LossConfig(reference_policy_kl_penalty=0), denominators)
+    output = LOSSES["policy"](logprobs, data, LossConfig(reference_policy_kl_penalty=0), denominators)
     output.loss.backward()
     expected = torch.where(data["loss_mask"] > 0, -data["advantages"] / denominators.tokens, 0)
     torch.testing.assert_close(logprobs.grad, expected, rtol=0, atol=1e-15)
@@ -183,11 +183,11 @@ def test_forced_ratio_equals_an_unmoved_policy(level: bool) -> None:
     bound = {"truncated_importance_sampling_ratio": 1.1}
     logprobs, data, denominators = make_batch()
     unmoved = {**data, "prev_logprobs": logprobs.detach().clone()}
-    expected = LOSSES["grpo"](logprobs, unmoved, LossConfig(**options, **bound), denominators)
+    expected = LOSSES["policy"](logprobs, unmoved, LossConfig(**options, **bound), denominators)
     (gradient,) = torch.autograd.grad(expected.loss, logprobs)
     del data["prev_logprobs"]
     forced = LossConfig(**options, **bound, force_on_policy_ratio=True)
-    found = LOSSES["grpo"](logprobs, data, forced, denominators)
+    found = LOSSES["policy"](logprobs, data, forced, denominators)
     (forced_gradient,) = torch.autograd.grad(found.loss, logprobs)
     torch.testing.assert_close(forced_gradient, gradient, rtol=0, atol=0)
     assert found.sums == expected.sums and found.maxima == expected.maxima
@@ -204,7 +204,7 @@ def test_corrections_bound_some_tokens(config: LossConfig) -> None:
         weight = written_out_weight(prev, generation, geometric_mean(data, row), config)
         beyond += not math.isclose(weight, math.exp(prev - generation), rel_tol=1e-12)
     assert 0 < beyond < denominators.tokens
-    output = LOSSES["grpo"](logprobs, data, config, denominators)
+    output = LOSSES["policy"](logprobs, data, config, denominators)
     assert float(output.sums["is_oob_ratio"]) == pytest.approx(beyond / denominators.tokens)
 
 
@@ -213,9 +213,9 @@ def test_corrections_change_nothing_on_policy(config: LossConfig) -> None:
     logprobs, data, denominators = make_batch()
     data["generation_logprobs"] = data["prev_logprobs"].clone()
     data |= row_sums(data)
-    corrected = LOSSES["grpo"](logprobs, data, config, denominators)
+    corrected = LOSSES["policy"](logprobs, data, config, denominators)
     plain = config.model_copy(update={"use_importance_sampling_correction": False})
-    expected = LOSSES["grpo"](logprobs, data, plain, denominators)
+    expected = LOSSES["policy"](logprobs, data, plain, denominators)
     assert float(corrected.loss.detach()) == pytest.approx(float(expected.loss.detach()), abs=1e-15)
 
 
@@ -224,7 +224,7 @@ def test_sft_is_the_mean_negative_log_likelihood() -> None:
     tokens = torch.arange(15).reshape(3, 5) % 7
     mask = torch.tensor([[0, 1, 1, 1, 1], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]], dtype=torch.float64)
     logprobs = torch.log_softmax(logits, dim=-1).gather(-1, tokens[..., None])[..., 0]
-    output = LOSSES["sft"](logprobs, {"loss_mask": mask}, LossConfig(), Denominators(6.0, 2.0))
+    output = LOSSES["likelihood"](logprobs, {"loss_mask": mask}, LossConfig(), Denominators(6.0, 2.0))
     targets = torch.where(mask > 0, tokens, -100)
     torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
     assert float(output.sums["valid_tokens"]) == 6
@@ -283,7 +283,7 @@ def test_padding_cannot_overflow() -> None:
     """At padding, exp of the difference would be infinite, and infinity times a mask of 0 is NaN."""
     logprobs, data, denominators = make_batch()
     data["prev_logprobs"] = torch.where(data["loss_mask"] > 0, data["prev_logprobs"], torch.full_like(logprobs, -5000.0))
-    output = LOSSES["grpo"](logprobs, data, LossConfig(), denominators)
+    output = LOSSES["policy"](logprobs, data, LossConfig(), denominators)
     output.loss.backward()
     assert all(torch.isfinite(value) for value in (*output.sums.values(), *output.maxima.values()))
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
@@ -292,7 +292,7 @@ def test_padding_cannot_overflow() -> None:
 def test_equal_engines_have_a_multiplicative_error_of_one() -> None:
     logprobs, data, denominators = make_batch()
     data["generation_logprobs"] = data["prev_logprobs"].clone()
-    output = LOSSES["grpo"](logprobs, data, LossConfig(), denominators)
+    output = LOSSES["policy"](logprobs, data, LossConfig(), denominators)
     assert float(output.sums["token_mult_prob_error"]) == pytest.approx(1.0, abs=1e-15)
     assert float(output.maxima["max_logprob_difference"]) == 0.0
 
@@ -302,7 +302,7 @@ def test_no_penalty_needs_no_reference() -> None:
     for reference in (None, torch.full_like(data["reference_logprobs"], torch.nan)):
         data.pop("reference_logprobs", None)
         given = {} if reference is None else {"reference_logprobs": reference}
-        output = LOSSES["grpo"](logprobs, data | given, LossConfig(reference_policy_kl_penalty=0), denominators)
+        output = LOSSES["policy"](logprobs, data | given, LossConfig(reference_policy_kl_penalty=0), denominators)
         assert "policy/kl" not in output.sums
         assert torch.isfinite(output.loss)
 

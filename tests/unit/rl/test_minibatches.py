@@ -35,7 +35,7 @@ def take_step(batch: Batch) -> StepMetrics:
     data = {name: torch.from_numpy(values) for name, values in batch.fields.items()}
     tokens, rows = float(batch["loss_mask"].sum()), float((batch["loss_mask"].sum(1) > 0).sum())
     logprobs = data["prev_logprobs"] + 0.3 * data["advantages"]
-    output = LOSSES["grpo"](logprobs, data, CONFIG.loss_fn, Denominators(tokens, rows))
+    output = LOSSES["policy"](logprobs, data, CONFIG.loss_fn, Denominators(tokens, rows))
     sums = {name: float(value) for name, value in output.sums.items()}
     maxima = {name: float(value) for name, value in output.maxima.items()} | {"perf/train_seconds": 1.0}
     figures = {"train_tokens": float(batch["lengths"].sum()), "train_tflop": 2.0, "train_ranks": 4.0}

@@ -1,0 +1,205 @@
+"""Per-token policy losses: what each token of a sample costs. Choose one by `loss_fn.name`, or write your own.
+
+    def sigmoid_ratio(batch: TokenBatch, *, slope: float = 4.0) -> Tensor:
+        ratio = torch.exp(batch.logprobs - batch.old_logprobs)
+        return -batch.advantages * torch.sigmoid(slope * (ratio - 1)) * 4 / slope
+
+`loss_fn: {name: "my_losses:sigmoid_ratio", args: {slope: 2.0}}` trains with it. A function sees one microbatch, packed or
+not, or one worker's part of it under context parallelism. It returns a cost [b, t] for each token, and optionally a
+dictionary of further values [b, t], whose means become metrics. Masking, importance weights, the KL penalty, averages over
+the global batch and sums over workers are done around it. `batch.sequence_mean` spans a whole sequence, wherever it lies.
+
+Sources:
+  grpo       PPO's clipped surrogate, Schulman et al. 2017, arXiv:1707.06347, equation 7; separate bounds: DAPO, Yu et al.
+             2025, arXiv:2503.14476; `ratio_clip_c`: Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep
+             Reinforcement Learning", arXiv:1912.09729, equation 4 (dual clip)
+  gspo       Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv:2507.18071, equations 5 to 7 and 13
+  cispo      MiniMax 2025, "MiniMax-M1", arXiv:2506.13585, equations 4 and 5
+  reinforce  Williams 1992; used by RLOO (Ahmadian et al. 2024, arXiv:2402.14740) and REINFORCE++ (Hu et al. 2025,
+             arXiv:2501.03262) with one optimizer step per batch
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dagrl.config import LossConfig
+from dagrl.errors import ConfigError
+from dagrl.imports import load_callable, running
+from dagrl.telemetry.metrics import CLIP_RATIO
+
+KEY = "loss_fn.name"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which sequence each token belongs to: `ids` [b, t], below `count`. `group`: the workers that hold parts of them."""
+
+    ids: Tensor
+    count: int
+    group: Any = None
+
+    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns for each token the mean of `values` over the tokens of its sequence in `mask`, without gradient [b, t]."""
+        with torch.no_grad():
+            inside = mask > 0
+            parts = torch.stack([torch.where(inside, values, 0.0), inside.to(values.dtype)]).flatten(1)
+            totals = parts.new_zeros(2, self.count).index_add_(1, self.ids.flatten(), parts)
+            if self.group is not None:
+                torch.distributed.all_reduce(totals, group=self.group)
+            means: Tensor = (totals[0] / totals[1].clamp(min=1))[self.ids]
+            return means
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What a token loss reads; all tensors [b, t]. Only `logprobs` has a gradient.
+
+    `old_logprobs` are the policy's before the optimizer step, `generation_logprobs` the engine's, `reference_logprobs` the
+    reference policy's (None without a KL penalty). Values outside `mask` are arbitrary, and ignored in the result.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    generation_logprobs: Tensor
+    reference_logprobs: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+    sequences: Sequences
+    config: LossConfig
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """The policy's log-probability minus the old one, 0 outside the mask, clamped to `loss_fn.log_ratio_clamp`."""
+        ratio = torch.where(self.mask > 0, self.logprobs - self.old_logprobs, 0.0)
+        limit = self.config.log_ratio_clamp
+        return ratio if limit is None else ratio.clamp(-limit, limit)
+
+    def clipped(self, ratio: Tensor) -> Tensor:
+        """Bounds a ratio to `1 - ratio_clip_min` and `1 + ratio_clip_max`."""
+        return ratio.clamp(1.0 - self.config.ratio_clip_min, 1.0 + self.config.ratio_clip_max)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Returns for each token the mean of `values` over its sequence, without gradient [b, t]."""
+        return self.sequences.mean(values, self.mask)
+
+
+TokenResult = Tensor | tuple[Tensor, Mapping[str, Tensor]]
+TokenLossFunction = Callable[..., TokenResult]
+
+
+def grpo(batch: TokenBatch) -> TokenResult:
+    """The clipped surrogate with ratio r: `max(-A r, -A clip(r))`; with `ratio_clip_c` at most `-A c` where A < 0."""
+    return _surrogate(batch, torch.exp(batch.log_ratio))
+
+
+def gspo(batch: TokenBatch) -> TokenResult:
+    """The clipped surrogate with the sequence's ratio, the geometric mean of its tokens' ratios.
+
+    Each token has the gradient of its own log-probability, so advantages may differ within a sequence (GSPO-token); equal
+    ones give GSPO.
+    """
+    mean = batch.sequence_mean(batch.log_ratio)
+    own = torch.where(batch.mask > 0, batch.logprobs - batch.logprobs.detach(), 0.0)
+    return _surrogate(batch, torch.exp(mean + own))
+
+
+def cispo(batch: TokenBatch) -> TokenResult:
+    """REINFORCE weighted by the clipped ratio without its gradient: clipped tokens keep theirs."""
+    ratio = torch.exp(batch.log_ratio).detach()
+    clipped = batch.clipped(ratio)
+    return -clipped * batch.advantages * batch.logprobs, _metrics(ratio, clipped, clipped != ratio)
+
+
+def reinforce(batch: TokenBatch) -> TokenResult:
+    """REINFORCE: minus the advantage times the log-probability."""
+    return -batch.advantages * batch.logprobs
+
+
+def _surrogate(batch: TokenBatch, ratio: Tensor) -> TokenResult:
+    clipped = batch.clipped(ratio)
+    plain, bounded = -batch.advantages * ratio, -batch.advantages * clipped
+    loss = torch.maximum(plain, bounded)
+    if batch.config.ratio_clip_c is not None:
+        most = -batch.advantages * batch.config.ratio_clip_c
+        loss = torch.where(batch.advantages < 0, torch.minimum(loss, most), loss)
+    return loss, _metrics(ratio, clipped, bounded > plain)
+
+
+def _metrics(ratio: Tensor, clipped: Tensor, acted: Tensor) -> dict[str, Tensor]:
+    return {CLIP_RATIO: acted.to(ratio.dtype), "probs_ratio": ratio, "probs_ratio_clamped": clipped}
+
+
+TOKEN_LOSSES: Mapping[str, TokenLossFunction] = MappingProxyType(
+    {"grpo": grpo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+)
+
+
+def token_loss(config: LossConfig) -> TokenLossFunction:
+    """Returns the function that `loss_fn.name` names, with `loss_fn.args`.
+
+    Raises ConfigError if there is none, or if it does not take these arguments.
+    """
+    function = _resolved(config.name)
+    try:
+        inspect.signature(function).bind(None, **config.args)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss_fn.args {dict(config.args)} do not fit {config.name}{inspect.signature(function)}: {error}"
+        ) from error
+    return partial(function, **config.args) if config.args else function
+
+
+@cache
+def _resolved(name: str) -> TokenLossFunction:
+    if name in TOKEN_LOSSES:
+        return TOKEN_LOSSES[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"{KEY} is {name!r}; expected: {', '.join(TOKEN_LOSSES)}, or the import path 'module:function' of your own"
+        )
+    return load_callable(name, KEY)
+
+
+def evaluate(function: TokenLossFunction, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Calls a token loss. Raises ConfigError if its result has another shape than the tokens."""
+    result = function(batch)
+    loss, means = result if isinstance(result, tuple) else (result, {})
+    for name, value in {"loss": loss, **means}.items():
+        if not isinstance(value, Tensor) or value.shape != batch.logprobs.shape:
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(
+                f"{KEY}: {batch.config.name} returned {found} for {name!r}; expected: a tensor of the shape of the tokens, "
+                f"{list(batch.logprobs.shape)}"
+            )
+    return loss, means
+
+
+def try_token_loss(config: LossConfig) -> None:
+    """Runs a user's loss on random tokens. Raises ConfigError if it fails, or if its values or gradients are not finite."""
+    function = token_loss(config)
+    if config.name in TOKEN_LOSSES:
+        return
+    generator = torch.Generator().manual_seed(0)
+    draws = [-torch.rand(2, 5, generator=generator) - 0.1 for _ in range(4)]
+    advantages = torch.tensor([[1.0] * 5, [-0.5] * 5])
+    sequences = Sequences(torch.tensor([[0] * 5, [1] * 5]), 2)
+    logprobs = draws[0].requires_grad_()
+    batch = TokenBatch(logprobs, draws[1], draws[2], draws[3], advantages, torch.ones(2, 5), sequences, config)
+    with running(config.name, KEY):
+        loss, _ = evaluate(function, batch)
+        if not loss.requires_grad:
+            raise ConfigError(f"{KEY}: {config.name} does not depend on `batch.logprobs`, so nothing would train")
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    if not (loss.isfinite().all() and gradient.isfinite().all()):
+        raise ConfigError(
+            f"{KEY}: {config.name} gives costs or gradients that are not finite for ordinary log-probabilities"
+        )

@@ -1,0 +1,66 @@
+"""Token losses in parallel layouts and packed: loss and gradients of a Hugging Face model with the formula written apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import Group, MegatronPool
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, train
+from tests.unit.rl import test_token_losses as formulas
+
+LAYOUTS = {
+    "dp2": (ParallelLayout(dp=2), {}),
+    "tp2-packed": (ParallelLayout(tp=2), PACKED),
+    "cp2-packed": (ParallelLayout(cp=2), PACKED),
+}
+NAMES = ("dual clip", "gspo", "cispo", "reinforce")
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def group(request: pytest.FixtureRequest, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> Iterator[Group]:
+    layout, packing = LAYOUTS[request.param]
+    config = reference.make_config(tiny_models["qwen3"], train_micro_batch_size=2, **packing, optimizer=UNCLIPPED)
+    with megatron_pool.group(layout, config) as group:
+        yield group
+
+
+def expected(model: Path, options: dict[str, Any], formula: Callable[..., Tensor], batch: Batch) -> tuple[float, Any]:
+    """Returns the loss and the gradients of one process, over sequences' means."""
+    fields = {name: torch.tensor(batch[name]) for name in ("prev_logprobs", "advantages", "loss_mask")}
+    rows = fields["loss_mask"].sum(1) > 0
+
+    def loss(logprobs: Tensor, _: Batch) -> Tensor:
+        cost = formula(logprobs[rows], {name: field[rows] for name, field in fields.items()})
+        return formulas.sequence_mean(cost, fields["loss_mask"][rows])
+
+    config = reference.make_config(model, optimizer=UNCLIPPED)
+    run = reference.train_reference(model, batch, config, loss)
+    return run.losses[0], run.gradients
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_are_those_of_one_process(name: str, group: Group, tiny_models: dict[str, Path]) -> None:
+    options, formula = formulas.FORMULAS[name]
+    batch = reference.make_batch(grpo=True)
+    loss, gradients = expected(tiny_models["qwen3"], options, formula, batch)
+    keys = {"ratio_clip_c": None, **formulas.CLIP, **formulas.NO_KL, **options, "token_level_loss": False}
+    for rank in range(group.layout.world_size):
+        group.start(rank, "set_loss", **keys)
+    for rank in range(group.layout.world_size):
+        group.finish(rank)
+    step = train(group, batch, "policy", warmup=True)  # gradients, but no update
+    assert step["loss"] == pytest.approx(loss, abs=2e-6)
+    found = reference.assemble(group.call("gradients"))
+    for parameter, gradient in gradients.items():
+        scale = float(np.abs(gradient).max()) or 1.0
+        np.testing.assert_allclose(found[parameter] / scale, gradient / scale, atol=2e-5, err_msg=parameter)

@@ -1,0 +1,226 @@
+"""Each token loss against the formula of its paper or of a peer, written apart; the opening for users' own; bad ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.config import LossConfig
+from dagrl.errors import ConfigError
+from dagrl.rl.losses import LOSSES, Denominators, row_sums
+from dagrl.rl.token_losses import Sequences, TokenBatch, token_loss, try_token_loss
+
+ROWS, WIDTH = 6, 9
+CLIP = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}
+NO_KL = {"reference_policy_kl_penalty": 0.0}
+
+
+def random_data(seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows of different lengths; ratios from 0.3 to 3, advantages of both signs, one per row."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([9, 4, 7, 1, 9, 5])
+    mask = (torch.arange(WIDTH)[None] < lengths[:, None]).double()
+    old = -2 - torch.rand(ROWS, WIDTH, generator=draw).double()
+    logprobs = (old + 0.6 * torch.randn(ROWS, WIDTH, generator=draw).double()).requires_grad_()
+    advantages = torch.randn(ROWS, 1, generator=draw).double().expand(ROWS, WIDTH)
+    data = {
+        "loss_mask": mask,
+        "prev_logprobs": old,
+        "generation_logprobs": old + 0.1 * torch.randn(ROWS, WIDTH, generator=draw).double(),
+        "advantages": advantages,
+    }
+    return logprobs, data | row_sums(data)
+
+
+def ppo_clip(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """Schulman et al. 2017, equation 7, as an objective to maximise."""
+    ratio, advantage = (logprobs - data["prev_logprobs"]).exp(), data["advantages"]
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+
+
+def dual_clip(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """Ye et al. 2020, equation 4, with c = 2."""
+    objective, advantage = -ppo_clip(logprobs, data), data["advantages"]
+    return -torch.where(advantage < 0, torch.maximum(objective, 2.0 * advantage), objective)
+
+
+def gspo_sequence(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """Zheng et al. 2025, equations 5 and 7: one ratio per sequence, with its whole gradient; a sequence's cost per token."""
+    mask = data["loss_mask"]
+    length = mask.sum(1, keepdim=True)
+    ratio = (((logprobs - data["prev_logprobs"]) * mask).sum(1, keepdim=True) / length).exp()
+    advantage = (data["advantages"] * mask).sum(1, keepdim=True) / length  # equal on all tokens of the loss
+    cost = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    return cost.expand(mask.shape)
+
+
+def cispo_weighted(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """MiniMax-M1, equation 4: the clipped ratio is a constant weight."""
+    weight = (logprobs.detach() - data["prev_logprobs"]).exp().clamp(0.8, 1.28)
+    return -weight * data["advantages"] * logprobs
+
+
+def reinforce_plain(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
+    return -data["advantages"] * logprobs
+
+
+FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tensor, dict[str, Tensor]], Tensor]]] = {
+    "grpo": ({"name": "grpo"}, ppo_clip),
+    "dual clip": ({"name": "grpo", "ratio_clip_c": 2.0}, dual_clip),
+    "gspo": ({"name": "gspo"}, gspo_sequence),
+    "cispo": ({"name": "cispo"}, cispo_weighted),
+    "reinforce": ({"name": "reinforce"}, reinforce_plain),
+}
+
+
+def token_mean(cost: Tensor, mask: Tensor) -> Tensor:
+    return (cost * mask).sum() / mask.sum()
+
+
+def sequence_mean(cost: Tensor, mask: Tensor) -> Tensor:
+    return ((cost * mask).sum(1) / mask.sum(1)).mean()
+
+
+def constant_length(cost: Tensor, mask: Tensor) -> Tensor:
+    """Dr.GRPO: Liu et al. 2025, section 3.2, with a generation limit of 12."""
+    return (cost * mask).sum() / (12 * ROWS)
+
+
+MEANS = {
+    "token": ({}, token_mean),
+    "sequence": ({"token_level_loss": False}, sequence_mean),
+    "Dr.GRPO": ({"token_level_loss": False, "sequence_length_divisor": 12}, constant_length),
+}
+
+
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_losses_and_gradients_are_those_of_the_formula(name: str, mean: str) -> None:
+    options, formula = FORMULAS[name]
+    normalisation, average = MEANS[mean]
+    logprobs, data = random_data()
+    config = LossConfig(**CLIP, **NO_KL, **options, **normalisation)
+    mask = data["loss_mask"]
+    output = LOSSES["policy"](logprobs, data, config, Denominators(float(mask.sum()), float(ROWS)))
+    (found,) = torch.autograd.grad(output.loss, logprobs)
+    expected = average(formula(logprobs, data), mask)
+    (gradient,) = torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(found * mask, gradient * mask, atol=1e-12, rtol=1e-12)
+    assert found.abs().max() > 0.001
+
+
+def test_clip_metrics_count_tokens_whose_cost_the_clip_changed() -> None:
+    logprobs, data = random_data()
+    mask = data["loss_mask"]
+    output = LOSSES["policy"](logprobs, data, LossConfig(**CLIP, **NO_KL), Denominators(float(mask.sum()), float(ROWS)))
+    ratio = (logprobs - data["prev_logprobs"]).exp()
+    acted = ((data["advantages"] > 0) & (ratio > 1.28)) | ((data["advantages"] < 0) & (ratio < 0.8))
+    expected = float((acted * mask).sum() / mask.sum())
+    assert float(output.sums["policy/clip_ratio"]) == pytest.approx(expected) and 0.1 < expected < 0.9
+
+
+def test_a_sequence_mean_does_not_depend_on_how_sequences_are_packed() -> None:
+    values, mask = torch.randn(2, 6), torch.tensor([[1.0, 1, 0, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
+    ids = torch.tensor([[4, 4, 4, 1, 1, 1], [0, 0, 2, 2, 2, 2]])
+    found = Sequences(ids, 5).mean(values, mask)
+    for sequence in (0, 1, 2, 4):
+        inside = ids == sequence
+        expected = values[inside & (mask > 0)].mean()
+        torch.testing.assert_close(found[inside], expected.expand(int(inside.sum())))
+
+
+def test_log_ratios_are_clamped_so_that_one_token_cannot_overflow() -> None:
+    logprobs, data = random_data()
+    data["prev_logprobs"] = data["prev_logprobs"].clone()
+    data["prev_logprobs"][0, 0] = -900.0
+    denominators = Denominators(float(data["loss_mask"].sum()), float(ROWS))
+    clamped = LOSSES["policy"](logprobs, data, LossConfig(name="grpo", **NO_KL), denominators)
+    free = LOSSES["policy"](logprobs, data, LossConfig(name="grpo", log_ratio_clamp=None, **NO_KL), denominators)
+    assert torch.isfinite(clamped.maxima["max_probs_ratio"]) and not torch.isfinite(free.maxima["max_probs_ratio"])
+    assert float(clamped.maxima["max_probs_ratio"]) == pytest.approx(float(torch.tensor(20.0).double().exp()))
+
+
+def test_the_kl_penalty_of_a_token_is_clamped() -> None:
+    """k3 of a token whose log-probability is 9 below the reference's: exp(9) - 1 - 9."""
+    logprobs, data = random_data()
+    mask = torch.zeros_like(data["loss_mask"])
+    mask[0, 0] = 1
+    data |= {"loss_mask": mask, "reference_logprobs": logprobs.detach() + 9}
+    options = {"reference_policy_kl_penalty": 0.1}
+    clamped = LOSSES["policy"](logprobs, data, LossConfig(**options), Denominators(1.0, 1.0))
+    free = LOSSES["policy"](logprobs, data, LossConfig(kl_output_clamp_value=None, **options), Denominators(1.0, 1.0))
+    assert float(clamped.sums["policy/kl"]) == 10.0
+    assert float(free.sums["policy/kl"]) == pytest.approx(float(torch.tensor(9.0).double().exp()) - 10)
+
+
+def test_sequences_are_judged_by_the_product_of_their_ratios_as_in_trl() -> None:
+    logprobs, data = random_data()
+    mask = data["loss_mask"]
+    judged = {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.8}
+    options: dict[str, Any] = {"use_importance_sampling_correction": True, **judged, **NO_KL, "name": "reinforce"}
+    config = LossConfig(truncated_importance_sampling_type="seq-product-mask-tis", **options)
+    output = LOSSES["policy"](logprobs, data, config, Denominators(float(mask.sum()), float(ROWS)))
+    log_ratio = (data["prev_logprobs"] - data["generation_logprobs"]) * mask
+    product = log_ratio.sum(1, keepdim=True).exp()
+    kept = ((product >= 0.8) & (product <= 1.2)).double()
+    expected = (-data["advantages"] * logprobs * log_ratio.exp() * kept * mask).sum() / mask.sum()
+    torch.testing.assert_close(output.loss, expected)
+    assert 0 < kept.sum() < ROWS
+
+
+def own(batch: TokenBatch, *, slope: float = 1.0) -> Tensor:
+    """A user's loss."""
+    return -slope * batch.advantages * torch.sigmoid(batch.log_ratio)
+
+
+def of_another_shape(batch: TokenBatch) -> Tensor:
+    return batch.logprobs.sum(dim=1)
+
+
+def not_finite(batch: TokenBatch) -> Tensor:
+    return torch.log(batch.logprobs)  # of negative numbers
+
+
+def constant(batch: TokenBatch) -> Tensor:
+    return torch.zeros_like(batch.logprobs)
+
+
+def failing(batch: TokenBatch) -> Tensor:
+    raise KeyError("entropy")
+
+
+def test_a_users_loss_is_called_with_its_arguments() -> None:
+    logprobs, data = random_data()
+    config = LossConfig(name=f"{__name__}:own", args={"slope": 3.0}, **NO_KL)
+    try_token_loss(config)
+    mask = data["loss_mask"]
+    output = LOSSES["policy"](logprobs, data, config, Denominators(float(mask.sum()), float(ROWS)))
+    cost = -3.0 * data["advantages"] * (logprobs - data["prev_logprobs"]).sigmoid()
+    torch.testing.assert_close(output.loss, token_mean(cost, mask))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        ("grop", {}, "expected: grpo, gspo, cispo, reinforce, or the import path"),
+        ("grpo", {"slope": 1}, "do not fit grpo"),
+        (f"{__name__}:own", {"slop": 1}, "do not fit"),
+        (f"{__name__}:lost", {}, "has no 'lost'"),
+        (f"{__name__}:of_another_shape", {}, r"returned \[2\].*expected: a tensor of the shape of the tokens, \[2, 5\]"),
+        (f"{__name__}:not_finite", {}, "not finite"),
+        (f"{__name__}:constant", {}, "nothing would train"),
+        (f"{__name__}:failing", {}, "raised KeyError: 'entropy'"),
+    ],
+)
+def test_a_loss_that_cannot_train_is_an_error_before_training(name: str, args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        try_token_loss(LossConfig(name=name, args=args))
+
+
+def test_a_shipped_loss_resolves_by_name() -> None:
+    assert token_loss(LossConfig(name="gspo")).__name__ == "gspo"
