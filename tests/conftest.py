@@ -18,6 +18,7 @@ INDEPENDENT = (
     "bench_step",
     "channel_gloo",
     "embed_example",
+    "embed_nemo_rl",
     "environments",
     "foreign_actors",
     "refit_layouts",

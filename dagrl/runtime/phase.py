@@ -121,7 +121,8 @@ class Shard:
     def spread(self, method: str, arguments: Input | Value) -> Value:
         """Calls `method` on every worker with all arguments of a call: `arguments` is an `Arguments` at replay.
 
-        For callers that decide at each replay what to pass, as the methods of somebody else's worker group do.
+        For callers that decide at each replay what to pass, as the methods of somebody else's worker group do. A worker
+        whose part is None is left out: its result is None.
         """
         nodes = tuple(
             self.tracer.add(self.role, worker, method, "spread", self._arguments(method, (arguments,), position))

@@ -317,6 +317,8 @@ def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> 
         constants = constants | dict(zip(call.keywords, args[named:], strict=True))
         del args[named:]
     if call.kind == "spread":
+        if args[0] is None:  # this worker is left out
+            return None
         args, constants = _spread(call, args[0])
     value = method(args) if call.kind == "reduce" else method(*args, **constants)
     return _awaited(worker, call, value) if inspect.iscoroutine(value) else value

@@ -1,0 +1,1 @@
+"""Phase graphs under other people's fleets: verl, NeMo-RL."""

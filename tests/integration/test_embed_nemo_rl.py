@@ -1,0 +1,221 @@
+"""NeMo-RL's calls as replays: equal to its plain calls, in their order, on actors of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from dagrl.embed.nemo_rl import AcceleratedGroup, accelerate
+from dagrl.errors import GraphError, LayoutError, PhaseError, WorkerError
+from tests.integration import nemo_rl_group
+
+AXES = nemo_rl_group.TRAIN_AXES
+LAYOUT = [[[[0, 1]], [[2, 3]]]]  # dp 2, tp 2
+
+
+class Nll:
+    """A loss function as NeMo-RL has them: an object that workers call."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, logprobs: torch.Tensor, data: Any) -> torch.Tensor:
+        return -self.scale * (logprobs * data["mask"]).sum() / data["mask"].sum()
+
+
+class PolicyWorker:
+    """A tiny model with the methods, and the keyword arguments, of NeMo-RL's policy workers."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.history: list[str] = []
+
+    def train(
+        self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
+    ) -> dict[str, Any]:
+        self.history.append("train")
+        loss = loss_fn(self._logprobs(data), data)
+        if not eval_mode:
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        return {"loss": loss.detach(), "rows": len(data["input_ids"]), "gbs": gbs}
+
+    def get_logprobs(self, *, data: Any, micro_batch_size: int | None = None) -> Any:
+        self.history.append("get_logprobs")
+        if data is None:
+            return None
+        with torch.no_grad():
+            return type(data)({"logprobs": self._logprobs(data)})
+
+    def note(self, text: str, seconds: float = 0.0) -> str:
+        time.sleep(seconds)
+        self.history.append(text)
+        return text
+
+    def refuse(self, *, data: Any) -> None:
+        raise ValueError(f"told to refuse {data}")
+
+    def later(self, *, text: str) -> str:
+        return self.note(text, 0.02)
+
+    def done(self) -> list[str]:
+        """What was called since it was last asked."""
+        done, self.history = self.history, []
+        return done
+
+    def _logprobs(self, data: Any) -> torch.Tensor:
+        logits = self.model(data["input_ids"]).log_softmax(-1)
+        return logits.gather(-1, data["input_ids"].roll(-1, 1)[..., None])[..., 0]
+
+
+class AsyncPolicyWorker(PolicyWorker):
+    """Ray runs its methods on an event loop."""
+
+    async def prepare_for_generation(self, *, tags: str) -> str:
+        await asyncio.sleep(0.001)
+        self.history.append(tags)
+        return threading.current_thread().name
+
+
+@pytest.fixture(scope="module", params=["signatures", "real"])
+def nemo(request: pytest.FixtureRequest) -> Any:
+    """NeMo-RL's classes: doubles of their signatures, and the real ones where they can be imported."""
+    if request.param == "signatures":
+        return nemo_rl_group
+    pytest.importorskip("nemo_rl")
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.distributed.named_sharding import NamedSharding
+
+    return SimpleNamespace(
+        RayWorkerGroup=nemo_rl_group.real_group, NamedSharding=NamedSharding, BatchedDataDict=BatchedDataDict
+    )
+
+
+@pytest.fixture(scope="module")
+def groups(cluster: None, nemo: Any) -> Iterator[tuple[Any, AcceleratedGroup]]:
+    """A plain group of four workers, and an accelerated one of four equal workers."""
+    made = [[ray.remote(num_cpus=0)(PolicyWorker).remote(seed=rank) for rank in range(4)] for _ in range(2)]
+    plain, mine = [nemo.RayWorkerGroup(actors, nemo.NamedSharding(LAYOUT, AXES), "lm-policy") for actors in made]
+    accelerated = accelerate(mine, phases=("train", "get_logprobs", "note", "refuse"), max_bytes=1 << 20, deadline_s=60.0)
+    yield plain, accelerated
+    assert accelerated.shutdown() and plain.shutdown()
+
+
+def batch(nemo: Any, step: int) -> Any:
+    ids = torch.randint(11, (8, 16), generator=torch.Generator().manual_seed(step))
+    return nemo.BatchedDataDict({"input_ids": ids, "mask": torch.ones(8, 16)})
+
+
+def trainer_steps(group: Any, nemo: Any) -> list[Any]:
+    """What NeMo-RL's `Policy` does with its worker group in a step, for three steps."""
+    found: list[Any] = []
+    replicated = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
+    axes = {"in_sharded_axes": ["data_parallel"], "replicate_on_axes": replicated, "output_is_replicated": replicated}
+    for step in range(3):
+        shards = batch(nemo, step).shard_by_batch_size(2, batch_size=None)
+        common = {"micro_batch_size": 4}
+        futures = group.run_all_workers_sharded_data("get_logprobs", data=shards, common_kwargs=common, **axes)
+        found.append(nemo.BatchedDataDict.from_batches(group.get_all_worker_results(futures))["logprobs"])
+        ray.get(group.run_all_workers_single_data("note", text=f"before {step}"))
+        common = {"loss_fn": Nll(0.5 + step), "eval_mode": False, "gbs": 8, "mbs": None}
+        futures = group.run_all_workers_sharded_data("train", data=shards, common_kwargs=common, **axes)
+        found += [one for result in group.get_all_worker_results(futures) for one in result.values()]
+    return found
+
+
+def test_a_trainers_steps_are_equal_to_those_of_plain_calls(groups: tuple[Any, AcceleratedGroup], nemo: Any) -> None:
+    plain, accelerated = groups
+    expected, found = trainer_steps(plain, nemo), trainer_steps(accelerated, nemo)
+    assert len(found) == len(expected) == 3 * 7
+    assert all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in zip(found, expected, strict=True))
+    assert ray.get([a.done.remote() for a in accelerated.workers]) == ray.get([p.done.remote() for p in plain.workers])
+
+
+def test_who_is_called_with_what_is_as_in_nemo_rl(groups: tuple[Any, AcceleratedGroup], nemo: Any) -> None:
+    shards = batch(nemo, 0).shard_by_batch_size(2, batch_size=None)
+
+    def calls(group: Any) -> list[Any]:
+        free = {"in_sharded_axes": ["data_parallel"], "data": shards}
+        found = [
+            ray.get(group.run_all_workers_multiple_data("note", text=list("abcd"), common_kwargs={"seconds": 0.0})),
+            ray.get(group.run_all_workers_multiple_data("note", text=list("ef"), run_rank_0_only_axes=["tensor_parallel"])),
+            ray.get(group.run_all_workers_single_data("note", text="g", run_rank_0_only_axes=["data_parallel"])),
+            ray.get(group.run_single_worker_single_data("note", worker_idx=2, text="h")),
+            len(group.get_all_worker_results(group.run_all_workers_sharded_data("get_logprobs", **free))),
+        ]
+        dummies = group.run_all_workers_sharded_data("get_logprobs", make_dummy_calls_to_free_axes=True, **free)
+        return [*found, dummies.called_workers, dummies.return_from_workers, len(group.get_all_worker_results(dummies))]
+
+    plain, accelerated = groups
+    expected = calls(plain)
+    assert calls(accelerated) == expected
+    assert expected[:5] == [list("abcd"), list("ef"), ["g", "g"], "h", 2]
+    assert ray.get([a.done.remote() for a in accelerated.workers]) == ray.get([p.done.remote() for p in plain.workers])
+    with pytest.raises(ValueError, match="Axis 'data' not found in sharding annotations"):
+        accelerated.run_all_workers_sharded_data("get_logprobs", in_sharded_axes=["data"], data=shards)
+
+
+def test_errors_name_the_worker_and_the_group_goes_on(groups: tuple[Any, AcceleratedGroup], nemo: Any) -> None:
+    _, accelerated = groups
+    with pytest.raises(PhaseError, match=r"(?s)lm_policy worker 0.*refuse.*told to refuse 7"):
+        ray.get(accelerated.run_all_workers_single_data("refuse", data=7))
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        ray.get(accelerated.run_all_workers_single_data("note", text="slow", seconds=1.0), timeout=0.1)
+    assert ray.get(accelerated.run_all_workers_single_data("note", text="on")) == ["on"] * 4
+
+
+@pytest.mark.parametrize(
+    ("worker", "options"),
+    [(PolicyWorker, {}), (PolicyWorker, {"max_concurrency": 4}), (AsyncPolicyWorker, {})],
+    ids=["synchronous", "threaded", "async"],
+)
+def test_replays_and_plain_calls_keep_the_order_in_which_they_are_made(
+    cluster: None, worker: type, options: dict[str, Any]
+) -> None:
+    actors = [ray.remote(num_cpus=0)(worker).options(**options).remote(seed=rank) for rank in range(2)]
+    sharding = nemo_rl_group.NamedSharding([[[[0]], [[1]]]], AXES)
+    mine = accelerate(nemo_rl_group.RayWorkerGroup(actors, sharding), phases=["note"], max_bytes=1 << 16, deadline_s=30.0)
+    made: list[Any] = []
+    plain, argument = ("prepare_for_generation", "tags") if worker is AsyncPolicyWorker else ("later", "text")
+    for number in range(4):  # nobody waits for a result before the next call
+        made.append(mine.run_all_workers_single_data("note", text=f"replay {number}", seconds=0.02))
+        made.append(mine.run_all_workers_single_data(plain, **{argument: f"plain {number}"}))
+    for one in made:
+        ray.get(one)
+    history = ray.get(actors[1].done.remote())
+    assert [one.split()[0] for one in history] == ["replay", "plain"] * 4
+    assert mine.shutdown()
+
+
+def test_mistakes_are_named_before_anything_is_compiled(cluster: None) -> None:
+    actors = [ray.remote(num_cpus=0)(PolicyWorker).remote(seed=rank) for rank in range(2)]
+    sharding = nemo_rl_group.NamedSharding([[[[0]], [[1]]]], AXES)
+    group = nemo_rl_group.RayWorkerGroup(actors, sharding, "policy")
+    with pytest.raises(GraphError, match=r"the policy worker has no method 'trane'; it has .*train.* Correct the name"):
+        accelerate(group, phases=["trane"])
+    with pytest.raises(GraphError, match="phases is empty; name the methods"):
+        accelerate(group, phases=[])
+    with pytest.raises(LayoutError, match=r"a list has no workers, sharding_annotations, .*RayWorkerGroup of NeMo-RL"):
+        accelerate(actors, phases=["train"])
+    with pytest.raises(LayoutError, match="sharding_annotations are None; NeMo-RL's calls need a NamedSharding"):
+        accelerate(nemo_rl_group.RayWorkerGroup(actors, None), phases=["train"])
+    with pytest.raises(LayoutError, match="has 4 ranks, but the group has 2 workers; give it a NamedSharding of all"):
+        accelerate(nemo_rl_group.RayWorkerGroup(actors, nemo_rl_group.NamedSharding(LAYOUT, AXES)), phases=["train"])
+    ray.kill(actors[1])
+    with pytest.raises(ray.exceptions.RayActorError):
+        for _ in range(600):  # on a busy machine, the process outlives the call by seconds
+            ray.get(actors[1].note.remote("?", 0.05))
+    with pytest.raises(WorkerError, match=r"policy worker 1 .*died"):
+        accelerate(group, phases=["train"])
+    ray.kill(actors[0])
