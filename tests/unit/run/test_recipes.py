@@ -1,0 +1,128 @@
+"""Each recipe passes preflight on a simulated machine of its size, with its model's shape and its data's columns."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dagrl.bench.models import SHAPES, parameter_shapes
+from dagrl.config.file import load_config
+from dagrl.config.settings import layouts
+from dagrl.machine import Gpu
+from dagrl.run import derive
+from dagrl.run.model import character_tokenizer
+from dagrl.run.preflight import Inputs, preflight
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("vllm")
+pytest.importorskip("math_verify")
+
+ROOT = Path(__file__).parents[3]
+RECIPES = ROOT / "recipes"
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories with the published shapes: the weights are a hole in a sparse file."""
+    return {name: write_shape(tmp_path_factory.mktemp("shapes") / name, name) for name in SHAPES}
+
+
+def write_shape(directory: Path, name: str) -> Path:
+    character_tokenizer("".join(map(chr, range(32, 127))) + "\n", TEMPLATE).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({**SHAPES[name].config, "dtype": "bfloat16"}))
+    header: dict[str, Any] = {}
+    end = 0
+    for parameter, shape in parameter_shapes(SHAPES[name].config).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[parameter] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    return directory
+
+
+def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+    """Checks the recipe with local files in place of those on the Hub."""
+    path = RECIPES / f"{recipe}.yaml"
+    content = yaml.safe_load(path.read_text())
+    shape = content["policy"]["model_name"].removeprefix("Qwen/").removesuffix("-Base").lower()
+    count, gib = needs(path.read_text())
+    cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580") for index in range(count)]
+    monkeypatch.setattr(derive, "gpus", lambda: cards)
+    for module in ("derive", "cluster", "preflight"):
+        monkeypatch.setattr(f"dagrl.run.{module}.gpu_count", lambda: count)
+    data = tmp_path / "train.jsonl"
+    columns = {content["data"]["prompt_key"]: "How many clips? " * 8, content["data"]["response_key"]: "24 + 48\n#### 72"}
+    data.write_text((json.dumps(columns) + "\n") * 400)
+    local = [f"data.path={data}", "data.subset=null", "data.val_split=null", f"output_dir={tmp_path}"]
+    monkeypatch.chdir(ROOT)
+    return preflight(load_config(path, [f"policy.model_name={models[shape]}", *local]))
+
+
+def needs(text: str) -> tuple[int, int]:
+    """The GPUs that the recipe's comment asks for, and the gigabytes of each."""
+    found = re.search(r"# Needs: (?:one GPU|one host with (\d+) GPUs) of (\d+) GB", text)
+    assert found is not None
+    return int(found[1] or 1), int(found[2])
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_passes_all_checks(
+    recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = check(recipe, models, tmp_path, monkeypatch)
+    count, _ = needs((RECIPES / f"{recipe}.yaml").read_text())
+    config = inputs.config
+    assert config.name == recipe and config.policy.precision == "bfloat16" and config.policy.sequence_packing.enabled
+    assert {layout.world_size for layout in layouts(config).values()} == {count}
+    assert config.data.apply_chat_template and config.checkpointing.export_hf
+    steps = config.grpo.max_num_steps if config.algorithm == "grpo" else config.sft.max_num_steps
+    assert steps >= 100 and (config.algorithm == "sft" or config.sft.max_num_steps == 0)
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_recipe_says_what_it_needs_and_what_was_run(recipe: str) -> None:
+    text = (RECIPES / f"{recipe}.yaml").read_text()
+    for start in (
+        "# Needs: ",
+        "# Run: ",
+        "# Expect: ",
+        "# Checked by a dry run only; not yet run with the published weights.",
+    ):
+        assert f"\n{start}" in text
+    assert f"dagrl train recipes/{recipe}.yaml" in text and f"({recipe}.yaml)" in (RECIPES / "README.md").read_text()
+
+
+def test_the_calculator_replies_to_calls_only() -> None:
+    from recipes.calculator import answer
+
+    completions = [
+        "So <calc>(48 + 24) / 2</calc>",
+        "So <calc>48/2",  # without the stop string
+        "The answer is 72.",
+        "<calc>1/3</calc><result>0.3333333333</result>\nThe answer",
+        "<calc>2**9**9</calc>",
+        "<calc>__import__('os')</calc>",
+        "<calc>1/0</calc>",
+        "<calc>1</calc><result>1</result> and <calc>-2.5 * 4</calc>",
+    ]
+    assert answer([""] * 8, completions, [""] * 8) == [
+        "<result>36</result>\n",
+        "</calc><result>24</result>\n",
+        None,
+        None,
+        "<result>error: not arithmetic</result>\n",
+        "<result>error: not arithmetic</result>\n",
+        "<result>error: division by zero</result>\n",
+        "<result>-10</result>\n",
+    ]
