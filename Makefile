@@ -1,14 +1,18 @@
-# make setup | quickstart | test | test-ray | lint | docs | gpu. Everything is installed into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-ray | test-peers | lint | docs | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
+PIP := $(VENV)/bin/python $(PIP_INSTALL)
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 # A stamp is named after a hash of what was installed, because the file times of a fresh clone say nothing.
 content = $(shell cat $(1) | sha256sum | cut -c1-16)
 SETUP := $(VENV)/.setup-$(call content,requirements/cpu.lock pyproject.toml)
+PEERS := .venv-peers
+PEERS_TORCH := $(shell grep '^torch==' requirements/peers.lock)
+PEERS_SETUP := $(PEERS)/.setup-$(call content,requirements/peers.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-ray lint docs gpu
+.PHONY: setup quickstart test test-ray test-peers lint docs gpu
 
 setup: $(SETUP)
 
@@ -22,6 +26,10 @@ test: $(TOOLS)
 # The executor tests on other versions of Ray: make test-ray RAY="2.59.0 2.55.1"
 test-ray: $(TOOLS)
 	$(VENV)/bin/python tests/ray_versions.py $(RAY)
+
+# Tests with real verl, which needs other versions than we test with: in an environment of its own.
+test-peers: $(PEERS_SETUP)
+	$(PEERS)/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
 
 lint: $(TOOLS) docs
 	$(VENV)/bin/ruff check .
@@ -49,4 +57,14 @@ $(SETUP):
 $(TOOLS): $(SETUP)
 	$(PIP) --requirement requirements/test.lock --requirement requirements/docs.lock
 	@rm -f $(VENV)/.tools-*
+	@touch $@
+
+$(PEERS_SETUP):
+	@echo "Installing requirements/peers.lock into $(PEERS), which takes a few minutes"
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python $(PIP_INSTALL) $(PEERS_TORCH) 2>/dev/null || \
+		$(PEERS)/bin/python $(PIP_INSTALL) --index-url https://download.pytorch.org/whl/cpu $(PEERS_TORCH)
+	$(PEERS)/bin/python $(PIP_INSTALL) --requirement requirements/peers.lock
+	$(PEERS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable .
+	@rm -f $(PEERS)/.setup-*
 	@touch $@
