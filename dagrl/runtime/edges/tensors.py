@@ -51,6 +51,14 @@ def _reduce_storage(storage: Any) -> tuple[Any, ...]:
     return operator.methodcaller("_typed_storage"), (whole,)
 
 
+_registered: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
+    """Makes values of exactly this type pickle on this process's edges as `reduce(value)`, a tuple like `__reduce__`'s."""
+    _registered[kind] = reduce
+
+
 def edge_reducers() -> Mapping[type, Callable[[Any], Any]]:
     """How values on edges are pickled, by their exact type, if their modules are imported.
 
@@ -59,7 +67,7 @@ def edge_reducers() -> Mapping[type, Callable[[Any], Any]]:
     """
     torch: Any = sys.modules.get("torch")
     ray: Any = sys.modules.get("ray")
-    found: dict[type, Callable[[Any], Any]] = {}
+    found = dict(_registered)
     if (tensor := getattr(torch, "Tensor", None)) is not None:  # another thread may be importing torch
         found[tensor] = _reduce_tensor
     if (reference := getattr(ray, "ObjectRef", None)) is not None:

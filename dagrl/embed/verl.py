@@ -1,0 +1,271 @@
+"""verl's worker groups on phase graphs: the same methods, dispatch and results, with replays instead of actor calls.
+
+    from dagrl.embed.verl import accelerate
+
+    trainer.training_client = accelerate(trainer.training_client)     # the one line; verl's loop goes on as it is
+
+Works for plain `RayWorkerGroup`s, for colocated ones (`create_colocated_worker_cls` and `spawn`) and for fused ones
+(`create_colocated_worker_raw_cls`). How a method's arguments are shared out and its results put together is read from its
+`@register(...)`. Tested with verl 0.9.1 (`make test-peers`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dagrl.embed.verl_data import chunks
+from dagrl.embed.verl_fleet import NOTHING, FleetLimits, VerlFleet, fleet_of, run_method
+from dagrl.errors import GraphError, MissingDependencyError
+from dagrl.runtime.arguments import Arguments
+from dagrl.runtime.replay import Replay
+
+logger = logging.getLogger(__name__)
+
+CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def accelerate(
+    worker_group: Any, phases: Sequence[str] | None = None, *, deadline_s: float = 3600.0, max_bytes: int = 1 << 30
+) -> Any:
+    """Returns a copy of a verl `RayWorkerGroup` on the same actors, whose methods run as replays of one phase graph.
+
+    `phases`: the methods that run so; by default all that have a known dispatch mode and do not return object references. All
+    others run as before, in the order of the calls. `deadline_s`: the longest that a call may take. `max_bytes`: the most that
+    one worker takes or returns in a call; memory is used as it is needed. Groups on the same actors share one graph.
+    `close()` of the returned group ends it; the actors live on.
+
+    Raises GraphError for a method that the group lacks or that cannot run so; WorkerError if an actor has died;
+    MissingDependencyError without verl.
+    """
+    bound = _bound_methods(worker_group)
+    methods = {name: _method_of(worker_group, name, bound) for name in (bound if phases is None else phases)}
+    refused = {name: method for name, method in methods.items() if isinstance(method, str)}
+    if phases is not None and refused:
+        raise GraphError("; ".join(refused.values()) + ". Leave it out of `phases`: it then runs as verl runs it")
+    fleet = fleet_of(worker_group.workers, FleetLimits(deadline_s, max_bytes))
+    made = copy.copy(worker_group)
+    for name, functor in bound.items():
+        method = methods.get(name)
+        outside = functools.partial(fleet.outside, functor)
+        setattr(made, name, Accelerated(worker_group, fleet, method) if isinstance(method, Method) else outside)
+    made.close = fleet.close
+    logger.info("verl methods on graphs: %s", ", ".join(sorted(set(methods) - set(refused))))
+    return made
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a verl worker group. `prefix` comes before the arguments of each call on a worker.
+
+    `dispatch` gives the arguments of all workers, `collect` puts the results together; both take the group first.
+    """
+
+    name: str
+    prefix: tuple[Any, ...]
+    dispatch: Callable[..., CallArguments]
+    collect: Callable[[Any, Any], Any]
+    rank_zero: bool
+    blocking: bool
+
+
+class Accelerated:
+    """A bound method that runs as a replay."""
+
+    def __init__(self, group: Any, fleet: VerlFleet, method: Method) -> None:
+        self._group = group
+        self._fleet = fleet
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from verl.protocol import _padding_size_key
+
+        given, named = self.method.dispatch(self._group, *map(_materialized, args), **_materialized_values(kwargs))
+        named = dict(named)
+        padding = named.pop(_padding_size_key, 0)
+        replay = self._fleet.submit(self._parts(given, named))
+        collect = functools.partial(self._collected, replay, padding)
+        return collect() if self.method.blocking else _pending(collect)
+
+    def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:
+        """Returns the arguments of every worker; those of workers that are given the same are one object."""
+        workers = len(self._group.workers)
+        if self.method.rank_zero:
+            return [self._part(args, kwargs), *[NOTHING] * (workers - 1)]
+        given = [*args, *kwargs.values()]
+        if not all(isinstance(each, list) and len(each) == workers for each in given):  # as in verl's execute_all
+            return [self._part(args, kwargs)] * workers
+        made: dict[tuple[int, ...], Arguments] = {}
+        parts = []
+        for rank in range(workers):
+            key = tuple(id(each[rank]) for each in given)
+            if key not in made:
+                named = {name: each[rank] for name, each in kwargs.items()}
+                made[key] = self._part([each[rank] for each in args], named)
+            parts.append(made[key])
+        return parts
+
+    def _part(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        return Arguments((run_method, *self.method.prefix, *args), kwargs)
+
+    def _collected(self, replay: Replay, padding: int) -> Any:
+        try:
+            results = replay.result()
+        except Exception as error:
+            error.add_note(f"in the method {self.method.name!r} of a verl worker group")
+            raise
+        output = self.method.collect(self._group, results[0] if self.method.rank_zero else results)
+        return _without_padding(output, padding) if padding else output
+
+
+def _bound_methods(worker_group: Any) -> dict[str, Any]:
+    """Returns the methods that verl bound to the group from `@register`, by name."""
+    try:
+        from verl.single_controller.ray import RayWorkerGroup
+    except ImportError as missing:
+        raise MissingDependencyError(f"verl cannot be imported ({missing}); pip install verl") from missing
+    if not isinstance(worker_group, RayWorkerGroup):
+        raise GraphError(f"accelerate() takes a verl RayWorkerGroup, but was given a {type(worker_group).__name__}")
+    if any(isinstance(value, Accelerated) for value in vars(worker_group).values()):
+        raise GraphError("this worker group is accelerated already; call accelerate() on the group that verl made")
+    functors = {name: value for name, value in vars(worker_group).items() if _FUNCTOR in map(_qualname, type(value).__mro__)}
+    return {name: value for name, value in functors.items() if _attributes(worker_group, _target(value)) is not None}
+
+
+_FUNCTOR = "func_generator.<locals>.Functor"
+"""The class that verl derives a bound method's class from."""
+
+
+def _qualname(kind: type) -> str:
+    return kind.__qualname__
+
+
+def _target(functor: Any) -> str:
+    """The name of the actor's method, which verl gives to the functor's class."""
+    return type(functor).__name__
+
+
+def _attributes(worker_group: Any, method: str) -> dict[str, Any] | None:
+    """What `@register` has written on the workers' method; None if there is no such method."""
+    from verl.single_controller.base.decorator import MAGIC_ATTR
+
+    made = worker_group.ray_cls_with_init
+    if made is None:
+        return None
+    workers = made.cls.raw_cls_dict.get(worker_group.sub_cls_name) if worker_group.sub_cls_name else None
+    found = getattr(getattr(workers, method, None), MAGIC_ATTR, None) or getattr(
+        getattr(made.cls, method, None), MAGIC_ATTR, None
+    )
+    return found if isinstance(found, dict) else None
+
+
+def _method_of(worker_group: Any, name: str, bound: Mapping[str, Any]) -> Method | str:
+    """Returns a method, or why it cannot run as a replay. Raises GraphError if the group has no such method."""
+    from verl.single_controller.base.decorator import Execute, collect_all_to_all, collect_dp_compute
+
+    if name not in bound:
+        raise GraphError(
+            f"the worker group has no method {name!r}; it has {', '.join(sorted(bound)) or 'none'}. Correct the name, or "
+            "register the method: @register(dispatch_mode=...)"
+        )
+    target = _target(bound[name])
+    attributes = _attributes(worker_group, target)
+    assert attributes is not None, name
+    rank_zero = attributes["execute_mode"] == Execute.RANK_ZERO
+    functions = _functions(attributes["dispatch_mode"])
+    if functions is None:
+        return f"{name!r} has the dispatch mode {attributes['dispatch_mode']!r}, which is not one of verl's own"
+    dispatch, collect = functions
+    if not attributes["blocking"] and (rank_zero or collect in (collect_all_to_all, collect_dp_compute)):
+        return f"{name!r} does not block and returns object references, which a replay does not make"
+    fused = worker_group.fused_worker_used and target not in worker_group.method_names
+    entry = worker_group.fused_worker_execute_fn_name
+    prefix = (entry, f"{worker_group.sub_cls_name}_fwmn_{target}") if fused else (target,)
+    return Method(name, prefix, dispatch, collect, rank_zero, attributes["blocking"])
+
+
+def _functions(mode: Any) -> tuple[Callable[..., CallArguments], Callable[[Any, Any], Any]] | None:
+    """Returns how a dispatch mode shares out arguments and puts results together; None if it is not one of verl's."""
+    from verl.single_controller.base import decorator as verl
+
+    known = {
+        verl.Dispatch.ONE_TO_ALL,
+        verl.Dispatch.ALL_TO_ALL,
+        verl.Dispatch.DP_COMPUTE,
+        verl.Dispatch.DP_COMPUTE_PROTO,
+        verl.Dispatch.DP_COMPUTE_PROTO_WITH_FUNC,
+        verl.Dispatch.DP_COMPUTE_METRIC,
+    }
+    if not isinstance(mode, dict):
+        functions = verl.DISPATCH_MODE_FN_REGISTRY[mode] if mode in known else None
+        return functions and (functions["dispatch_fn"], functions["collect_fn"])
+    dispatch, collect = mode["dispatch_fn"], mode["collect_fn"]
+    if getattr(dispatch, "func", None) is not verl.dispatch_lazy_compute_data_proto:
+        return None
+    return functools.partial(_dispatch_over_mesh, *dispatch.args), collect
+
+
+def _dispatch_over_mesh(mesh: str, group: Any, *args: Any, **kwargs: Any) -> CallArguments:
+    """`dispatch_lazy_compute_data_proto` of verl without the object store: each worker gets the part of its rank in `mesh`."""
+    for known, query in ((group._dispatch_info, "_query_dispatch_info"), (group._collect_info, "_query_collect_info")):
+        if mesh not in known:
+            known[mesh] = getattr(group, query)(mesh)
+    ranks = group._dispatch_info[mesh]
+    size = max(ranks) + 1
+
+    def of_workers(batch: Any) -> list[Any]:
+        parts = chunks(batch, size)
+        return [parts[rank] for rank in ranks]
+
+    return [of_workers(arg) for arg in args], {name: of_workers(arg) for name, arg in kwargs.items()}
+
+
+def _materialized(value: Any) -> Any:
+    """Reads a result that is still under way, as verl's workers do when they are given one."""
+    from verl.protocol import DataProtoFuture
+
+    return value.get() if isinstance(value, DataProtoFuture) else value
+
+
+def _materialized_values(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _materialized(value) for name, value in kwargs.items()}
+
+
+def _pending(collect: Callable[[], Any]) -> Any:
+    """Returns a `DataProtoFuture` whose `get` calls `collect`, once."""
+    return _pending_class()(collect)
+
+
+@functools.cache
+def _pending_class() -> type:
+    from verl.protocol import DataProtoFuture
+
+    class Pending(DataProtoFuture):  # type: ignore[misc]
+        """The result of a non-blocking method."""
+
+        def __init__(self, collect: Callable[[], Any]) -> None:
+            super().__init__(collect_fn=None, futures=[])
+            self._once = functools.cache(collect)
+
+        def get(self) -> Any:
+            return self._once()
+
+        def chunk(self, chunks: int) -> list[Any]:
+            from verl.protocol import BatchData
+
+            return list(BatchData(self.get()).chunk(chunks=chunks))
+
+    return Pending
+
+
+def _without_padding(output: Any, padding: int) -> Any:
+    """Drops the rows that verl's dispatch has added, as its own methods do."""
+    from verl import DataProto
+
+    if isinstance(output, DataProto):
+        return output.select_idxs(list(range(len(output)))[:-padding])
+    return output[:-padding] if isinstance(output, list) else output
