@@ -1,11 +1,12 @@
-"""How verl's batches travel through shared memory: cut like verl cuts them, without its copies, and equal when they arrive.
+"""How verl's batches travel through shared memory: cut as verl cuts them, without its copies, and equal when they arrive.
 
-verl makes a contiguous copy of each worker's rows and pickles it into Ray's object store. Here a part refers to the rows, and
-its tensors are written straight into shared memory (`TensorRows`). Results of workers are written by the same reducers.
+verl makes a contiguous copy of each worker's rows and pickles it into Ray's object store. Here a part refers to the rows,
+and its tensors are written straight into shared memory (`TensorRows`). Results of workers are written by the same reducers.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ Jagged = tuple[Any, Any]
 
 
 def register_reducers(worker: object = None) -> None:
-    """Makes this process write DataProtos and nested tensors on edges by their tensors. Runs in the driver and the workers."""
+    """Makes this process write DataProtos and nested tensors on edges by their tensors. Runs in driver and workers."""
     from torch.nested._internal.nested_tensor import NestedTensor
     from verl import DataProto
 
@@ -100,5 +101,5 @@ def _cut(nested: Any, count: int) -> list[Jagged]:
     bounds = offsets[::each].tolist()
     return [
         (values[begin:end], offsets[at * each : (at + 1) * each + 1] - begin)
-        for at, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for at, (begin, end) in enumerate(itertools.pairwise(bounds))
     ]

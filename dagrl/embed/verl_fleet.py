@@ -1,7 +1,7 @@
 """One graph over the actors of a verl fleet, through which the methods of all worker groups on these actors run.
 
-The graph has one node per actor: `execute_with_func_generator`, a method of every verl worker that calls any function with the
-worker. The method to run is part of the input, so any number of methods and of colocated roles need one graph.
+The graph has one node per actor: `execute_with_func_generator`, a method of every verl worker that calls any function with
+the worker. The method to run is part of the input, so any number of methods and of colocated roles need one graph.
 """
 
 from __future__ import annotations
