@@ -35,9 +35,9 @@ def accelerate(
     """Returns a copy of a verl `RayWorkerGroup` on the same actors, whose methods run as replays of one phase graph.
 
     `phases`: the methods that run so; by default all that have a known dispatch mode and do not return object references.
-    All others run as before, in the order of the calls. `deadline_s`: the longest that a call may take. `max_bytes`: the most
-    that one worker takes or returns in a call; memory is taken as it is used. Groups on the same actors share one graph.
-    `close()` of the returned group ends it; the actors live on.
+    All others run as before, in the order of the calls. `deadline_s`: the longest that a call may take. `max_bytes`: the
+    most that one worker takes or returns in a call; memory is taken as it is used. Groups on the same actors share one
+    graph. `close()` of the returned group ends it; the actors live on.
 
     Raises GraphError for a method that the group lacks or that cannot run so; WorkerError if an actor has died;
     MissingDependencyError without verl.
@@ -210,7 +210,7 @@ def _functions(mode: Any) -> tuple[Callable[..., CallArguments], Callable[[Any, 
 
 
 def _dispatch_over_mesh(mesh: str, group: Any, *args: Any, **kwargs: Any) -> CallArguments:
-    """`dispatch_lazy_compute_data_proto` of verl without the object store: the part of its rank in `mesh` for each worker."""
+    """`dispatch_lazy_compute_data_proto` of verl without the object store: the part of its rank in `mesh` for each."""
     for known, query in ((group._dispatch_info, "_query_dispatch_info"), (group._collect_info, "_query_collect_info")):
         if mesh not in known:
             known[mesh] = getattr(group, query)(mesh)
