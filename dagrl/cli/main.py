@@ -7,6 +7,7 @@
     dagrl inspect CONFIG [--phase P] [-o F]
     dagrl evaluate CONFIG [a.b=c ...] [--checkpoint DIR] [--samples N] [--k K ...]
     dagrl export SOURCE -o TARGET [a.b=c ...]
+    dagrl replay RUN --step K
     dagrl view RUN [RUN] [--export F]
     dagrl bench NAME [...]
     dagrl doctor
@@ -161,6 +162,13 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("-o", "--output", metavar="TARGET", type=Path, required=True, help="the directory to write")
     export.set_defaults(command=_export)
 
+    replay = commands.add_parser(
+        "replay", parents=[common], help="execute a step of a run again, and name the first tensor that differs"
+    )
+    replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
+    replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
+    replay.set_defaults(command=_replay)
+
     view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
     view.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other"
@@ -283,6 +291,13 @@ def _export(options: argparse.Namespace) -> None:
 
     _log(options, "INFO")
     sys.stdout.write(f"wrote {convert(options.source, options.output, options.overrides)}\n")
+
+
+def _replay(options: argparse.Namespace) -> None:
+    from dagrl.cli.replay import replay
+
+    _log(options, "INFO")
+    sys.stdout.write(replay(options.run, options.step))
 
 
 def _view(options: argparse.Namespace) -> None:

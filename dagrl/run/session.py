@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dagrl.config import Config
+from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_saver import Checkpoints, ranking_metric, require_shared
 from dagrl.run.checkpoints import TrainState
 from dagrl.run.preflight import Inputs
@@ -29,6 +30,7 @@ class Session:
     recorder: Recorder
     checkpoints: Checkpoints
     stop: StopSignal
+    last_step: int | None = None  # the run stops after it, although more are left
 
     @property
     def step(self) -> int:
@@ -36,10 +38,12 @@ class Session:
         return self.checkpoints.state.step
 
     def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
-        """Records a finished step, saves it if it is due, and leaves the loop if a stop was requested."""
+        """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested."""
         self.recorder.step(stage, state.step, position, total, metrics)
         self.checkpoints.finish_step(state)
         self.stop.check()
+        if state.step == self.last_step:
+            raise StopRequestedError(f"stopped after step {state.step}")
 
     def record_initial_validation(self, stage: str, metrics: dict[str, float]) -> None:
         """Records a validation that precedes the first step of a stage."""

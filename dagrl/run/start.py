@@ -52,13 +52,13 @@ REFERENCE = "reference_policy"  # counter of a checkpoint: whether the train wor
 
 
 @contextmanager
-def run_session(config: Config, plans: Plans) -> Iterator[Session]:
-    """Runs the block, which takes the steps, in an open session.
+def run_session(config: Config, plans: Plans, last_step: int | None = None) -> Iterator[Session]:
+    """Runs the block, which takes the steps up to `last_step` (None: all), in an open session.
 
     A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped writes a checkpoint
     if checkpoints are enabled. Every run, a failed one too, writes the plot and the summary.
     """
-    with open_session(config, plans) as session:
+    with open_session(config, plans, last_step) as session:
         try:
             yield session
             session.finish()
@@ -71,7 +71,7 @@ def run_session(config: Config, plans: Plans) -> Iterator[Session]:
 
 
 @contextmanager
-def open_session(config: Config, plan: Plans) -> Iterator[Session]:
+def open_session(config: Config, plan: Plans, last_step: int | None = None) -> Iterator[Session]:
     """Does everything before the first step, and undoes it after the block, also if the block raises.
 
     `plan` gets the configuration with derived values. Raises a UserError, before any actor starts, for everything that can
@@ -117,6 +117,7 @@ def open_session(config: Config, plan: Plans) -> Iterator[Session]:
             recorder=Recorder(paths, record, progress, trace, clock, groups, at_end, rollouts),
             checkpoints=Checkpoints(saver, replays, progress.status, resumed),
             stop=stop,
+            last_step=last_step,
         )
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])

@@ -39,6 +39,8 @@ MICROBATCH_PADDING = "microbatch_padding_share"  # padding among the processed t
 TOKENS_PER_SEC = "perf/tokens_per_sec"  # prompt and completion tokens of the step per second
 TOKENS_PER_SEC_PER_GPU = "perf/tokens_per_sec_per_gpu"  # per GPU of the run, or per worker without GPUs
 
+MEASURED = (TIMING, IDLE, "perf/", "time", "replay_overhead_s")  # prefixes of what depends on the machine, not on the data
+
 # Optimizer steps
 GRAD_NORM = "grad_norm"  # before clipping; the largest of several optimizer steps
 SKIPPED_STEPS = "skipped_steps"  # optimizer steps of the run skipped because the gradient was zero or not finite
@@ -62,6 +64,11 @@ RANK_TFLOPS = "train_tflops"
 RANK_MFU = "train_fp_utilization"
 
 COUNTS = frozenset({VALID_TOKENS, FILLED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS})  # other `sums` are means
+
+
+def is_measured(name: str) -> bool:
+    """Whether a metric measures time or memory: it differs between two executions of the same step."""
+    return name.startswith(MEASURED)
 
 
 @dataclass(frozen=True)

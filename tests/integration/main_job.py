@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dagrl.rl.rewards import exact_match
+from dagrl.telemetry.metrics import is_measured
 from dagrl.telemetry.record import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,6 @@ GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 COMPLETIONS = "DAGRL_TEST_COMPLETIONS"
 PATIENCE_S = 180.0  # for what takes 10 s on two free cores
-TIMED = ("time", "timing_s/", "idle/", "perf/", "replay_overhead_s")
 ESCAPE = r"\x1b\[[0-9;?]*[A-Za-z]"
 TAKE_TERMINAL = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.argv[2], sys.argv[2:])"
 
@@ -227,7 +227,7 @@ def copy_run(source: Path, target: Path, last_step: int) -> None:
 
 def untimed(lines: Sequence[Metrics]) -> list[Metrics]:
     """Metrics less what the clock says."""
-    return [{name: value for name, value in line.items() if not name.startswith(TIMED)} for line in lines]
+    return [{name: value for name, value in line.items() if not is_measured(name)} for line in lines]
 
 
 def processes() -> dict[int, Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,24 @@ def test_every_trained_sample_is_kept_with_its_tokens_and_logprobs(learned: Run)
     for group in range(0, len(first), 8):  # the quickstart's groups; leave one out, divided by the standard deviation
         rewards, advantages = (np.array([row[name] for row in first[group : group + 8]]) for name in ("reward", "advantage"))
         assert (np.sign(advantages) == np.sign(rewards - rewards.mean())).all()
+
+
+def test_a_step_is_executed_again_and_a_changed_record_is_named(learned: Run, tmp_path: Path) -> None:
+    directory, step = tmp_path / "copy", SFT_STEPS + 2
+    copy_run(learned.directory, directory, SFT_STEPS)  # has the checkpoint before the step
+    shutil.copytree(learned.directory / "rollouts", directory / "rollouts", dirs_exist_ok=True)
+    lines = [{**line, "loss": 9.0} if line["step"] == step else line for line in learned.metrics]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    dagrl = str(Path(sys.executable).with_name("dagrl"))
+    command = [dagrl, "replay", str(directory), "--step", str(step)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 1
+    found = ended.stderr.partition("dagrl: error: ")[2].splitlines()
+    assert found[0].startswith(f"steps {step - 1} to {step}: ") and len(found) == 2
+    assert found[1].startswith(f"step {step}: loss was 9.0, and is now ")
+    assert float(found[1].split()[-1]) == next(
+        line["loss"] for line in learned.metrics if line["step"] == step and "loss" in line
+    )
 
 
 def test_evaluation_is_greedy_and_counts_what_is_right(learned: Run, tmp_path: Path) -> None:

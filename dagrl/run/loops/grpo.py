@@ -21,9 +21,9 @@ from dagrl.run.session import Session
 from dagrl.run.start import run_session
 
 
-def run_grpo(config: Config) -> None:
-    """Runs the SFT stage, if any, and GRPO, from the start or the newest checkpoint to the final policy."""
-    with run_session(config, grpo_plans) as session:
+def run_grpo(config: Config, last_step: int | None = None) -> None:
+    """Runs the SFT stage, if any, and GRPO, from the start or the newest checkpoint to the final policy, or `last_step`."""
+    with run_session(config, grpo_plans, last_step) as session:
         if session.config.sft.max_num_steps:
             train_sft(session)
         train = train_async if config.grpo.async_grpo.enabled else train_grpo

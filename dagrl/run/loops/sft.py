@@ -17,9 +17,9 @@ from dagrl.run.start import run_session
 from dagrl.telemetry.metrics import VALIDATION
 
 
-def run_sft(config: Config) -> None:
-    """Runs supervised fine-tuning, from the start or the newest checkpoint to the final policy."""
-    with run_session(config, sft_plans) as session:
+def run_sft(config: Config, last_step: int | None = None) -> None:
+    """Runs supervised fine-tuning, from the start or the newest checkpoint to the final policy, or `last_step`."""
+    with run_session(config, sft_plans, last_step) as session:
         train_sft(session)
 
 
