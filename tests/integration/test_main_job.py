@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +160,6 @@ def test_every_trained_sample_is_kept_with_its_tokens_and_logprobs(learned: Run)
 def test_a_step_is_executed_again_and_a_changed_record_is_named(learned: Run, tmp_path: Path) -> None:
     directory, step = tmp_path / "copy", SFT_STEPS + 2
     copy_run(learned.directory, directory, SFT_STEPS)  # has the checkpoint before the step
-    shutil.copytree(learned.directory / "rollouts", directory / "rollouts", dirs_exist_ok=True)
     lines = [{**line, "loss": 9.0} if line["step"] == step else line for line in learned.metrics]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     dagrl = str(Path(sys.executable).with_name("dagrl"))

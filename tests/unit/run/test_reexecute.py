@@ -1,4 +1,4 @@
-"""Steps executed again: which records differ is named, the nearest to the cause first, and what cannot be executed is said."""
+"""Steps executed again: differing records are named, the nearest to the cause first; what cannot be executed is refused."""
 
 from __future__ import annotations
 
@@ -92,13 +92,14 @@ def never(config: Config, step: int) -> None:
 
 def test_what_cannot_be_executed_is_said_before_anything_starts(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run")
-    with pytest.raises(ConfigError, match="no config.yaml; expected the directory of a run"):
+    with pytest.raises(ConfigError, match=r"no config\.yaml; expected the directory of a run"):
         replay_step(tmp_path, 1, never)
     (run / "config.yaml").write_text("name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\n")
-    with pytest.raises(ConfigError, match="--step 3: .* has recorded steps 1 to 2"):
+    with pytest.raises(ConfigError, match=r"--step 3: .* has recorded steps 1 to 2"):
         replay_step(run, 3, never)
     (run / "config.yaml").write_text(
-        "name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\ngrpo: {async_grpo: {enabled: true, max_trajectory_age_steps: 1}}\n"
+        "name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\n"
+        "grpo: {async_grpo: {enabled: true, max_trajectory_age_steps: 1}}\n"
     )
     with pytest.raises(ConfigError, match="asynchronous run: which version makes a token depends on time"):
         replay_step(run, 2, never)
