@@ -21,6 +21,10 @@ PART = ".part"
 """Suffix of a file that is being written, or was when the process was killed."""
 
 
+PRIVATE = 0o750
+"""Mode of directories that hold a user's data: samples, weights, configuration. Others cannot read below them."""
+
+
 def write_whole(path: Path, content: str) -> None:
     """Writes `content` to `path`. After a crash, `path` is the old file or the new one, never a part of it."""
     part = path.with_name(path.name + PART)

@@ -34,7 +34,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
-from dagrl.files import naming, sync_directory, sync_tree, write_whole
+from dagrl.files import PRIVATE, naming, sync_directory, sync_tree, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,14 @@ class Checkpoint:
     state: TrainState
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A file of a manifest: its bytes, and its checksum if it is small."""
+
+    size: int
+    crc32: int | None
+
+
 class CheckpointStore:
     """The checkpoints of one run, below `root`.
 
@@ -92,7 +100,7 @@ class CheckpointStore:
         Removes interrupted saves, and completes a save that lacked only its final rename. Raises CheckpointError if the run
         does not resume but there are checkpoints: old and new ones would be mixed.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         for path, _, suffix in self._entries():
             if suffix == ".tmp" and _is_whole(path) and not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
@@ -224,9 +232,9 @@ def verify(directory: Path) -> None:
         path = directory / name
         if not path.is_file():
             raise _damaged(directory, f"the file {name} is missing")
-        if (size := path.stat().st_size) != entry["size"]:
-            raise _damaged(directory, f"{name} has {size} bytes; its manifest says {entry['size']}")
-        if entry["crc32"] is not None and _crc32(path) != entry["crc32"]:
+        if (size := path.stat().st_size) != entry.size:
+            raise _damaged(directory, f"{name} has {size} bytes; its manifest says {entry.size}")
+        if entry.crc32 is not None and _crc32(path) != entry.crc32:
             raise _damaged(directory, f"{name} has other content than when it was saved (its CRC-32 differs)")
 
 
@@ -260,10 +268,15 @@ def _write_manifest(directory: Path) -> None:
     write_whole(directory / MANIFEST, json.dumps({"format": FORMAT, "files": entries}, indent=1))
 
 
-def _read_manifest(directory: Path) -> dict[str, dict[str, int | None]]:
-    files = _read_json(directory, MANIFEST).get("files")
-    if not isinstance(files, dict) or STATE not in files:
+def _read_manifest(directory: Path) -> dict[str, _Entry]:
+    try:
+        files = TypeAdapter(dict[str, _Entry]).validate_python(_read_json(directory, MANIFEST).get("files"))
+    except ValidationError as error:
+        raise _damaged(directory, f"{MANIFEST} does not list files with their sizes ({error})") from error
+    if STATE not in files:
         raise _damaged(directory, f"{MANIFEST} does not list {STATE}")
+    if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]:
+        raise _damaged(directory, f"{MANIFEST} names {outside[0]!r}, which is not a file inside the checkpoint")
     return files
 
 
@@ -278,7 +291,7 @@ def _read_json(directory: Path, name: str) -> dict[str, object]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(directory, f"{name} is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__

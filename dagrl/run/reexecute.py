@@ -20,7 +20,7 @@ from typing import Any
 from dagrl.config import Config
 from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ConfigError, RunError, StopRequestedError
-from dagrl.files import write_whole
+from dagrl.files import PRIVATE, write_whole
 from dagrl.run.checkpoints import CheckpointStore
 from dagrl.telemetry.metrics import TIMING, is_measured
 from dagrl.telemetry.record import RunPaths, lock_run, read_metrics
@@ -152,7 +152,7 @@ def _prepare(config: Config, directory: Path, step: int, start: Path | None) -> 
         if paths.directory.exists():
             shutil.rmtree(paths.directory)
         if start is not None:
-            paths.checkpoints.mkdir(parents=True)
+            paths.checkpoints.mkdir(mode=PRIVATE, parents=True)
             os.symlink(start.absolute(), paths.checkpoints / start.name)
             write_whole(paths.config, dump_config(config))  # marks the directory as a run's
     return config

@@ -35,7 +35,7 @@ from types import TracebackType
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
 from dagrl.errors import ConfigError
-from dagrl.files import PART, free_name, locked, move_aside, naming, write_whole
+from dagrl.files import PART, PRIVATE, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
 from dagrl.telemetry.trackers import open_trackers, require_trackers
 
@@ -139,7 +139,7 @@ def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = No
     check_run_directory(paths)
     if paths.config.exists() and not config.checkpointing.resume:
         logger.info("renamed the directory of the earlier run to %s", move_aside(paths.directory))
-    paths.directory.mkdir(parents=True, exist_ok=True)
+    paths.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     _save_config(dump_config(config, derived or {}), paths.config)
     return paths
 
