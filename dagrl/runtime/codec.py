@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dagrl.errors import DataError
+from dagrl.runtime.edges.encoded import Encoded, Shares
+from dagrl.runtime.edges.packet import encoded
+from dagrl.runtime.shapes import Batch
+
+Join = Callable[[list[Any]], Any]
+"""Makes one result of the shards' results."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Codec:
     """
 
     split: Callable[[Any, int], Sequence[Any]]
-    join: Callable[[list[Any]], Any] = tuple
+    join: Join = tuple
 
     def parts(self, phase: str, value: object, shards: int) -> list[Any]:
         """Returns the parts of an input. Raises DataError if `split` returns another number of them."""
@@ -48,7 +54,22 @@ def codec_of(kind: type) -> Codec | None:
     return next((_codecs[base] for base in kind.__mro__ if base in _codecs), None) if _codecs else None
 
 
-def join_registered(values: Sequence[Any]) -> Any:
+def share_out(phase: str, codec: Codec | None, value: object, graphs: Sequence[Sequence[int]]) -> tuple[list[object], Join]:
+    """Returns the input of each graph, given the shards in each, and how the results of all shards are joined.
+
+    `codec`: the phase's own. Without one, and with none for the value's type, every shard takes the whole value.
+    """
+    splits = codec or codec_of(type(value))
+    if splits is None:
+        whole = Encoded.of(value) if isinstance(value, Batch) else encoded(value)  # a batch would be taken apart
+        return [whole] * len(graphs), tuple
+    parts = splits.parts(phase, value, sum(map(len, graphs)))
+    made = {key: Encoded.of(part) for key, part in {id(part): part for part in parts}.items()}
+    shares = [tuple(made[id(parts[shard])] for shard in mine) for mine in graphs]
+    return [mine[0] if len(mine) == 1 else Shares(mine) for mine in shares], codec.join if codec else _join_registered
+
+
+def _join_registered(values: Sequence[Any]) -> Any:
     """Joins results of one registered type; returns a tuple of any others."""
     codecs = {codec_of(type(value)) for value in values}
     codec = codecs.pop() if len(codecs) == 1 else None

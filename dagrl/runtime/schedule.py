@@ -21,14 +21,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from ray.exceptions import RayError
 
 from dagrl.errors import GraphError, LayoutError, PhaseError, RunError
-from dagrl.runtime.codec import Codec, codec_of, join_registered
+from dagrl.runtime.codec import Codec, Join, codec_of, share_out
 from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, compile_phase, executor_of, ticket_counters
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.encoded import Encoded, Shares
@@ -39,7 +39,6 @@ from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
 from dagrl.runtime.shapes import (
-    Batch,
     Bucket,
     FieldTypes,
     Scalar,
@@ -457,10 +456,11 @@ class Scheduler:
 
     def _share_out(
         self, entry: _Entry, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
-    ) -> tuple[list[object], Callable[[list[Any]], object], float | None]:
+    ) -> tuple[list[object], Join, float | None]:
         """Returns the input of each graph, how results of shards are joined, and the share of padding."""
         if entry.fields is None:
-            return (*self._share_out_any(entry, value), None)
+            graphs = [one.shards for one in entry.compiled]
+            return (*share_out(entry.phase.name, entry.codec, value, graphs), None)
         value = check_batch(entry.phase.name, value, entry.fields)
         longest = longest_row(entry.phase.name, value)
         lengths, shards = value["lengths"].astype("int64"), entry.shards
@@ -471,19 +471,6 @@ class Scheduler:
         bucket = choose_bucket(entry.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens)
         return [split.share(value, one.shards) for one in entry.compiled], split.join, padding_share(lengths, bucket, shards)
-
-    def _share_out_any(self, entry: _Entry, value: object) -> tuple[list[object], Callable[[list[Any]], object]]:
-        """Splits an input by its codec; without one, every shard takes the whole."""
-        codec = entry.codec or codec_of(type(value))
-        if codec is None:
-            whole = Encoded.of(value) if type(value) is Batch else encoded(value)  # a batch would be taken apart
-            return [whole] * len(entry.compiled), tuple
-        parts = codec.parts(entry.phase.name, value, entry.shards)
-        once = {id(part): part for part in parts}
-        made = {key: Encoded.of(part) for key, part in once.items()}
-        shares = [tuple(made[id(parts[shard])] for shard in one.shards) for one in entry.compiled]
-        values: list[object] = [mine[0] if len(mine) == 1 else Shares(mine) for mine in shares]
-        return values, entry.codec.join if entry.codec else join_registered
 
     def _parts_of(self, phase: Phase, codec: Codec | None, value: object) -> Sequence[object]:
         """Returns what each shard gets of an input that is no batch."""

@@ -208,6 +208,25 @@ def test_compiled_phases_of_any_number_keep_their_order_too(actors: list[Any]) -
     assert begun == [(name, value) for item, value in started for name in order[item.name]] and not overlapped
 
 
+def test_plain_calls_between_replays_keep_their_order_and_are_never_lost(actors: list[Any]) -> None:
+    with scheduler_of(actors, "compiled") as scheduler:
+        scheduler.add(one, warmup_value=0)
+        scheduler.compile()
+        meanwhile = []
+        for value in range(4):
+            ray.get([actor.run.remote(value, name="before") for actor in actors])
+            replay = scheduler.replay(one, value)
+            meanwhile += [actor.run.remote(value, name="meanwhile") for actor in actors]
+            assert replay.result() == ([value, value],)
+            ray.get([actor.run.remote(value, name="after") for actor in actors])
+        assert ray.get(meanwhile) == [value for value in range(4) for _ in actors]
+        histories = [begun for begun, _ in ray.get([actor.history.remote() for actor in actors])]
+    for begun in histories:
+        waited = [(name, value) for value in range(4) for name in ("before", "alone", "after")]
+        assert [call for call in begun if call[0] != "meanwhile"] == waited
+        assert sorted(call for call in begun if call[0] == "meanwhile") == [("meanwhile", value) for value in range(4)]
+
+
 @pytest.mark.parametrize("executor", ["compiled", "eager"])
 def test_async_methods_run_on_the_event_loop_of_their_actor(cluster: None, executor: str) -> None:
     actors = with_an_event_loop()
