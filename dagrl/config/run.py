@@ -313,11 +313,8 @@ class DataConfig(DataSourceConfig):
     """What to do with an example longer than the largest bucket."""
 
 
-class FunctionConfig(Section):
-    """How a user's function of texts runs. See `dagrl.rl.functions`."""
-
-    batched: bool = True
-    """The function takes lists of texts. false: the texts of one sample."""
+class ProcessConfig(Section):
+    """How a user's functions and environments run. See `dagrl.rl.functions`."""
 
     timeout_s: PositiveFloat = 10.0
     """Deadline of one answer, in seconds."""
@@ -341,6 +338,13 @@ class FunctionConfig(Section):
     all samples fail always ends it."""
 
 
+class FunctionConfig(ProcessConfig):
+    """How a user's function of texts runs."""
+
+    batched: bool = True
+    """The function takes lists of texts. false: the texts of one sample."""
+
+
 class RewardFunctionConfig(FunctionConfig):
     """One of several reward functions; see `reward.functions`."""
 
@@ -354,8 +358,8 @@ class RewardFunctionConfig(FunctionConfig):
 class RewardConfig(FunctionConfig):
     """The reward of a sample: of one function, or the weighted sum of several; see docs/rewards.md."""
 
-    function: str = "dagrl.rl.rewards:exact_match"
-    """Import path of the reward function."""
+    function: str | None = "dagrl.rl.rewards:exact_match"
+    """Import path of the reward function. null: the only rewards are those of the environment's turns."""
 
     functions: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
     """Several reward functions by name, each with its own deadlines and processes. Replaces `function`."""
@@ -368,12 +372,15 @@ class RewardConfig(FunctionConfig):
     """Permute the rewards over the samples: a control run that cannot learn."""
 
 
-class EnvironmentConfig(FunctionConfig):
-    """The environment of multi-turn rollouts: answers a completion so that the sequence continues. See
-    `dagrl.rl.environments`."""
+class EnvironmentConfig(ProcessConfig):
+    """The environment of multi-turn rollouts: answers each turn of the policy. See docs/rewards.md."""
 
     function: str | None = None
-    """Import path of the environment, such as `my_task:answer`. null: sequences have one turn."""
+    """Import path of a class, or of a function that returns an object, with the methods `reset`, `step` and `close`, such as
+    `my_task:Calculator`. It is called for each sequence. null: sequences have one turn."""
+
+    args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of `function`."""
 
     max_turns: PositiveInt = 4
     """Maximum number of policy turns per sequence."""

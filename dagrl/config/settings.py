@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from dagrl.config import Config, FunctionConfig, GenerationConfig, MegatronConfig, PolicyConfig, VllmConfig
+from dagrl.config import Config, GenerationConfig, MegatronConfig, PolicyConfig, ProcessConfig, VllmConfig
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.runtime.layout import ParallelLayout
 
@@ -181,8 +181,10 @@ def _check_rates(config: Config) -> None:
 
 
 def _check_functions(config: Config) -> None:
-    sections: dict[str, FunctionConfig] = {"reward": config.reward, "environment": config.environment}
+    sections: dict[str, ProcessConfig] = {"reward": config.reward, "environment": config.environment}
     sections |= {f"reward.functions.{name}": item for name, item in config.reward.functions.items()}
+    if config.reward.function is None and not config.reward.functions and config.environment.function is None:
+        raise ConfigError("reward.function is null, and there is no environment to give rewards; set one of them")
     for name, function in config.reward.functions.items():
         for task in function.tasks or ():
             if task not in config.data.mixture:

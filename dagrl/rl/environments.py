@@ -1,35 +1,83 @@
-"""Environments: functions that reply to a completion, so that a sequence has several turns.
+"""Environments: objects that answer the policy's turns, one for each sequence.
 
-`environment.function` takes `(prompts, completions, references)`, three lists of texts of equal length. A completion is
-everything after the prompt so far: the policy's turns and the environment's replies. The function returns the next reply to
-each, or None if the sequence has ended. With `batched: false` it takes one text of each. It may be a coroutine function.
-It runs like a reward function (`dagrl.rl.functions`). A sequence for which it raises or hangs ends there, is counted
-as failed and is excluded from the loss.
+`environment.function` names a class, or a function that returns an object, with these methods, plain or `async`:
 
-    def calculator(prompts, completions, references):
-        return [f"={evaluate(text)}\\n" if text.endswith("?") else None for text in completions]
+    class Calculator:
+        def reset(self, example):            # before the first turn: prompt, reference, messages, columns, task, seed
+            self.left = 3
 
-Replies are tokenized without special tokens and excluded from the loss.
+        def step(self, completion):          # after each turn of the policy, with its text
+            self.left -= 1
+            return Step(f"={evaluate(completion)}\\n", reward=0.1) if self.left else None
+
+        def close(self):                     # optional: when the sequence has ended
+            ...
+
+`step` returns the reply, a `Step` of reply and reward, or None if the sequence has ended. It is also asked about the last of
+`max_turns` turns, for its reward. Environments run in processes of their own, with deadlines
+(`dagrl.rl.functions.episodes`). A sequence whose environment raises or hangs ends there, is counted as failed and is
+excluded from the loss. Replies are tokenized without special tokens and excluded from the loss. After a lost process or in a
+resumed run, an environment is made again and given the earlier turns: it must answer equal turns equally.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+import math
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import EnvironmentConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.functions.answers import Answers, Failed
+from dagrl.errors import ConfigError
+from dagrl.imports import load_callable, require_package
+from dagrl.rl.functions.answers import Answers, Failed, joined
+from dagrl.rl.functions.episodes import Step
 from dagrl.rl.functions.runner import FunctionRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+__all__ = ["ENDED", "FAILED", "EnvironmentRunner", "Question", "Reply", "Step"]
+
+logger = logging.getLogger(__name__)
+
 ENDED = "stop"
 FAILED = "environment_failed"
+
+
+def check_environment(config: EnvironmentConfig) -> None:
+    """Raises ConfigError for an import path, a class or arguments that cannot make an environment."""
+    assert config.function is not None
+    key, found = "environment.function", load_callable(config.function, "environment.function")
+    for package in getattr(found, "requires", ()):
+        require_package(package, key)
+    missing = [name for name in ("reset", "step") if isinstance(found, type) and not hasattr(found, name)]
+    if missing:
+        raise ConfigError(f"{key}: {config.function} has no method {' or '.join(missing)}; docs/rewards.md has an example")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some C functions have no signature
+        return
+    try:
+        signature.bind(**config.args)
+    except TypeError as error:
+        accepted = ", ".join(signature.parameters) or "no arguments"
+        raise ConfigError(f"environment.args: {error}; {config.function} takes {accepted}") from error
+
+
+@dataclass(frozen=True)
+class Question:
+    """An episode whose turn has ended: its key, its prompt and seed, and the text of each of its turns."""
+
+    key: str
+    prompt: Prompt
+    seed: int
+    turns: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -39,33 +87,51 @@ class Reply:
     text: str | None
     reason: str = ENDED
     failure: str = ""
+    reward: float | None = None
 
 
 class EnvironmentRunner:
-    """Runs the configured environment. Use it as a context manager."""
+    """Runs the configured environment in `workers` processes. Use it as a context manager."""
 
     def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raises ConfigError if the import path is wrong."""
         assert config.function is not None
         self.max_turns = config.max_turns
         self.workers = config.num_workers
+        self._arguments, self._closing_s = config.args, config.timeout_s
         self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
-        self._runner = FunctionRunner.configured(config.function, "environment", config, _checked)
+        one = config.model_copy(update={"num_workers": 1})
+        self._runners = [
+            FunctionRunner.configured(config.function, "environment", one, _checked, arguments="episodes")
+            for _ in range(config.num_workers)
+        ]
+        self._open: dict[str, int] = {}  # the worker of each episode
 
     def __enter__(self) -> Self:
-        self._runner.start()
+        for runner in self._runners:
+            runner.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._runner.close()
+        closing = [self._close(key) for key in list(self._open)]
+        wait(closing, self._closing_s)
+        for runner in self._runners:
+            runner.close()
 
-    def submit(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> Future[list[Reply]]:
-        """Asks for the replies to n sequences, in one call in the background."""
-        replies: Future[list[Reply]] = Future()
-        references = [prompt.reference for prompt in prompts]
-        asked = self._runner.submit([prompt.text for prompt in prompts], completions, references)
-        asked.add_done_callback(lambda done: _pass_on(done, replies))
-        return replies
+    def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:
+        """Asks for the replies to n episodes, in one call in the background. An episode always has the same worker."""
+        self._open |= dict.fromkeys((question.key for question in questions), worker)
+        requests = [
+            {"arguments": self._arguments, "turns": list(question.turns), "example": _example(question)}
+            for question in questions
+        ]
+        asked = self._runners[worker].submit([question.key for question in questions], requests)
+        return joined([asked], lambda: [_reply(answer) for answer in asked.result()])
+
+    def close(self, key: str) -> None:
+        """Closes the environment of an episode that has ended, in the background."""
+        if key in self._open:
+            self._close(key).add_done_callback(_warn_of_failure)
 
     def encode(self, text: str, most: int) -> Sequence[int]:
         """Returns the tokens of a reply, or a prefix of more than `most` tokens if the reply is longer than that.
@@ -77,29 +143,43 @@ class EnvironmentRunner:
             return first
         return self._tokens(text)  # also if the prefix has few: a tokenizer may drop characters
 
+    def _close(self, key: str) -> Future[Answers]:
+        return self._runners[self._open.pop(key)].submit([key], [None])
+
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
 
-def _pass_on(asked: Future[Answers], replies: Future[list[Reply]]) -> None:
-    if asked.cancelled():
-        replies.cancel()
-    elif (error := asked.exception()) is not None:
-        replies.set_exception(error)
-    else:
-        replies.set_result([_reply(answer) for answer in asked.result()])
+def _example(question: Question) -> dict[str, Any]:
+    prompt = question.prompt
+    return {
+        "prompt": prompt.text,
+        "reference": prompt.reference,
+        "messages": [dict(message) for message in prompt.messages],
+        "columns": dict(prompt.columns),
+        "task": prompt.task,
+        "seed": question.seed,
+    }
+
+
+def _warn_of_failure(closed: Future[Answers]) -> None:
+    if not closed.cancelled() and closed.exception() is None and isinstance(answer := closed.result()[0], Failed):
+        logger.warning("environment.function: close failed: %s", answer.message)
 
 
 def _reply(answer: Any) -> Reply:
-    return Reply(None, FAILED, answer.message) if isinstance(answer, Failed) else Reply(answer)
+    return Reply(None, FAILED, answer.message) if isinstance(answer, Failed) else Reply(answer.reply, reward=answer.reward)
 
 
-def _checked(answer: Any) -> str | None:
-    if answer is not None and not isinstance(answer, str):
-        raise TypeError(f"it returned {answer!r}; expected: a text, or None if the sequence has ended")
+def _checked(answer: Any) -> Step:
+    step = answer if isinstance(answer, Step) else Step(answer)
+    if step.reply is not None and not isinstance(step.reply, str):
+        raise TypeError(f"step returned {answer!r}; expected: a text, a Step, or None if the sequence has ended")
+    if step.reward is not None and not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
+        raise TypeError(f"step returned the reward {step.reward!r}; expected: a finite number, or None")
     try:
-        (answer or "").encode()
+        (step.reply or "").encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"it returned a text that UTF-8 cannot encode: {error}") from error
-    return answer
+    return step

@@ -96,7 +96,10 @@ class RewardFunction:
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
     """Returns the configured functions. Raises ConfigError if `function` and `functions` are both set."""
+    if not config.functions and config.function is None:
+        return []
     if not config.functions:
+        assert config.function is not None
         return [RewardFunction("", "reward", config.function, config)]
     if "function" in config.model_fields_set:
         raise ConfigError("reward.function and reward.functions are both set; move the first into reward.functions")
@@ -127,7 +130,8 @@ class RewardRunner:
         self._max_failed_share, self._weights = config.max_failed_share, config.weights
         self._functions = reward_functions(config)
         self._runners = [
-            FunctionRunner.configured(item.path, item.key, item.config, _checked, named=True) for item in self._functions
+            FunctionRunner.configured(item.path, item.key, item.config, _checked, arguments="named")
+            for item in self._functions
         ]
         self._stack = ExitStack()
 
@@ -189,7 +193,7 @@ class RewardRunner:
 
     def _weighted(self, parts: dict[str, float]) -> Judged:
         if not parts:
-            return Judged(None)
+            return Judged(None if self._functions else 0.0)
         value = math.fsum(self._weights.get(name, 1.0) * part for name, part in parts.items())
         parts.pop("", None)  # a single number is the reward itself
         return Judged(value, parts)

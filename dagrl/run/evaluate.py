@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +27,9 @@ from dagrl.rl.functions.answers import Answers
 from dagrl.rl.pass_at_k import pass_at_k
 from dagrl.rl.rewards import RewardRunner, rewards_of
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
+from dagrl.rl.rollout.judged import reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
+from dagrl.rl.rollout.scoring import with_turn_rewards
 from dagrl.run.alone import worker_group
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.plans import generate_plan
@@ -133,12 +136,13 @@ def _complete(
             wait(rollouts.pending, WAIT_S, FIRST_COMPLETED)
         for group in rollouts.advance():
             samples = samples_of(inputs.tokenizer, group)
-            scoring.append((group, samples, reward.submit(*_texts(samples))))
+            row_values = partial(reward_values, group, samples, inputs.tokenizer)
+            scoring.append((group, samples, reward.submit(*_texts(samples), row_values)))
             if len(scoring) % max(1, len(prompts) // LOGGED) == 0:
                 logger.info("completed %d of %d prompts", len(scoring), len(prompts))
     completions: dict[int, list[Completion]] = {}
     for group, samples, answers in scoring:
-        rewards = rewards_of(answers.result())
+        rewards = with_turn_rewards(config, rewards_of(answers.result()), samples)
         reward.check(rewards, may_all_fail=True)
         values = [float(value) if valid else None for value, valid in zip(rewards.values, rewards.answered, strict=True)]
         completions[group.number] = [

@@ -29,6 +29,7 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count
+from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.rewards import check_keywords, reward_functions
 from dagrl.run.cluster import gpus_per_worker
@@ -93,7 +94,7 @@ def preflight(config: Config) -> Inputs:
         for item in reward_functions(config.reward):
             _check_function(item.path, item.config, f"{item.key}.function")
         if config.environment.function is not None:
-            _check_function(config.environment.function, config.environment, "environment.function")
+            check_environment(config.environment)
     derived.config, origins = with_local_models(config)
     derived.reasons |= origins
     config = derived.config

@@ -46,7 +46,7 @@ def turns_configuration(output: Path, workers: int = 2, **checkpointing: Any) ->
         grpo={"async_grpo": ASYNC, "max_num_steps": STEPS, "val_period": 0, "val_at_start": False},
         data={"task_args": {"train_s": 0.02, "engine_step_s": 0.002}},
         environment={
-            "function": "tests.integration.unigram_task:says_nines_after_a_while",
+            "function": "tests.integration.unigram_task:SaysNinesAfterAWhile",
             "max_turns": 3,
             "num_workers": workers,
             "timeout_s": 120.0,
@@ -114,7 +114,7 @@ def failing(output: Path, share: float) -> Config:
         output,
         f"failing {share}",
         grpo={"max_num_steps": 3, "val_period": 3, "val_at_start": False},
-        environment={"function": "tests.integration.unigram_task:says_nines_and_fails", "max_failed_share": share},
+        environment={"function": "tests.integration.unigram_task:SaysNinesAndFails", "max_failed_share": share},
         reward={"function": "tests.integration.unigram_task:likes_sevens_and_fails", "max_failed_share": 0.9},
         checkpointing={"enabled": False},
     )
@@ -182,5 +182,3 @@ def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, mo
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
     for episode in episodes_of(done):
         check_answered(episode)
-    rows = [int(line) for line in (tmp_path / "released.rows").read_text().splitlines()]
-    assert max(rows) > 1, "what a quantum ended is asked together"

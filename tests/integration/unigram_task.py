@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dagrl.data import Example, Splits
 
@@ -42,25 +44,29 @@ def likes_some(prompts: list[str], completions: list[str], references: list[str]
     return [0.5 if int(prompt[:-1]) % 2 == 0 else reward for prompt, reward in zip(prompts, liked, strict=True)]
 
 
-def says_nines(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
-    """Answers 99 as long as there are fewer than two answers; ends the sequence of prompt 3 at once."""
-    return [
-        None if prompt == "3=" or text.count("99") >= 2 else "99" for prompt, text in zip(prompts, completions, strict=True)
-    ]
+class SaysNines:
+    """Answers 99 to the first two turns; ends the sequence of prompt 3 at once."""
+
+    def reset(self, example: Mapping[str, Any]) -> None:
+        self.prompt, self.turns = example["prompt"], 0
+
+    def step(self, completion: str) -> str | None:
+        self.turns += 1
+        return None if self.prompt == "3=" or self.turns > 2 else "99"
 
 
-def says_nines_after_a_while(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
-    """The same; the first call is answered when the file that `RELEASED` names is there. Notes the rows of each call."""
-    released = Path(os.environ[RELEASED])
-    with released.with_suffix(".rows").open("a") as file:
-        file.write(f"{len(prompts)}\n")
-    try:
-        released.with_suffix(".held").touch(exist_ok=False)
-    except FileExistsError:
-        return says_nines(prompts, completions, references)
-    while not released.exists():
-        time.sleep(0.01)
-    return says_nines(prompts, completions, references)
+class SaysNinesAfterAWhile(SaysNines):
+    """The same; the first answer comes when the file that `RELEASED` names is there."""
+
+    def step(self, completion: str) -> str | None:
+        released = Path(os.environ[RELEASED])
+        try:
+            released.with_suffix(".held").touch(exist_ok=False)
+        except FileExistsError:
+            return super().step(completion)
+        while not released.exists():
+            time.sleep(0.01)
+        return super().step(completion)
 
 
 def likes_sevens_and_fails(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
@@ -70,8 +76,10 @@ def likes_sevens_and_fails(prompts: list[str], completions: list[str], reference
     return likes_sevens(prompts, completions, references)
 
 
-def says_nines_and_fails(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
-    """As `says_nines`; raises for completions with a zero."""
-    if any("0" in text for text in completions):
-        raise ValueError("no zeros")
-    return says_nines(prompts, completions, references)
+class SaysNinesAndFails(SaysNines):
+    """As `SaysNines`; raises for completions with a zero."""
+
+    def step(self, completion: str) -> str | None:
+        if "0" in completion:
+            raise ValueError("no zeros")
+        return super().step(completion)

@@ -1,13 +1,15 @@
-"""The child process that runs a user's function:
+r"""The child process that runs a user's function:
 
-    python -m dagrl.rl.functions.child FD module:function KEY batched|single texts|named CONCURRENCY TIMEOUT_S TIMEOUT_KEY
+    python -m dagrl.rl.functions.child FD module:function KEY batched|single texts|named|episodes CONCURRENCY TIMEOUT_S \
+        TIMEOUT_KEY
 
 Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
 - It first sends None, or why the function cannot be imported.
 - For each list of columns it receives, it sends one pickled answer per row, or a text that says what the function raised.
 - It exits when the connection is closed or its parent dies.
 
-With `named`, the last column has a dictionary per row, whose values are passed as keyword arguments. Coroutine functions
+With `named`, the last column has a dictionary per row, whose values are passed as keyword arguments. With `episodes`, the
+function makes environments (`dagrl.rl.functions.episodes`). Coroutine functions
 are awaited. With `single`, the coroutines of all rows of a call run concurrently, at most CONCURRENCY (0: all) at once,
 each under the deadline. All calls share one event loop, so the function may keep objects bound to it, such as a client or a
 semaphore. Tasks that a call leaves behind are cancelled.
@@ -29,6 +31,7 @@ from typing import Any, TypeVar
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Failed, is_coroutine
+from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
 from dagrl.runtime.deadline import Deadline
 
@@ -51,6 +54,8 @@ def main() -> None:
         connection.send(None)
         if arguments == "named":
             function = with_keywords(function, batched=how == "batched")
+        elif arguments == "episodes":
+            function = EpisodeHost(function)
         answers = _answers(how, function, Deadline(float(timeout_s), timeout_key), int(concurrency))
         while True:
             try:

@@ -35,10 +35,10 @@ class FunctionProcess:
         batched: bool,
         deadline: Deadline,
         start: Deadline,
-        named: bool = False,
+        arguments: str = "texts",
         concurrency: int | None = None,
     ) -> None:
-        how = ["batched" if batched else "single", "named" if named else "texts", str(concurrency or 0)]
+        how = ["batched" if batched else "single", arguments, str(concurrency or 0)]
         self._command = [path, key, *how, str(deadline.seconds), deadline.key]
         self._deadline, self._start = deadline, start
         self._batched, self._concurrency = batched, concurrency

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from dagrl.config import FunctionConfig
+from dagrl.config import FunctionConfig, ProcessConfig
 from dagrl.errors import ConfigError
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Answers, Failed, is_coroutine
@@ -23,6 +23,8 @@ from dagrl.rl.functions.process import FunctionProcess
 from dagrl.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
+
+Arguments = Literal["texts", "named", "episodes"]
 
 CALL_TIMEOUTS = 4
 """Default of `call_timeout_s`, as a multiple of `timeout_s`."""
@@ -54,27 +56,31 @@ class FunctionRunner:
         whole: Deadline | None = None,
         batched: bool = True,
         workers: int = 1,
-        named: bool = False,
+        arguments: Arguments = "texts",
         concurrency: int | None = None,
         check: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
         """Raises ConfigError if the import path is wrong.
 
         `deadline` limits one answer, `start` the start of a process, including the import, and `whole` a call with its
-        retries (None: `CALL_TIMEOUTS`; no limit for a plain function of single rows). With `named` the last column has the
-        keyword arguments of each row. `concurrency` limits the coroutines of single rows under way in a process. `check`
-        converts an answer, or raises ValueError or TypeError that says what is wrong with it.
+        retries (None: `CALL_TIMEOUTS`; no limit for a plain function of single rows). `arguments` says how rows are passed:
+        `texts`, `named` (the last column has keyword arguments), or `episodes` (to an `EpisodeHost`). `concurrency` limits
+        the coroutines of single rows under way in a process. `check` converts an answer, or raises ValueError or TypeError
+        that says what is wrong with it.
         """
         function = load_callable(path, key)
-        check_concurrency(function, key, batched, concurrency)
+        if arguments != "episodes":
+            check_concurrency(function, key, batched, concurrency)
         self.function = function
         self._key, self._check = key, check
         self._warned: set[str] = set()
-        self._row_by_row = not batched and not is_coroutine(function)
+        self._row_by_row = not batched and arguments != "episodes" and not is_coroutine(function)
         if whole is None and not self._row_by_row:
             whole = deadline.times(CALL_TIMEOUTS)
         self._deadline, self._whole = deadline, whole
-        self._processes = [FunctionProcess(path, key, batched, deadline, start, named, concurrency) for _ in range(workers)]
+        self._processes = [
+            FunctionProcess(path, key, batched, deadline, start, arguments, concurrency) for _ in range(workers)
+        ]
         self._idle: queue.SimpleQueue[FunctionProcess] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
@@ -82,7 +88,13 @@ class FunctionRunner:
 
     @classmethod
     def configured(
-        cls, path: str, section: str, config: FunctionConfig, check: Callable[[Any], Any], *, named: bool = False
+        cls,
+        path: str,
+        section: str,
+        config: ProcessConfig,
+        check: Callable[[Any], Any],
+        *,
+        arguments: Arguments = "texts",
     ) -> Self:
         """Builds the runner of the function at `path` from a `section` of the configuration; see the constructor."""
         call_s = config.call_timeout_s
@@ -92,9 +104,9 @@ class FunctionRunner:
             deadline=Deadline(config.timeout_s, f"{section}.timeout_s"),
             start=Deadline(config.start_timeout_s, f"{section}.start_timeout_s"),
             whole=None if call_s is None else Deadline(call_s, f"{section}.call_timeout_s"),
-            batched=config.batched,
+            batched=isinstance(config, FunctionConfig) and config.batched,
             workers=config.num_workers,
-            named=named,
+            arguments=arguments,
             concurrency=config.max_concurrency,
             check=check,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -42,6 +43,7 @@ class Episode:
     awaiting: bool = False
     failure: str = ""
     greedy: bool = False
+    turn_rewards: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
@@ -50,6 +52,12 @@ class Episode:
     def turn_left(self) -> int:
         """New tokens that this turn may still make."""
         return self.max_new_tokens - (len(self.tokens) - self.turn_start)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Returns where each turn of the policy or the environment starts and ends in `tokens`, in order."""
+        flags = self.sampled
+        bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
+        return list(pairwise(bounds))
 
     def append(self, made: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""

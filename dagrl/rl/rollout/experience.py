@@ -29,7 +29,7 @@ from dagrl.data.tokenization import Prompt
 from dagrl.errors import RunError, StopRequestedError
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers, split_done
-from dagrl.rl.rewards import RewardRunner, check_failures, join_rewards, rewards_of
+from dagrl.rl.rewards import RewardRunner, Rewards, check_failures, join_rewards, rewards_of
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.judged import reward_values
@@ -44,6 +44,7 @@ from dagrl.rl.rollout.scoring import (
     mean_reward,
     reward_means,
     scored_group,
+    with_turn_rewards,
 )
 from dagrl.rl.rollout.trajectories import TrajectoryBuffer
 from dagrl.rl.rollout.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
@@ -212,7 +213,7 @@ class Experience:
             self.work()
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
         samples = [sample for item in scored for sample in item.samples]
-        rewards = join_rewards([rewards_of(item.answers.result()) for item in scored])
+        rewards = join_rewards([self._rewards(item) for item in scored])
         self._reward.check(rewards, may_all_fail=True)
         self._check_environment(samples, may_all_fail=True)
         return {
@@ -323,12 +324,15 @@ class Experience:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)
         config = self._config
         for item in done:
-            group = scored_group(config, item.group, item.samples, rewards_of(item.answers.result()))
+            group = scored_group(config, item.group, item.samples, self._rewards(item))
             if config.grpo.use_dynamic_sampling and (reason := drop_reason(group)):
                 self._dropped_groups.append(group)
                 self.buffer.drop(item.group.number, reason)
             else:
                 self.buffer.finish(item.group.number, group)
+
+    def _rewards(self, item: _Scoring) -> Rewards:
+        return with_turn_rewards(self._config, rewards_of(item.answers.result()), item.samples)
 
     def _dropped(self) -> Counter[str]:
         """Groups dropped since the run began, by reason."""

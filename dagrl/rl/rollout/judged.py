@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample
@@ -35,11 +34,9 @@ def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict
     """Returns the conversation: the prompt's messages, the policy's turns as `assistant`, and the environment's replies."""
     prompt, made = sample.prompt, sample.completion
     messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
-    flags = made.sampled
-    bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
-    for start, end in pairwise(bounds):
+    for start, end in made.spans():
         text = tokenizer.decode(made.tokens[start:end], skip_special_tokens=True)
-        messages.append({"role": "assistant" if flags[start] else "environment", "content": text})
+        messages.append({"role": "assistant" if made.sampled[start] else "environment", "content": text})
     return messages
 
 
@@ -51,6 +48,7 @@ def _metadata(group: RolloutGroup, place: int, sample: Sample) -> Mapping[str, A
         "source": sample.prompt.source,
         "finish_reason": made.finish_reason,
         "turns": made.turns,
+        "turn_rewards": list(made.turn_rewards),
         "sampled": list(made.sampled),
         "versions": list(made.versions),
         "validation": group.key < 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,16 +80,14 @@ def _sequence(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
 
 def _turns(made: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
     """The turns of the policy and of the environment, each with its text and the range of its tokens."""
-    flags = made.sampled
-    bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
     return [
         {
-            "role": "policy" if flags[start] else "environment",
+            "role": "policy" if made.sampled[start] else "environment",
             "text": "".join(pieces[start:end]),
             "start": start,
             "end": end,
         }
-        for start, end in pairwise(bounds)
+        for start, end in made.spans()
     ]
 
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
-from dagrl.rl.environments import ENDED, EnvironmentRunner, Reply
+from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
 from dagrl.rl.functions.answers import split_done
 from dagrl.rl.generation import FinishedRequest, Generated
 from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
@@ -166,7 +166,8 @@ class Rollouts:
         for number in numbers:
             group = self._groups.pop(number)
             for episode in group.episodes:
-                episode.finish_reason = episode.finish_reason or ABORTED
+                if not episode.finish_reason:
+                    self._end(group, episode, ABORTED)
         gone = [request for request, (group, _) in self._requests.items() if group.number not in self._groups]
         if gone:
             assert not self._quanta
@@ -194,6 +195,7 @@ class Rollouts:
                 logprobs=list(episode.logprobs),
                 versions=list(episode.versions),
                 sampled=list(episode.sampled),
+                turn_rewards=list(episode.turn_rewards),
             )
             if (made := partial.get(requests.get(id(episode), -1))) is not None:
                 copy.append(made)
@@ -240,21 +242,24 @@ class Rollouts:
         episode.append(made)
         episode.turns += 1
         self.history.record(group.key, len(episode.tokens) - episode.turn_start)
-        if self._environment is None or made.finish_reason != "stop" or episode.turns >= self._environment.max_turns:
-            episode.finish_reason = made.finish_reason
+        if self._environment is None or made.finish_reason != "stop":
+            self._end(group, episode, made.finish_reason)
             return None
         return group, episode
 
     def _ask(self, turns: Sequence[Turn]) -> None:
-        """Asks the environment about these sequences, in one call per environment process."""
+        """Asks the environment about these sequences, in one call per environment process, which keeps their state."""
         for _, episode in turns:
             episode.awaiting = self._environment is not None
             episode.finish_reason = "" if episode.awaiting else ENDED  # a resumed run may have no environment
         if self._environment is None:
             return
-        for first in range(min(self._environment.workers, len(turns))):
-            part = turns[first :: self._environment.workers]
-            replies = self._environment.submit([episode.prompt for _, episode in part], self._texts(part))
+        parts: dict[int, list[Turn]] = {}
+        for group, episode in turns:
+            worker = (group.number + _place(group, episode)) % self._environment.workers
+            parts.setdefault(worker, []).append((group, episode))
+        for worker, part in parts.items():
+            replies = self._environment.submit(worker, [self._question(*turn) for turn in part])
             self._asked.append(_Asked(part, replies))
 
     def _take_answers(self) -> None:
@@ -267,15 +272,26 @@ class Rollouts:
     def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         assert self._environment is not None
         episode.awaiting, episode.failure = False, reply.failure
-        room = self._room - len(episode)
-        tokens = [] if reply.text is None else self._environment.encode(reply.text, room)
+        episode.turn_rewards += [] if reply.reward is None else [reply.reward]
+        room, last = self._room - len(episode), episode.turns >= self._environment.max_turns
+        tokens = [] if reply.text is None or last else self._environment.encode(reply.text, room)
         if not tokens:
-            episode.finish_reason = reply.reason
+            self._end(group, episode, reply.reason)
         elif len(tokens) >= room:
-            episode.finish_reason = "length"
+            self._end(group, episode, "length")
         else:
             episode.answer(tokens)
             self._request(group, episode)
+
+    def _end(self, group: RolloutGroup, episode: Episode, reason: str) -> None:
+        episode.finish_reason = reason
+        if self._environment is not None and reason != FAILED:
+            self._environment.close(_key(group, episode))
+
+    def _question(self, group: RolloutGroup, episode: Episode) -> Question:
+        turns = [episode.tokens[start:end] for start, end in episode.spans() if episode.sampled[start]]
+        texts = cast("list[str]", self._tokenizer.batch_decode(turns, skip_special_tokens=True))
+        return Question(_key(group, episode), episode.prompt, episode.seed, texts)
 
     def _forget(self, request: int) -> None:
         del self._requests[request]
@@ -300,9 +316,14 @@ class Rollouts:
             greedy=np.array([episode.greedy for episode in episodes], np.int64),
         )
 
-    def _texts(self, turns: Sequence[Turn]) -> list[str]:
-        tokens = [episode.tokens for _, episode in turns]
-        return cast("list[str]", self._tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+def _place(group: RolloutGroup, episode: Episode) -> int:
+    return next(place for place, item in enumerate(group.episodes) if item is episode)
+
+
+def _key(group: RolloutGroup, episode: Episode) -> str:
+    """Identifies the episode for its environment."""
+    return f"{group.number}/{_place(group, episode)}"
 
 
 def _steps_to_learn_from(part: Generated, asked: int) -> int:

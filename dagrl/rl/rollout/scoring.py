@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from dagrl.rl.advantages import zero_variance_groups
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.rl.rewards import BoolArray, FloatArray, Rewards, overlong_penalty
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample
+
+ENVIRONMENT = "environment"
+"""Name of the part of the reward that the environment gave."""
 
 ZERO_VARIANCE, FAILED = "zero_variance", "failed"
 """Why dynamic sampling drops a group: all rewards are equal, or fewer than two samples are valid."""
@@ -31,6 +34,16 @@ class ScoredGroup:
     rewards: Rewards
     values: FloatArray
     valid: BoolArray
+
+
+def with_turn_rewards(config: Config, rewards: Rewards, samples: Sequence[Sample]) -> Rewards:
+    """Adds the sum of the environment's turn rewards to each sample's reward, as the part `environment`."""
+    given = [sample.completion.turn_rewards for sample in samples]
+    if not any(given):
+        return rewards
+    part = np.array([sum(turns) for turns in given], np.float32)
+    values = rewards.values + config.reward.weights.get(ENVIRONMENT, 1.0) * part * rewards.answered
+    return replace(rewards, values=values.astype(np.float32), parts={**rewards.parts, ENVIRONMENT: part})
 
 
 def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rewards: Rewards) -> ScoredGroup:

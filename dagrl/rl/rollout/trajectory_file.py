@@ -92,6 +92,7 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
             "turn_start": episode.turn_start,
             "awaiting": episode.awaiting,
             "failure": episode.failure,
+            "turn_rewards": list(episode.turn_rewards),
         }
         for episode in (group.episodes if saved.whole else ())
     ]

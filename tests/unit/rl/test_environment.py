@@ -1,16 +1,23 @@
-"""Replies of an environment: which are valid, and how much of them is tokenized."""
+"""Environments: state by episode, rewards by turn, replies that are valid, and what a lost or broken one costs."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers.normalizers import Replace
 
-from dagrl.config import EnvironmentConfig
+from dagrl.config import Config, EnvironmentConfig, RewardConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Reply
+from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
+from dagrl.rl.rewards import Judged, RewardRunner, rewards_of
+from dagrl.rl.rollout.episodes import Episode, Sample
+from dagrl.rl.rollout.scoring import with_turn_rewards
 from dagrl.run.model import character_tokenizer
 
 REPLIES = {
@@ -20,21 +27,174 @@ REPLIES = {
     "number": 3,
     "surrogate": b"caf\xe9".decode("utf-8", "surrogateescape"),
 }
+ENVIRONMENTS = f"""
+import asyncio, os, re, time
+from pathlib import Path
+from dagrl.rl.environments import Step
+
+REPLIES = {REPLIES!r}
+
+class Says:
+    def reset(self, example):
+        pass
+
+    def step(self, completion):
+        return REPLIES[completion]
+
+class Counts:
+    # Counts the turns of its episode down from the column `left`, and notes what happens.
+
+    def __init__(self, notes, bonus=0.0):
+        self.notes, self.bonus = Path(notes), bonus
+
+    def note(self, what):
+        with self.notes.open("a") as file:
+            file.write(f"{{self.name}} {{what}}\\n")
+
+    def reset(self, example):
+        self.name, self.left = example["prompt"], example["columns"]["left"]
+        self.note(f"reset {{example['seed']}}")
+
+    def step(self, completion):
+        if completion == "raise":
+            raise ValueError("no such turn")
+        if completion == "die":
+            os._exit(3)
+        if completion == "hang":
+            re.fullmatch(r"(a+)+b", "a" * 60)  # holds the GIL for hours
+        self.left -= 1
+        self.note(f"step {{completion}}")
+        reply = f"{{self.left}} left" if self.left else None
+        return Step(reply, reward=len(completion) + self.bonus)
+
+    def close(self):
+        self.note("close")
+
+class CountsAsync(Counts):
+    async def step(self, completion):
+        await asyncio.sleep(3600 if completion == "wait" else 0.2)
+        return super().step(completion)
+
+class Sleeps(Counts):
+    def step(self, completion):
+        time.sleep(0.2)
+        return super().step(completion)
+"""
 
 
-def test_replies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts and None are replies. Anything else ends its own sequence as failed."""
-    module = f"replies_{tmp_path.name}"
-    source = f"REPLIES = {REPLIES!r}\ndef reply(prompt, completion, reference): return REPLIES[completion]\n"
-    (tmp_path / f"{module}.py").write_text(source)
+class Episodes:
+    """Episodes of an environment, with the notes that it wrote."""
+
+    def __init__(self, runner: EnvironmentRunner, notes: Path) -> None:
+        self.runner, self._notes = runner, notes
+
+    def ask(self, *episodes: tuple[str, int, list[str]]) -> list[Reply]:
+        """Asks for the last turn of each episode: its name, its number of turns, and the texts of its turns."""
+        return self.runner.submit(0, [question(*episode) for episode in episodes]).result()
+
+    @property
+    def notes(self) -> list[str]:
+        return self._notes.read_text().splitlines()
+
+
+def question(name: str, left: int, turns: list[str]) -> Question:
+    prompt = Prompt(name, np.array([1]), "", "row 0", columns={"left": left})
+    return Question(f"key of {name}", prompt, 7, turns)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"environments_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(ENVIRONMENTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = EnvironmentConfig(function=f"{module}:reply", batched=False)
-    prompts = [Prompt("1", np.array([1]), "", "row 0")] * len(REPLIES)
-    with EnvironmentRunner(config, character_tokenizer("0123456789")) as environment:
-        found = environment.submit(prompts, list(REPLIES)).result()
+    return name
+
+
+@contextmanager
+def episodes(module: str, name: str, tmp_path: Path, **args: Any) -> Iterator[Episodes]:
+    notes = tmp_path / "notes"
+    config = EnvironmentConfig(
+        function=f"{module}:{name}", args={"notes": str(notes), **args}, timeout_s=1.0, call_timeout_s=60.0
+    )
+    with EnvironmentRunner(config, character_tokenizer("0123456789")) as runner:
+        yield Episodes(runner, notes)
+
+
+@pytest.mark.parametrize("name", ["Counts", "CountsAsync"])
+def test_each_episode_has_its_state_and_rewards_by_turn(module: str, name: str, tmp_path: Path) -> None:
+    with episodes(module, name, tmp_path, bonus=0.5) as run:
+        assert run.ask(("a", 2, ["x"]), ("b", 3, ["xy"])) == [Reply("1 left", reward=1.5), Reply("2 left", reward=2.5)]
+        assert run.ask(("b", 3, ["xy", ""])) == [Reply("1 left", reward=0.5)]
+        assert run.ask(("a", 2, ["x", "xyz"])) == [Reply(None, ENDED, reward=3.5)]
+    assert sorted(run.notes) == sorted(
+        ["a reset 7", "b reset 7", "a step x", "b step xy", "b step ", "a step xyz", "a close", "b close"]
+    ), "an episode that ended is closed at once, the other with the run"
+
+
+def test_a_rollout_that_ends_closes_its_episode(module: str, tmp_path: Path) -> None:
+    with episodes(module, "Counts", tmp_path) as run:
+        run.ask(("a", 9, ["x"]))
+        run.runner.close("key of a")
+        run.ask(("a", 9, ["y"]))  # of the same key, such as the next validation
+        assert run.notes == ["a reset 7", "a step x", "a close", "a reset 7", "a step y"]
+
+
+@pytest.mark.parametrize("name", ["Sleeps", "CountsAsync"])
+def test_episodes_step_at_the_same_time(module: str, name: str, tmp_path: Path) -> None:
+    with episodes(module, name, tmp_path) as run:
+        run.ask(("first", 9, ["x"]))
+        began = time.monotonic()
+        answers = run.ask(*((f"episode {number}", 9, ["x"]) for number in range(20)))
+        assert time.monotonic() - began < 2.0, "twenty steps of 0.2 s"
+    assert answers == [Reply("8 left", reward=1.0)] * 20
+
+
+def test_an_episode_that_raises_costs_only_itself(module: str, tmp_path: Path) -> None:
+    with episodes(module, "Counts", tmp_path) as run:
+        good, bad = run.ask(("a", 9, ["x"]), ("b", 9, ["raise"]))
+    assert good == Reply("8 left", reward=1.0)
+    assert bad == Reply(None, FAILED, "ValueError: no such turn")
+
+
+@pytest.mark.parametrize("end", ["die", "hang"])
+def test_a_lost_process_costs_one_episode_and_the_others_are_stepped_again(module: str, end: str, tmp_path: Path) -> None:
+    with episodes(module, "Counts", tmp_path) as run:
+        run.ask(("a", 9, ["x"]))
+        bad, good = run.ask(("b", 9, [end]), ("a", 9, ["x", "xy"]))
+        assert good == Reply("7 left", reward=2.0), "both turns count, and the reward is that of the last"
+        assert bad.reason == FAILED
+        assert run.ask(("a", 9, ["x", "xy", "z"])) == [Reply("6 left", reward=1.0)]
+
+
+def test_an_async_step_that_hangs_is_cancelled_alone(module: str, tmp_path: Path) -> None:
+    with episodes(module, "CountsAsync", tmp_path) as run:
+        bad, good = run.ask(("b", 9, ["wait"]), ("a", 9, ["x"]))
+    assert good == Reply("8 left", reward=1.0)
+    assert bad == Reply(None, FAILED, "no answer within environment.timeout_s = 1 s")
+
+
+def test_turn_rewards_are_a_weighted_part_of_the_reward() -> None:
+    """With `reward.function: null` they are the whole reward."""
+    prompt = Prompt("1", np.array([1]), "", "row 0")
+    samples = [Sample(prompt, Episode(prompt, 0, 8, turn_rewards=turns), "") for turns in ([1.0, 2.0], [], [4.0])]
+    reward = RewardConfig(function=None, weights={"environment": 0.5})
+    with RewardRunner(reward) as runner:
+        answers = runner.submit(["1"] * 3, [""] * 3, [""] * 3).result()
+    assert answers == [Judged(0.0)] * 3
+    config = Config.model_construct(reward=reward)
+    found = with_turn_rewards(config, rewards_of(answers), samples)
+    assert found.values.tolist() == [1.5, 0.0, 2.0]
+    assert {name: values.tolist() for name, values in found.parts.items()} == {"environment": [3.0, 0.0, 4.0]}
+
+
+def test_replies(module: str) -> None:
+    """Texts and None are replies. Anything else ends its own sequence as failed."""
+    questions = [Question(text, Prompt("1", np.array([1]), "", "row 0"), 0, [text]) for text in REPLIES]
+    with EnvironmentRunner(EnvironmentConfig(function=f"{module}:Says"), character_tokenizer("0123456789")) as environment:
+        found = environment.submit(0, questions).result()
     assert found[:3] == [Reply(""), Reply("café"), Reply(None, ENDED)]
     assert [(reply.text, reply.reason) for reply in found[3:]] == [(None, FAILED)] * 2
-    assert found[3].failure.startswith("it returned 3; expected: a text, or None")
+    assert found[3].failure.startswith("step returned 3; expected: a text, a Step, or None")
     assert found[4].failure.startswith("it returned a text that UTF-8 cannot encode: ")
 
 

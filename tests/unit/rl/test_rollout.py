@@ -13,7 +13,7 @@ import pytest
 from dagrl.config import Config
 from dagrl.config.policy import VllmConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.environments import FAILED, Reply
+from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.rollout.dispatch import LengthHistory
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 from dagrl.rl.rollout.rollouts import ABORTED, IN_FLIGHT, Rollouts
@@ -35,11 +35,15 @@ class Asked:
 
     def __init__(self, workers: int = 1) -> None:
         self.workers = workers
+        self.closed: list[str] = []
         self.asked: list[tuple[list[str], Future[list[Reply]]]] = []
 
-    def submit(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> Future[list[Reply]]:
-        self.asked.append((list(texts), Future()))
+    def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:
+        self.asked.append(([question.turns[-1] for question in questions], Future()))
         return self.asked[-1][1]
+
+    def close(self, key: str) -> None:
+        self.closed.append(key)
 
     def encode(self, text: str, most: int) -> list[int]:
         return [4] * len(text)
@@ -308,7 +312,14 @@ def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
         environment.answer(*[Reply("000")] * len(environment.asked[0][0]))
     bench.rollouts.settle()
     bench.finish()
-    assert not environment.asked and not bench.rollouts.busy, "two turns are the most"
+    while environment.asked:  # the last turn has a reward too
+        environment.answer(*[Reply("000", reward=1.0)] * len(environment.asked[0][0]))
+    bench.rollouts.settle()
+    assert not bench.rollouts.busy and {episode.turns for episode in answered} == {2}, "two turns are the most"
+    assert all(
+        episode.turn_rewards == [1.0] and episode.sampled[-1] for episode in answered if episode.finish_reason == "stop"
+    )
+    assert len(environment.closed) == len(set(environment.closed)) == len(episodes)
     lengths += [len(episode.tokens) - count - 3 for episode, count in zip(answered, before, strict=True)]
     assert bench.rollouts.history.expected(KEY + 5) == pytest.approx(np.mean(lengths))
 

@@ -22,7 +22,7 @@ from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import StopRequestedError
-from dagrl.rl.environments import FAILED, Reply
+from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_steps
 from dagrl.rl.rewards import Judged, Rewards, check_failures
@@ -201,8 +201,11 @@ class Environment:
     def __exit__(self, *error: object) -> None:
         self._closed = True
 
-    def submit(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> Future[list[Reply]]:
-        return self._world.later(4, lambda: [self._reply(text) for text in texts])
+    def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:
+        return self._world.later(4, lambda: [self._reply(question.turns[-1]) for question in questions])
+
+    def close(self, key: str) -> None:
+        """It keeps no state."""
 
     def _reply(self, text: str) -> Reply:
         if self._closed:

@@ -343,6 +343,11 @@ TABLE = [
         ("reward.functions.a.tasks has 'sums'", "not in data.mixture"),
         ("reward.functions={a: {function: 'dagrl.rl.rewards:exact_match', tasks: [sums]}}",),
     ),
+    Row(
+        "nothing rewards",
+        ("reward.function is null, and there is no environment", "set one of them"),
+        ("reward.function=null",),
+    ),
     Row("missing reward", ("reward.function: there is no module",), ("reward.function=my_rewards:score",)),
     Row(
         "missing phase",
@@ -549,6 +554,16 @@ TABLE = [
         "checkpoints that cannot be written",
         ("checkpointing.checkpoint_dir /proc/x/y: cannot write in /proc",),
         ("checkpointing.checkpoint_dir=/proc/x/y",),
+    ),
+    Row(
+        "environment without methods",
+        ("environment.function: dagrl.data:Example has no method reset or step", "docs/rewards.md"),
+        ("environment.function=dagrl.data:Example",),
+    ),
+    Row(
+        "environment with other arguments",
+        ("environment.args: got an unexpected keyword argument 'size'", "SaysNines takes no arguments"),
+        ("environment.function=tests.integration.unigram_task:SaysNines", "environment.args={size: 3}"),
     ),
     Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
