@@ -144,9 +144,9 @@ def _complete(
     for group, samples, answers in scoring:
         rewards = with_turn_rewards(config, rewards_of(answers.result()), samples)
         reward.check(rewards, may_all_fail=True)
-        values = [float(value) if valid else None for value, valid in zip(rewards.values, rewards.answered, strict=True)]
+        found = [float(value) if valid else None for value, valid in zip(rewards.values, rewards.answered, strict=True)]
         completions[group.number] = [
-            Completion(sample, sample.completion.greedy, value) for sample, value in zip(samples, values, strict=True)
+            Completion(sample, sample.completion.greedy, value) for sample, value in zip(samples, found, strict=True)
         ]
     return [completions[number] for number in range(len(prompts))]
 
@@ -160,7 +160,13 @@ def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _report(completions: list[list[Completion]], wanted: Evaluation) -> Report:
-    return Report({ALL: summary(completions, wanted)}, completions)
+    tasks = dict.fromkeys(of_prompt[0].sample.prompt.task for of_prompt in completions)
+    rows = {
+        task: summary([of_prompt for of_prompt in completions if of_prompt[0].sample.prompt.task == task], wanted)
+        for task in tasks
+        if task
+    }
+    return Report({**rows, ALL: summary(completions, wanted)}, completions)
 
 
 def summary(completions: Sequence[Sequence[Completion]], wanted: Evaluation) -> dict[str, float]:

@@ -41,6 +41,7 @@ def schema() -> pyarrow.Schema:
             ("group", pa.int64()),
             ("place", pa.int32()),
             ("source", pa.string()),
+            ("task", pa.string()),
             ("prompt", pa.string()),
             ("reference", pa.string()),
             ("completion", pa.string()),

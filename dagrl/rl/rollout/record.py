@@ -64,6 +64,7 @@ def _sequence(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
     pieces = texts(made.tokens)
     return {
         "source": sample.prompt.source,
+        "task": sample.prompt.task,
         "prompt": sample.prompt.text,
         "reference": sample.prompt.reference,
         "completion": sample.text,

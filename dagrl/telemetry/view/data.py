@@ -24,7 +24,7 @@ SNIPPET = 200
 WORST = 20
 """Samples of a step that may be among the outliers of the run."""
 
-SHOWN = ("group", "place", "source", "reward", "advantage", "valid", "finish_reason")
+SHOWN = ("group", "place", "source", "task", "reward", "advantage", "valid", "finish_reason")
 TEXTS = ("prompt", "completion", "reference")
 TOKENS = ("sampled", "logprobs", "train_logprobs", "versions")
 

@@ -50,6 +50,7 @@ def made_sample(step: int, place: int, drift: float) -> dict[str, Any]:
         "group": step,
         "place": place,
         "source": "train.jsonl, line 1",
+        "task": "gsm8k",
         "prompt": f"How many clips did Natalia sell? {MARKUP}",
         "reference": "72",
         "completion": "".join(ANSWER[:-1]) + f" ({place})",

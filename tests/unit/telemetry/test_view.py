@@ -116,6 +116,7 @@ def test_samples_are_read_by_a_person(tab: Tab, tmp_path: Path) -> None:
         tab.wait_for("document.querySelector('.conversation')")
         rows = tab.texts(ROWS)
         assert len(rows) == 4 and rows[0].startswith("0.50.50.72"), "reward, advantage and KL of the outlier come first"
+        assert "task gsm8k" in tab.texts(".facts > span")
         assert MARKUP in tab.texts(".turn.prompt pre")[0], "text of a sample is not markup"
         assert tab.texts(".turn.policy .token") == [text.replace("\n", "↵\n") for text in ANSWER]
         assert alphas(tab)[0] == 0 < alphas(tab)[1] < alphas(tab)[9], "the less likely the redder"

@@ -1,0 +1,49 @@
+"""What an evaluation counts, on completions whose rewards are chosen by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dagrl.data.tokenization import Prompt
+from dagrl.rl.rollout.episodes import Episode, Sample
+from dagrl.run.evaluate import Completion, Evaluation, _report
+
+WANTED = Evaluation(samples=3, ks=(1, 2, 3), right_from=0.5)
+
+
+def completions(task: str, *rewards: float | None) -> list[Completion]:
+    """One prompt: its greedy completion comes first."""
+    prompt = Prompt("1+1", np.array([1]), "2", "row 0", task=task)
+    made = [Episode(prompt, 0, 9, tokens=[5] * (place + 1)) for place in range(len(rewards))]
+    return [
+        Completion(Sample(prompt, episode, ""), place == 0, reward)
+        for place, (episode, reward) in enumerate(zip(made, rewards, strict=True))
+    ]
+
+
+def test_tasks_have_rows_of_their_own() -> None:
+    sums, words = completions("sums", 1.0, 0.5, 0.0, 0.0), completions("words", 0.0, None, 0.4, 0.9)
+    rows = _report([sums, words, words], WANTED).rows
+    assert list(rows) == ["sums", "words", "all"]
+    assert rows["sums"] == pytest.approx(
+        {
+            "prompts": 1,
+            "greedy/reward": 1.0,
+            "greedy/right": 1.0,
+            "greedy/tokens": 1.0,
+            "sampled/reward": 0.5 / 3,
+            "sampled/right": 1 / 3,
+            "sampled/tokens": 3.0,
+            "pass@1": 1 / 3,
+            "pass@2": 2 / 3,  # of 3 pairs, 2 have the right one
+            "pass@3": 1.0,
+        }
+    )
+    assert rows["words"]["sampled/reward"] == pytest.approx(0.65), "a completion without a reward is in no mean"
+    assert rows["words"]["sampled/right"] == pytest.approx(1 / 3) and rows["words"]["failed"] == 2.0
+    assert rows["all"]["greedy/right"] == pytest.approx(1 / 3) and rows["all"]["prompts"] == 3.0
+
+
+def test_without_tasks_there_is_one_row() -> None:
+    assert list(_report([completions("", 1.0, 1.0, 1.0, 1.0)], WANTED).rows) == ["all"]
