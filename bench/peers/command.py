@@ -104,8 +104,11 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as directory:
         for case, peer in deadline.each(pairings, lambda pairing: f"{pairing[0].name} {pairing[1].name}"):
             name = f"{case.name} {peer.name}"
+            done = list(rows)
             try:
-                rows.append(compare(case, peer, options, Path(directory)))
+                for row in compare(case, peer, options, Path(directory)):
+                    rows = [*done, row]
+                    write_rows(options.json, rows, {**left_out, **deadline.left_out})
             except RunError as error:  # reported; other cases may still run
                 left_out[name] = str(error)
                 sys.stderr.write(f"{name}: {error}\n")
@@ -122,8 +125,8 @@ def case_of(text: str, options: argparse.Namespace) -> PeerCase:
     return parse_case(text, prompt=120, **sizes)
 
 
-def compare(case: PeerCase, peer: Peer, options: argparse.Namespace, directory: Path) -> PeerRow:
-    """Lets dagrl and a peer take turns; one untimed step first."""
+def compare(case: PeerCase, peer: Peer, options: argparse.Namespace, directory: Path) -> Iterator[PeerRow]:
+    """Lets dagrl and a peer take turns, after one untimed step each. Yields the row after every pair."""
     model = write_checkpoint(case, directory)
     logs = options.logs or directory
     logs.mkdir(parents=True, exist_ok=True)
@@ -131,8 +134,10 @@ def compare(case: PeerCase, peer: Peer, options: argparse.Namespace, directory: 
         Side(OURS[case.kind], SideOrder(case, model), logs / f"dagrl-{case.kind}.log"),
         Side(peer.modules[case.kind], SideOrder(case, model, peer.variant), logs / f"{peer.name}-{case.kind}.log"),
     )
-    turns = list(apart(sides, options) if options.apart else together(sides, options))
-    return as_row(case, peer, turns)
+    turns = []
+    for pair in apart(sides, options) if options.apart else together(sides, options):
+        turns.append(pair)
+        yield as_row(case, peer, turns)
 
 
 def together(sides: tuple[Side, Side], options: argparse.Namespace) -> Iterator[tuple[list[float], list[float]]]:
