@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 WALL_TIME = TIMING + "total"  # of trained steps; a validation before the first step has none
 
+OF_REPLAYS = frozenset({"replays", "padding_share"})
+"""How a step was executed, not what it computed: a run that resumes refits once more, and quanta depend on the clock."""
+
 COLUMNS = (
     "source",
     "prompt_tokens",
@@ -179,9 +182,9 @@ def compare(recorded: Path, found: Path, lines: Sequence[Line], step: int) -> Co
 
 
 def _line(lines: Sequence[Line], step: int) -> dict[str, Any]:
-    """The metrics of the line of a trained step that do not measure time or memory."""
+    """The metrics of the line of a trained step that do not depend on how the step was executed."""
     found = next(line for line in lines if line["step"] == step and WALL_TIME in line)
-    return {name: value for name, value in found.items() if not is_measured(name)}
+    return {name: value for name, value in found.items() if not is_measured(name) and name not in OF_REPLAYS}
 
 
 def rollout_differences(step: int, recorded: Sequence[Line], found: Sequence[Line]) -> list[Difference]:

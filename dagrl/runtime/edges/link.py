@@ -215,10 +215,10 @@ class LinkReader:
         try:
             if self._socket is None:
                 self._socket = self._connect()
-            body = self._receive(self._socket, until)
+            views = _views(self._receive(self._socket, until))
         except OSError as error:
             raise self._end(error) from error
-        return _load(body)
+        return load(views[0], views[1:])  # from a writer that showed the edge's secret
 
     def close(self) -> None:
         """Closes the link for both sides."""
@@ -311,11 +311,16 @@ def _blocks(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     return [_PREFIX.pack(sum(map(len, blocks))), *blocks]
 
 
-def _load(body: Memory) -> object:
-    count = int(body[:8].view(np.uint64)[0])
-    sizes = body[8 : 8 * (count + 1)].view(np.uint64).tolist()
-    views = cut(body.data, aligned(8 * (count + 1)), sizes)
-    return load(views[0], views[1:])  # from a writer that showed the edge's secret
+def _views(body: Memory) -> list[memoryview]:
+    """Returns the parts of a message: the pickle, then its buffers. Raises OSError if the bytes are no message."""
+    count = int(body[:8].view(np.uint64)[0]) if len(body) >= 8 else 0
+    if 0 < count < len(body) // 8:
+        sizes: list[int] = body[8 : 8 * (count + 1)].view(np.uint64).tolist()
+        if aligned(8 * (count + 1)) + sum(map(aligned, sizes)) == len(body):
+            return cut(body.data, aligned(8 * (count + 1)), sizes)
+    raise ConnectionAbortedError(
+        f"the sizes in a message of {len(body)} bytes do not fit it; its bytes were changed on the way"
+    )
 
 
 def _shown(stranger: socket.socket) -> bytes:

@@ -17,8 +17,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkReader, LinkWriter
+from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkAddress, LinkReader, LinkWriter
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.shapes import Batch
@@ -385,3 +387,25 @@ def test_waiting_takes_no_processor_time(link: Link) -> None:
     with pytest.raises(EdgeTimeoutError):
         link[1].read(1.0)
     assert time.thread_time() - before < 0.05
+
+
+@settings(deadline=None, max_examples=50)
+@given(prefix=st.integers(0, 2**64 - 1) | st.integers(0, 600), body=st.binary(max_size=600), whole=st.booleans())
+def test_bytes_that_are_no_message_end_the_link_without_their_memory(prefix: int, body: bytes, whole: bool) -> None:
+    """From a writer that knows the secret: sizes beyond the edge, parts beyond the message, and an end in the middle."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = LinkAddress("127.0.0.1", listening.getsockname()[1], limit=1 << 20)
+        reader = LinkReader(address)
+        size = len(body) if whole else prefix
+
+        def send() -> None:
+            found, _ = listening.accept()
+            with found:
+                found.recv(SECRET_BYTES)
+                found.sendall(address.writer_secret + size.to_bytes(8, "little") + body)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(send)
+            with pytest.raises(EdgeLostError, match=r"fit it|came over an edge|gone|reset"):
+                reader.read(PATIENCE_S)
+        reader.close()
