@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from dagrl.errors import ConfigError
 from dagrl.workers.vllm.quantization import quantize_checkpoint
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 LOAD_FORMAT = "dagrl"
 _ATTRIBUTE = "dagrl_loaded"
+
+Checkpoint: TypeAlias = "list[tuple[str, tuple[int, ...], torch.dtype]]"
+"""Name, shape and dtype of each parameter of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def register_loader(quantizes: bool = False) -> None:
             load_config.load_format = "auto"
             load_config.use_tqdm_on_load = False
             super().__init__(load_config)
-            self.checkpoint: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+            self.checkpoint: Checkpoint = []
 
         def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             weights = super().get_all_weights(model_config, model)
@@ -73,16 +77,60 @@ def register_loader(quantizes: bool = False) -> None:
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            recording = record(model, self.checkpoint, model_config.dtype)
-            named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-            tensors = {name: LoadedParameter(tensor.data, _sample(tensor.data)) for name, tensor in named}
-            object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
+            _keep(model, self.checkpoint, model_config.dtype)
 
     register_model_loader(LOAD_FORMAT)(KeepingLoader)
 
 
+def register_for_transfers(backend: str) -> None:
+    """Makes vLLM's default loader keep the parameters in engines whose weight transfers use `backend`.
+
+    Other engines load as before. Registers the load format `auto` again.
+    """
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    class TransferLoader(DefaultModelLoader):  # type: ignore[misc]
+        checkpoint: Checkpoint | None = None
+
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+            transfers = vllm_config.weight_transfer_config
+            if transfers is not None and transfers.backend == backend:
+                self.checkpoint = []
+            loaded: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+            return loaded
+
+        def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in super().get_all_weights(model_config, model):
+                if self.checkpoint is not None:
+                    self.checkpoint.append((name, tuple(weight.shape), weight.dtype))
+                yield name, weight
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            if self.checkpoint is not None:
+                _keep(model, self.checkpoint, model_config.dtype)
+
+    for name in ("auto", "hf", "safetensors"):
+        _LOAD_FORMAT_TO_MODEL_LOADER[name] = TransferLoader
+
+
+def _keep(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Records the model's loader for this checkpoint, and keeps the parameters as they are now."""
+    from dagrl.workers.vllm.recording import record
+
+    recording = record(model, checkpoint, dtype)
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = {name: LoadedParameter(tensor.data, _sample(tensor.data)) for name, tensor in named}
+    object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
+
+
 def take_loaded_model(model: torch.nn.Module) -> LoadedModel:
-    """Returns the model as loaded, and removes it from the module."""
+    """Returns the model as loaded, and removes it from the module. Raises ConfigError if another loader has loaded it."""
+    if _ATTRIBUTE not in model.__dict__:
+        raise ConfigError(
+            "this engine's loader has kept nothing for a refit; use load_format auto, hf or safetensors, with a checkpoint"
+        )
     loaded: LoadedModel = model.__dict__.pop(_ATTRIBUTE)
     return loaded
 

@@ -1,0 +1,148 @@
+"""Tiny models of any architecture that transformers has: its default configuration with every size made small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+LAYERS = 4
+SIZES: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "dim": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "n_inner": 96,
+    "intermediate_size_mlp": 96,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "vocab_size": 256,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 16,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "n_ctx": 128,
+    "word_embed_proj_dim": 64,
+    "rotary_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_n_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 128,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+    "time_step_rank": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "state_size": 16,
+    "laurel_rank": 8,
+    "dim_model_base": 64,
+    "altup_active_idx": 0,
+    "num_kv_shared_layers": 0,
+    "depth": 2,
+    "image_size": 32,
+    "patch_size": 16,
+    "out_hidden_size": 64,
+    "projection_dim": 64,
+    "embed_dim": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Values by key, for keys that the configuration has and that are not None."""
+EXTRA: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "glm4_moe": {"head_dim": 16},
+}
+"""Keys that vLLM reads and published configurations have, but the class's default configuration lacks; by model type."""
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+
+
+class NoTinyConfigError(Exception):
+    """The architecture cannot be built tiny here."""
+
+
+def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
+    """Returns transformers' model with random BF16 weights, all of them different from their initial values.
+
+    Raises NoTinyConfigError if transformers has no such model or rejects the small sizes.
+    """
+    import torch
+    import transformers
+
+    built = getattr(transformers, architecture, None)
+    if built is None or built.__module__.endswith("dummy_pt_objects"):
+        raise NoTinyConfigError("transformers has no model of this name, so there is no source")
+    try:
+        config = tiny_config(built.config_class)
+        config.architectures = [architecture]
+        model: torch.nn.Module = built(config).to(torch.bfloat16)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:160]}"
+        raise NoTinyConfigError(f"transformers does not build it tiny: {reason}") from error
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
+        if tensor.is_floating_point():
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) / 8)
+    return model
+
+
+def tiny_config(config_class: type[Any]) -> Any:
+    """Returns the class's default configuration with small sizes, in nested configurations too."""
+    return config_class(**_small(config_class().to_dict()))
+
+
+def _small(values: Mapping[str, Any]) -> dict[str, Any]:
+    small: dict[str, Any] = {}
+    depth = next((values[key] for key in DEPTHS if isinstance(values.get(key), int)), None)
+    for key, value in values.items():
+        if key in DEPTHS and isinstance(value, int):
+            small[key] = min(value, LAYERS)
+        elif key in SIZES and value is not None and not isinstance(value, dict | list):
+            small[key] = SIZES[key]
+        elif isinstance(value, list) and depth is not None and len(value) == depth:
+            small[key] = value[:LAYERS]
+        elif isinstance(value, dict) and key.endswith("_config"):
+            small[key] = _small(value)
+        elif key not in ("transformers_version", "architectures"):
+            small[key] = value
+    return {**small, **EXTRA.get(str(values.get("model_type")), {})}

@@ -1,0 +1,151 @@
+"""A refit between processes that no `WorkerGroup` holds: torchrun's, a vLLM server's. They meet at one address.
+
+    plan, channel = meet(Meeting("10.0.0.1:29600", "train", rank, size), slices, dtype="bfloat16")     # on each trainer rank
+    plan, channel = meet(Meeting("10.0.0.1:29600", "generation", rank, size), slices)                  # on each engine rank
+    sender = RefitSender(plan, tensors, open_channel(channel))                                         # or RefitReceiver
+
+Train rank 0 serves the address, plans the refit and tells every rank its part. Neither Ray nor a process group is needed.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+from dagrl.channels.base import ChannelSpec
+from dagrl.errors import ChannelError
+from dagrl.refit.connect import check_devices, choose_kind
+from dagrl.refit.plan.planner import plan_refit
+from dagrl.refit.slices import WeightSlice
+from dagrl.refit.transfers import RankPlan, Verify
+from dagrl.runtime.ports import reserve_port
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+Side = Literal["train", "generation"]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where a process meets the others, and which of them it is: rank `rank` of the `size` ranks of its side.
+
+    `address` is a free `host:port` on the host of train rank 0. `timeout_s` limits the meeting and every wait of a refit.
+    """
+
+    address: str
+    side: Side
+    rank: int
+    size: int
+    timeout_s: float = 60.0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process serves the address and plans."""
+        return self.side == "train" and self.rank == 0
+
+
+def meet(
+    meeting: Meeting,
+    slices: Sequence[WeightSlice],
+    *,
+    device: torch.device | None = None,
+    dtype: str = "",
+    target_dtype: str | None = None,
+    tied_embeddings: bool = False,
+    verify: Verify = "off",
+) -> tuple[RankPlan, ChannelSpec]:
+    """Returns this rank's plan and its end of the channel. Call it in all processes of both sides at once.
+
+    `slices` are what the rank holds, `device` where (None: the CPU). The other arguments are those of train rank 0; see
+    `Refit.connect`. Raises ChannelError if a process does not come in time, RefitPlanError on all ranks if no plan exists.
+    """
+    store = _open(meeting)
+    try:
+        here = (tuple(slices), socket.gethostname(), _uuid(device))
+        store.set(f"{meeting.side}/{meeting.rank}", pickle.dumps(here))  # type: ignore[arg-type]
+        store.set(f"{meeting.side}/size", str(meeting.size))
+        if meeting.leads:
+            _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify)
+        told = pickle.loads(store.get(f"plan/{meeting.side}/{meeting.rank}"))  # noqa: S301
+        if meeting.leads:
+            store.set(f"read/{meeting.side}/{meeting.rank}", "")
+            _wait_for_readers(store, meeting)
+        else:
+            store.set(f"read/{meeting.side}/{meeting.rank}", "")
+    except (RuntimeError, TimeoutError) as error:
+        raise ChannelError(
+            f"{meeting.side} rank {meeting.rank} of {meeting.size} did not meet the others at {meeting.address} within "
+            f"{meeting.timeout_s:g} s ({error}); start all train and generation ranks, with the same address"
+        ) from error
+    if isinstance(told, Exception):
+        raise told
+    found: tuple[RankPlan, ChannelSpec] = told
+    return found
+
+
+def _open(meeting: Meeting) -> TCPStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, _, port = meeting.address.rpartition(":")
+    limit = timedelta(seconds=meeting.timeout_s)
+    try:
+        return TCPStore(host, int(port), is_master=meeting.leads, timeout=limit, wait_for_workers=False)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise ChannelError(
+            f"{meeting.side} rank {meeting.rank} cannot reach {meeting.address!r} ({error}); expected host:port of train "
+            "rank 0"
+        ) from error
+
+
+def _plan(
+    meeting: Meeting, store: TCPStore, dtype: str, target_dtype: str | None, tied_embeddings: bool, verify: Verify
+) -> None:
+    """Plans with what all ranks hold, and tells each its part, or all the error."""
+    from dagrl.refit.plan.planner import TIED_HEAD
+
+    sizes = {"train": meeting.size, "generation": int(store.get("generation/size"))}
+    ranks = [(side, rank) for side in sizes for rank in range(sizes[side])]
+    told: list[object]
+    try:
+        here = [pickle.loads(store.get(f"{side}/{rank}")) for side, rank in ranks]  # noqa: S301
+        hosts = [list(dict.fromkeys(host for _, host, _ in here)).index(host) for _, host, _ in here]
+        devices = [device for _, _, device in here]
+        kind = choose_kind(devices)
+        check_devices(kind, hosts, devices)
+        slices = [held for held, _, _ in here]
+        plan = plan_refit(
+            slices[: meeting.size],
+            slices[meeting.size :],
+            dtype=dtype,
+            target_dtype=target_dtype,
+            aliases=TIED_HEAD if tied_embeddings else None,
+            hosts=hosts,
+            mailboxes=kind == "ipc",
+        )
+        address = f"{meeting.address.rpartition(':')[0]}:{reserve_port()}"
+        specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
+        told = [(plan.for_rank(rank, verify), specs[rank]) for rank in range(plan.size)]
+    except Exception as error:
+        told = [error] * len(ranks)
+    for (side, rank), part in zip(ranks, told, strict=True):
+        store.set(f"plan/{side}/{rank}", pickle.dumps(part))  # type: ignore[arg-type]
+
+
+def _wait_for_readers(store: TCPStore, meeting: Meeting) -> None:
+    """Waits until all ranks have read their plan: the store ends with this process's object."""
+    sizes = {"train": meeting.size, "generation": int(store.get("generation/size"))}
+    store.wait([f"read/{side}/{rank}" for side, size in sizes.items() for rank in range(size)])
+
+
+def _uuid(device: torch.device | None) -> str:
+    import torch
+
+    if device is None or device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
