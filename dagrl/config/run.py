@@ -382,8 +382,20 @@ class EnvironmentConfig(ProcessConfig):
     args: dict[str, Json] = Field(default_factory=dict)
     """Keyword arguments of `function`."""
 
+    tools: tuple[str, ...] = ()
+    """Import paths of Python functions that the policy may call, instead of `function`. The chat template shows their JSON
+    schemas; a turn without a call ends the sequence."""
+
+    tool_parser: str = "hermes"
+    """vLLM's parser of the model's tool calls, as in `vllm serve --tool-call-parser`."""
+
     max_turns: PositiveInt = 4
     """Maximum number of policy turns per sequence."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether sequences have an environment."""
+        return self.function is not None or bool(self.tools)
 
 
 class PhasesConfig(Section):

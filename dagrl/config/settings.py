@@ -183,7 +183,7 @@ def _check_rates(config: Config) -> None:
 def _check_functions(config: Config) -> None:
     sections: dict[str, ProcessConfig] = {"reward": config.reward, "environment": config.environment}
     sections |= {f"reward.functions.{name}": item for name, item in config.reward.functions.items()}
-    if config.reward.function is None and not config.reward.functions and config.environment.function is None:
+    if config.reward.function is None and not config.reward.functions and not config.environment.enabled:
         raise ConfigError("reward.function is null, and there is no environment to give rewards; set one of them")
     for name, function in config.reward.functions.items():
         for task in function.tasks or ():

@@ -106,6 +106,16 @@ def with_chat(example: Example, config: DataConfig) -> Example:
     return replace(example, prompt="" if messages else example.prompt, messages=messages)
 
 
+def with_tools(example: Example, schemas: Sequence[Json]) -> Example:
+    """Gives the chat template of a conversation the tools of the environment. Raises ConfigError for a plain prompt."""
+    if not example.messages:
+        raise ConfigError(
+            f"{example.source} is a plain prompt, but only a chat template can show environment.tools; set "
+            "data.apply_chat_template=true (and policy.tokenizer.chat_template, if the tokenizer has none)"
+        )
+    return replace(example, tools=(*example.tools, *schemas))
+
+
 def read_examples(path: str | Path, split: str, config: DataConfig) -> list[Example]:
     """Reads a JSONL file, or a split of a dataset. Raises DataError that names the line or row."""
     if not is_dataset(path):

@@ -13,7 +13,8 @@
         def close(self):                     # optional: when the sequence has ended
             ...
 
-`step` returns the reply, a `Step` of reply and reward, or None if the sequence has ended. It is also asked about the last of
+`step` returns the reply (a text, or messages for the chat template), a `Step` of reply and reward, or None if the sequence
+has ended. It is also asked about the last of
 `max_turns` turns, for its reward. Environments run in processes of their own, with deadlines
 (`dagrl.rl.functions.episodes`). A sequence whose environment raises or hangs ends there, is counted as failed and is
 excluded from the loss. Replies are tokenized without special tokens and excluded from the loss. After a lost process or in a
@@ -27,7 +28,9 @@ import logging
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -46,12 +49,16 @@ __all__ = ["ENDED", "FAILED", "EnvironmentRunner", "Question", "Reply", "Step"]
 
 logger = logging.getLogger(__name__)
 
+TOOLS = "dagrl.rl.tools:ToolEnvironment"
 ENDED = "stop"
 FAILED = "environment_failed"
 
 
 def check_environment(config: EnvironmentConfig) -> None:
     """Raises ConfigError for an import path, a class or arguments that cannot make an environment."""
+    if config.tools:
+        _check_tools(config)
+        return
     assert config.function is not None
     key, found = "environment.function", load_callable(config.function, "environment.function")
     for package in getattr(found, "requires", ()):
@@ -70,14 +77,29 @@ def check_environment(config: EnvironmentConfig) -> None:
         raise ConfigError(f"environment.args: {error}; {config.function} takes {accepted}") from error
 
 
+def _check_tools(config: EnvironmentConfig) -> None:
+    from dagrl.rl.tools import load_tools, tool_schemas
+
+    if config.function is not None or config.args:
+        raise ConfigError(
+            "environment.tools is set, and so is environment.function or environment.args; leave out the latter"
+        )
+    require_package("vllm", "environment.tools")
+    tool_schemas(load_tools(config.tools))
+
+
 @dataclass(frozen=True)
 class Question:
-    """An episode whose turn has ended: its key, its prompt and seed, and the text of each of its turns."""
+    """An episode whose turn has ended: its key, its prompt and seed, and the text of each of its turns.
+
+    `closed` says whether the last turn ended with the end-of-sequence token, and not with a stop string.
+    """
 
     key: str
     prompt: Prompt
     seed: int
     turns: Sequence[str]
+    closed: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,14 +117,20 @@ class EnvironmentRunner:
 
     def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raises ConfigError if the import path is wrong."""
-        assert config.function is not None
         self.max_turns = config.max_turns
         self.workers = config.num_workers
         self._arguments, self._closing_s = config.args, config.timeout_s
+        self._stack = ExitStack()
+        if config.tools:
+            saved = self._stack.enter_context(TemporaryDirectory(prefix="dagrl-"))
+            tokenizer.save_pretrained(saved)
+            self._arguments = {"tools": list(config.tools), "parser": config.tool_parser, "tokenizer": saved}
         self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
         one = config.model_copy(update={"num_workers": 1})
         self._runners = [
-            FunctionRunner.configured(config.function, "environment", one, _checked, arguments="episodes")
+            FunctionRunner.configured(
+                config.function or TOOLS, "environment", one, _checked, arguments="episodes", prepare=self._arguments
+            )
             for _ in range(config.num_workers)
         ]
         self._open: dict[str, int] = {}  # the worker of each episode
@@ -117,6 +145,7 @@ class EnvironmentRunner:
         wait(closing, self._closing_s)
         for runner in self._runners:
             runner.close()
+        self._stack.close()
 
     def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:
         """Asks for the replies to n episodes, in one call in the background. An episode always has the same worker."""
@@ -126,7 +155,7 @@ class EnvironmentRunner:
             for question in questions
         ]
         asked = self._runners[worker].submit([question.key for question in questions], requests)
-        return joined([asked], lambda: [_reply(answer) for answer in asked.result()])
+        return joined([asked], lambda: [self._reply(*pair) for pair in zip(questions, asked.result(), strict=True)])
 
     def close(self, key: str) -> None:
         """Closes the environment of an episode that has ended, in the background."""
@@ -143,12 +172,32 @@ class EnvironmentRunner:
             return first
         return self._tokens(text)  # also if the prefix has few: a tokenizer may drop characters
 
+    def _reply(self, question: Question, answer: Any) -> Reply:
+        if isinstance(answer, Failed):
+            return Reply(None, FAILED, answer.message)
+        text = answer.reply
+        if isinstance(text, list):
+            try:
+                text = reply_text(self._tokenizer, text, closed=question.closed)
+            except Exception as error:  # Jinja's errors, and those that templates raise
+                return Reply(None, FAILED, f"the chat template rejects the reply {answer.reply!r:.80}: {error}")
+        return Reply(text, reward=answer.reward)
+
     def _close(self, key: str) -> Future[Answers]:
         return self._runners[self._open.pop(key)].submit([key], [None])
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def reply_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], *, closed: bool) -> str:
+    """Returns what the chat template writes after a turn of the policy: its end, `messages`, and the next opening."""
+    turn = "ends here"
+    before = [{"role": "user", "content": "begins"}, {"role": "assistant", "content": turn}]
+    whole = str(tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True))
+    rest = whole[whole.index(turn) + len(turn) :]
+    return rest.removeprefix(str(tokenizer.eos_token)) if closed else rest
 
 
 def _example(question: Question) -> dict[str, Any]:
@@ -168,14 +217,12 @@ def _warn_of_failure(closed: Future[Answers]) -> None:
         logger.warning("environment.function: close failed: %s", answer.message)
 
 
-def _reply(answer: Any) -> Reply:
-    return Reply(None, FAILED, answer.message) if isinstance(answer, Failed) else Reply(answer.reply, reward=answer.reward)
-
-
 def _checked(answer: Any) -> Step:
     step = answer if isinstance(answer, Step) else Step(answer)
+    if isinstance(step.reply, list) and all(isinstance(message, dict) for message in step.reply):
+        return step
     if step.reply is not None and not isinstance(step.reply, str):
-        raise TypeError(f"step returned {answer!r}; expected: a text, a Step, or None if the sequence has ended")
+        raise TypeError(f"step returned {answer!r}; expected: a text, messages, a Step, or None if the sequence has ended")
     if step.reward is not None and not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
         raise TypeError(f"step returned the reward {step.reward!r}; expected: a finite number, or None")
     try:

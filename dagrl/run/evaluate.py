@@ -99,7 +99,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         made = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
         config = prepared_config(inputs.config, inputs, made / "init_model")
         reward = stack.enter_context(RewardRunner(config.reward))
-        has_environment = config.environment.function is not None
+        has_environment = config.environment.enabled
         environment = stack.enter_context(
             EnvironmentRunner(config.environment, inputs.tokenizer) if has_environment else nullcontext()
         )

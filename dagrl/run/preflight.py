@@ -23,7 +23,7 @@ from dagrl.config.settings import (
     width_key,
 )
 from dagrl.data import load_splits
-from dagrl.data.examples import with_chat
+from dagrl.data.examples import with_chat, with_tools
 from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
@@ -32,6 +32,7 @@ from dagrl.machine import cpu_count, gpu_count
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.rewards import check_keywords, reward_functions
+from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
 from dagrl.run.hub import with_local_models
@@ -93,7 +94,7 @@ def preflight(config: Config) -> Inputs:
     if config.algorithm == "grpo":
         for item in reward_functions(config.reward):
             _check_function(item.path, item.config, f"{item.key}.function")
-        if config.environment.function is not None:
+        if config.environment.enabled:
             check_environment(config.environment)
     derived.config, origins = with_local_models(config)
     derived.reasons |= origins
@@ -300,6 +301,9 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
         [with_chat(example, config.data) for example in part]
         for part in (splits.demonstrations, splits.train, splits.validation)
     )
+    if config.environment.tools and generates:
+        schemas = tool_schemas(load_tools(config.environment.tools))
+        train, held = ([with_tools(example, schemas) for example in part] for part in (train, held))
     shown = demonstrations if learns else []
     rows = [
         encode_demonstrations(examples, tokenizer, turns)

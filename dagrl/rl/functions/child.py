@@ -1,7 +1,7 @@
 r"""The child process that runs a user's function:
 
     python -m dagrl.rl.functions.child FD module:function KEY batched|single texts|named|episodes CONCURRENCY TIMEOUT_S \
-        TIMEOUT_KEY
+        TIMEOUT_KEY PREPARE
 
 Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
 - It first sends None, or why the function cannot be imported.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import json
 import pickle
 import signal
 import sys
@@ -44,10 +45,12 @@ def main() -> None:
     """Serves calls until the connection is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key = sys.argv[1:]
+    descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key, prepare = sys.argv[1:]
     with Connection(int(descriptor)) as connection, asyncio.Runner() as runner:
         try:
             function = load_callable(path, key)
+            if arguments == "episodes" and hasattr(function, "prepare"):
+                function.prepare(**json.loads(prepare))
         except UserError as error:
             connection.send(str(error))
             return

@@ -19,9 +19,12 @@ THREADS = 256
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment says of a turn: its reply (None: the episode has ended), and the turn's reward if it has one."""
+    """What an environment says of a turn: its reply (None: the episode has ended), and the turn's reward if it has one.
 
-    reply: str | None = None
+    A reply is a text, or messages for the chat template, after which the template opens the policy's next turn.
+    """
+
+    reply: str | list[dict[str, Any]] | None = None
     reward: float | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -37,9 +38,10 @@ class FunctionProcess:
         start: Deadline,
         arguments: str = "texts",
         concurrency: int | None = None,
+        prepare: Mapping[str, Any] | None = None,
     ) -> None:
         how = ["batched" if batched else "single", arguments, str(concurrency or 0)]
-        self._command = [path, key, *how, str(deadline.seconds), deadline.key]
+        self._command = [path, key, *how, str(deadline.seconds), deadline.key, json.dumps(prepare or {})]
         self._deadline, self._start = deadline, start
         self._batched, self._concurrency = batched, concurrency
         self._process: subprocess.Popen[bytes] | None = None

@@ -10,7 +10,7 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -58,6 +58,7 @@ class FunctionRunner:
         workers: int = 1,
         arguments: Arguments = "texts",
         concurrency: int | None = None,
+        prepare: Mapping[str, Any] | None = None,
         check: Callable[[Any], Any] = lambda answer: answer,
     ) -> None:
         """Raises ConfigError if the import path is wrong.
@@ -66,7 +67,8 @@ class FunctionRunner:
         retries (None: `CALL_TIMEOUTS`; no limit for a plain function of single rows). `arguments` says how rows are passed:
         `texts`, `named` (the last column has keyword arguments), or `episodes` (to an `EpisodeHost`). `concurrency` limits
         the coroutines of single rows under way in a process. `check` converts an answer, or raises ValueError or TypeError
-        that says what is wrong with it.
+        that says what is wrong with it. `prepare` has the arguments of the function's own `prepare`, if it has one, which a
+        new process calls.
         """
         function = load_callable(path, key)
         if arguments != "episodes":
@@ -79,7 +81,7 @@ class FunctionRunner:
             whole = deadline.times(CALL_TIMEOUTS)
         self._deadline, self._whole = deadline, whole
         self._processes = [
-            FunctionProcess(path, key, batched, deadline, start, arguments, concurrency) for _ in range(workers)
+            FunctionProcess(path, key, batched, deadline, start, arguments, concurrency, prepare) for _ in range(workers)
         ]
         self._idle: queue.SimpleQueue[FunctionProcess] = queue.SimpleQueue()
         for process in self._processes:
@@ -95,6 +97,7 @@ class FunctionRunner:
         check: Callable[[Any], Any],
         *,
         arguments: Arguments = "texts",
+        prepare: Mapping[str, Any] | None = None,
     ) -> Self:
         """Builds the runner of the function at `path` from a `section` of the configuration; see the constructor."""
         call_s = config.call_timeout_s
@@ -108,6 +111,7 @@ class FunctionRunner:
             workers=config.num_workers,
             arguments=arguments,
             concurrency=config.max_concurrency,
+            prepare=prepare,
             check=check,
         )
 

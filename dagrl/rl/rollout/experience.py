@@ -349,7 +349,7 @@ class Experience:
 
     def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
         """The number of samples that the environment failed for, as a metric; empty without an environment."""
-        if self._config.environment.function is None:
+        if not self._config.environment.enabled:
             return {}
         return {name: float(sum(not answered(sample) for sample in samples))}
 

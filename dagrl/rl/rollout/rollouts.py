@@ -291,7 +291,8 @@ class Rollouts:
     def _question(self, group: RolloutGroup, episode: Episode) -> Question:
         turns = [episode.tokens[start:end] for start, end in episode.spans() if episode.sampled[start]]
         texts = cast("list[str]", self._tokenizer.batch_decode(turns, skip_special_tokens=True))
-        return Question(_key(group, episode), episode.prompt, episode.seed, texts)
+        closed = episode.tokens[-1:] == [self._tokenizer.eos_token_id]
+        return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed)
 
     def _forget(self, request: int) -> None:
         del self._requests[request]

@@ -38,7 +38,7 @@ def open_experience(session: Session, reward: RewardRunner, *, max_age_steps: in
     before they sleep."""
     config, inputs, replays = session.config, session.inputs, session.replays
     assert session.generation is not None
-    has_environment = config.environment.function is not None
+    has_environment = config.environment.enabled
     with (
         EnvironmentRunner(config.environment, inputs.tokenizer) if has_environment else nullcontext() as environment,
         Experience(

@@ -194,7 +194,7 @@ def test_replies(module: str) -> None:
         found = environment.submit(0, questions).result()
     assert found[:3] == [Reply(""), Reply("café"), Reply(None, ENDED)]
     assert [(reply.text, reply.reason) for reply in found[3:]] == [(None, FAILED)] * 2
-    assert found[3].failure.startswith("step returned 3; expected: a text, a Step, or None")
+    assert found[3].failure.startswith("step returned 3; expected: a text, messages, a Step, or None")
     assert found[4].failure.startswith("it returned a text that UTF-8 cannot encode: ")
 
 

@@ -66,6 +66,15 @@ def asks_for_more(prompts: list[str], completions: list[str], references: list[s
     return [float(value) for value in level]
 
 
+def half(number: int) -> int:
+    """Halves a number.
+
+    Args:
+        number: an even number
+    """
+    return number // 2
+
+
 class Row(NamedTuple):
     """`overrides` of a valid configuration, or other `lines` in its data file, and the expected parts of the message."""
 
@@ -564,6 +573,17 @@ TABLE = [
         "environment with other arguments",
         ("environment.args: got an unexpected keyword argument 'size'", "SaysNines takes no arguments"),
         ("environment.function=tests.integration.unigram_task:SaysNines", "environment.args={size: 3}"),
+    ),
+    Row(
+        "tools and an environment",
+        ("environment.tools is set, and so is environment.function", "leave out the latter"),
+        ("environment.tools=['json:dumps']", "environment.function=tests.integration.unigram_task:SaysNines"),
+    ),
+    Row("tools that are missing", ("environment.tools: there is no module",), ("environment.tools=['my_tools:search']",)),
+    Row(
+        "tools for plain prompts",
+        ("is a plain prompt, but only a chat template can show environment.tools", "data.apply_chat_template=true"),
+        ("environment.tools=['tests.unit.run.test_bad_input:half']",),
     ),
     Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),

@@ -1,0 +1,110 @@
+"""The environment of `environment.tools`: calls the Python functions that the policy asks for, and replies with the results.
+
+A tool is a function with type hints and a docstring in Google's style, from which transformers makes its JSON schema for the
+chat template. vLLM's parser of the model's family (`environment.tool_parser`) finds the calls in a turn. A call that fails,
+or whose arguments are not valid, is answered with the error, so that the policy can try again. A turn without calls ends
+the sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from dagrl.config import Json
+from dagrl.errors import ConfigError, error_text
+from dagrl.imports import load_callable
+from dagrl.rl.functions.episodes import Step
+
+Tools = Mapping[str, Callable[..., Any]]
+
+KEY = "environment.tools"
+
+
+def load_tools(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """Returns the functions at the import paths by name. Raises ConfigError if two have the same name."""
+    tools: dict[str, Callable[..., Any]] = {}
+    for path in paths:
+        function = load_callable(path, KEY)
+        name = function.__name__
+        if name in tools:
+            raise ConfigError(f"{KEY} has two functions with the name {name!r}; rename one")
+        tools[name] = function
+    return tools
+
+
+def tool_schemas(tools: Tools) -> list[dict[str, Json]]:
+    """Returns the JSON schemas of the tools. Raises ConfigError for a function without type hints or descriptions."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    schemas = []
+    for name, function in tools.items():
+        try:
+            schemas.append(get_json_schema(function))
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ConfigError(
+                f"{KEY}: {name} has no JSON schema: {error} Give every argument a type hint and a line under `Args:`"
+            ) from error
+    return schemas
+
+
+class ToolEnvironment:
+    """Answers the calls of a turn with messages of the role `tool`."""
+
+    def __init__(self, tools: Sequence[str], parser: str, tokenizer: str) -> None:
+        """`tools` are import paths, `parser` is vLLM's name, and `tokenizer` a directory."""
+        self._tools = load_tools(tools)
+        self._parse = _parser(tuple(tools), parser, tokenizer)
+
+    @staticmethod
+    def prepare(tools: Sequence[str], parser: str, tokenizer: str) -> None:
+        """Imports vLLM when a process starts, as that takes longer than a step."""
+        _parser(tuple(tools), parser, tokenizer)
+
+    def reset(self, example: Mapping[str, Any]) -> None:
+        """Tools keep no state of an episode."""
+
+    async def step(self, completion: str) -> Step:
+        """Calls the tools that the turn asks for, all at once."""
+        calls = self._parse(completion)
+        if not calls:
+            return Step(None)
+        results = await asyncio.gather(*(self._result(name, arguments) for name, arguments in calls))
+        return Step([{"role": "tool", "name": call[0], "content": text} for call, text in zip(calls, results, strict=True)])
+
+    async def _result(self, name: str, arguments: str) -> str:
+        function = self._tools.get(name)
+        if function is None:
+            return f"error: there is no tool {name!r}; there are: {', '.join(self._tools)}"
+        try:
+            given = json.loads(arguments)
+            inspect.signature(function).bind(**given)
+            if inspect.iscoroutinefunction(function):
+                result = await function(**given)
+            else:
+                result = await asyncio.to_thread(function, **given)
+        except Exception as error:  # of the policy's arguments, or of the tool
+            return f"error: {error_text(error)}"
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+@cache
+def _parser(tools: tuple[str, ...], name: str, tokenizer: str) -> Callable[[str], list[tuple[str, str]]]:
+    """Returns a function that finds the calls in a text: the name and the JSON arguments of each."""
+    from transformers import AutoTokenizer
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest(messages=[], tools=tool_schemas(load_tools(tools)))
+    parser = ToolParserManager.get_tool_parser(name)(AutoTokenizer.from_pretrained(tokenizer), request.tools)
+
+    def calls(text: str) -> list[tuple[str, str]]:
+        found = parser.extract_tool_calls(text, request)
+        return [(call.function.name, call.function.arguments) for call in found.tool_calls]
+
+    return calls
