@@ -66,7 +66,9 @@ def jobs(gpus: int) -> list[Job]:
 
 
 PEERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("peers-0.6b", ("grpo 0.6b 128", "generate 0.6b 64", "generate 0.6b 256", "sft 0.6b 16"), ()),
+    ("peers-0.6b", ("grpo 0.6b 128",), ("--kv-gib", "6", "--micro", "16")),
+    ("peers-0.6b-generate", ("generate 0.6b 64", "generate 0.6b 256"), ()),
+    ("peers-0.6b-sft", ("sft 0.6b 16",), ("--apart",)),  # both at once take 85 GiB
     ("peers-0.6b-512", ("grpo 0.6b 512", "generate 0.6b 1024"), ("--kv-gib", "24", "--apart", "--steps", "5")),
     ("peers-0.6b-2048", ("grpo 0.6b 2048",), ("--kv-gib", "24", "--apart", "--pairs", "5")),
     ("peers-0.6b-long", ("grpo 0.6b 64",), ("--completion", "8192", "--kv-gib", "24", "--apart", "--micro", "2")),
