@@ -90,8 +90,12 @@ SIZES: Mapping[str, Any] = {
 }
 """Values by key, for keys that the configuration has and that are not None."""
 EXTRA: Mapping[str, Mapping[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid"},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "glm4_moe": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
 }
 """Keys that vLLM reads and published configurations have, but the class's default configuration lacks; by model type."""
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
@@ -143,6 +147,6 @@ def _small(values: Mapping[str, Any]) -> dict[str, Any]:
             small[key] = value[:LAYERS]
         elif isinstance(value, dict) and key.endswith("_config"):
             small[key] = _small(value)
-        elif key not in ("transformers_version", "architectures"):
+        elif key not in ("transformers_version", "architectures", "per_layer_config"):
             small[key] = value
     return {**small, **EXTRA.get(str(values.get("model_type")), {})}

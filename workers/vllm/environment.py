@@ -82,7 +82,12 @@ CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256})
 
 
 def check_head_size(config: Config, hf_config: Mapping[str, Json]) -> None:
-    """Raises ConfigError if generation workers run on CPUs and vLLM's attention there lacks the model's head size."""
+    """Raises ConfigError if generation workers run on CPUs and vLLM's attention there lacks the model's head size.
+
+    MLA (`kv_lora_rank`) has an attention of its own, whose size is not that of the model's heads.
+    """
+    if hf_config.get("kv_lora_rank"):
+        return
     heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
     size = hf_config.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None)
     if gpu_count() or config.cluster.address is not None or size is None or size in CPU_HEAD_SIZES:
