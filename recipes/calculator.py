@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 OPEN, CLOSE = "<calc>", "</calc>"
 LONGEST = 200  # characters of an expression
@@ -25,17 +26,19 @@ OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
 }
 
 
-def answer(prompts: list[str], completions: list[str], references: list[str]) -> list[str | None]:
-    """Returns the result for each completion that ends with a call, None for the others, which have ended."""
-    return [_reply(completion) for completion in completions]
+class Calculator:
+    """Replies to turns of the policy that end with a call; any other turn ends the sequence."""
 
+    def reset(self, example: Mapping[str, Any]) -> None:
+        """Nothing is kept between turns."""
 
-def _reply(completion: str) -> str | None:
-    _, called, call = completion.rpartition(OPEN)
-    if not called or "<result>" in call:
-        return None
-    expression, closed, _ = call.partition(CLOSE)
-    return f"{'' if closed else CLOSE}<result>{calculate(expression)}</result>\n"
+    def step(self, completion: str) -> str | None:
+        """Returns the result of the call at the end of a turn, or None."""
+        _, called, call = completion.rpartition(OPEN)
+        if not called:
+            return None
+        expression, closed, _ = call.partition(CLOSE)
+        return f"{'' if closed else CLOSE}<result>{calculate(expression)}</result>\n"
 
 
 def calculate(expression: str) -> str:

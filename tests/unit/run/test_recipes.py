@@ -104,25 +104,17 @@ def test_a_recipe_says_what_it_needs_and_what_was_run(recipe: str) -> None:
 
 
 def test_the_calculator_replies_to_calls_only() -> None:
-    from recipes.calculator import answer
+    from recipes.calculator import Calculator
 
-    completions = [
-        "So <calc>(48 + 24) / 2</calc>",
-        "So <calc>48/2",  # without the stop string
-        "The answer is 72.",
-        "<calc>1/3</calc><result>0.3333333333</result>\nThe answer",
-        "<calc>2**9**9</calc>",
-        "<calc>__import__('os')</calc>",
-        "<calc>1/0</calc>",
-        "<calc>1</calc><result>1</result> and <calc>-2.5 * 4</calc>",
-    ]
-    assert answer([""] * 8, completions, [""] * 8) == [
-        "<result>36</result>\n",
-        "</calc><result>24</result>\n",
-        None,
-        None,
-        "<result>error: not arithmetic</result>\n",
-        "<result>error: not arithmetic</result>\n",
-        "<result>error: division by zero</result>\n",
-        "<result>-10</result>\n",
-    ]
+    calculator = Calculator()
+    calculator.reset({})
+    for turn, reply in (
+        ("So <calc>(48 + 24) / 2</calc>", "<result>36</result>\n"),
+        ("So <calc>48/2", "</calc><result>24</result>\n"),  # without the stop string
+        ("The answer is 72.", None),
+        ("<calc>2**9**9</calc>", "<result>error: not arithmetic</result>\n"),
+        ("<calc>__import__('os')</calc>", "<result>error: not arithmetic</result>\n"),
+        ("<calc>1/0</calc>", "<result>error: division by zero</result>\n"),
+        ("it is 1, and <calc>-2.5 * 4</calc>", "<result>-10</result>\n"),
+    ):
+        assert calculator.step(turn) == reply
