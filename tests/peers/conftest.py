@@ -15,7 +15,12 @@ from dagrl.run.cluster import ray_cluster
 collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
 
 # verl's FSDP engine on the CPU: see cpu_platform.py. verl reads these when it is imported.
-CPU_PLATFORM = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "tests.peers.cpu_platform"}
+CPU_PLATFORM = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "tests.peers.cpu_platform",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "VERL_ENGINE_VENDOR": "nvidia",
+}
 os.environ.update(CPU_PLATFORM)
 
 

@@ -1,6 +1,6 @@
 """The CPU as a platform of verl, by its own plug-in interface: verl imports this file in every process of the tests.
 
-verl registers its FSDP engine for CUDA and NPU; the same class is registered here for the CPU, with Gloo.
+verl registers its FSDP engine for CUDA and NPU. `VERL_ENGINE_DEVICE` (conftest.py) chooses the same class here, with Gloo.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+# verl asks for a backend of the host's memory and one of the device's; on the CPU both are the same, which torch refuses.
+_init_process_group = torch.distributed.init_process_group
+
+
+def _init_with_one_backend(backend: str | None = None, **kwargs: Any) -> None:
+    _init_process_group("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **kwargs)
+
+
+torch.distributed.init_process_group = _init_with_one_backend
 
 
 class CpuDevice(ModuleType):
@@ -27,6 +38,9 @@ class CpuDevice(ModuleType):
 
     def mem_get_info(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30
+
+    def get_device_name(self) -> str:
+        return "CPU"
 
     def empty_cache(self) -> None:
         pass

@@ -1,0 +1,129 @@
+"""Measures calls of verl's worker groups: verl's own against those of `dagrl.embed.verl.accelerate`, on the same actors.
+
+    dagrl bench embed --json F                                   DataProto and TensorDict, 100 B to 16 MiB, 1 to 8 workers
+    dagrl bench embed --workers 64 --bytes 1048576 --rounds 50   on a host with 64 cores or more
+
+Needs verl (`make test-peers` builds an environment with it). The method returns the data that it was given; its rows are
+shared out over the workers. The two groups take turns, call by call. The report has the median of each and, as `ratio`, the
+median of the quotients of neighbouring calls, with their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dagrl.bench.report import BenchReport, ReportRow, command_line
+from dagrl.errors import MissingDependencyError
+
+WARMUP = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `dagrl bench embed`."""
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of workers")
+    parser.add_argument("--bytes", type=int, nargs="*", default=[100, 1 << 20, 16 << 20], help="sizes of a whole batch")
+    parser.add_argument("--rounds", type=int, default=30, help="calls of each group per case")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures, prints the table and writes the requested file after each number of workers."""
+    import ray
+
+    from dagrl.config import ClusterConfig
+    from dagrl.run.cluster import ray_cluster
+
+    rows: list[ReportRow] = []
+    for workers in options.workers:
+        with ray_cluster(ClusterConfig(num_cpus=10 * workers), {"OMP_NUM_THREADS": "1"}):
+            group = _worker_group(workers)
+            rows += _measured(group, workers, options.bytes, options.rounds)
+            for actor in group.workers:
+                ray.kill(actor)
+        if options.json:
+            BenchReport(rows, command_line()).write(options.json)
+    _print(rows)
+
+
+def _worker_group(workers: int) -> Any:
+    """verl's group of workers that return what they are given."""
+    try:
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    except ImportError as missing:
+        raise MissingDependencyError(f"dagrl bench embed needs verl ({missing}); pip install verl") from missing
+    import ray
+
+    from dagrl.bench.embed_worker import echo_class
+
+    pool = RayResourcePool([workers], use_gpu=False)
+    return RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(echo_class())), device_name="cpu")
+
+
+def _measured(group: Any, workers: int, sizes: Sequence[int], rounds: int) -> Iterator[ReportRow]:
+    import torch
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    from dagrl.embed.verl import accelerate
+
+    fast = accelerate(group)
+    for size in sizes:
+        rows = max(workers, 8)
+        values = torch.arange(max(1, size // 8 // rows) * rows).view(rows, -1)
+        proto, table = DataProto.from_single_dict({"x": values}), TensorDict({"x": values}, batch_size=[rows])
+        cases = {"DP_COMPUTE_PROTO": ("proto", proto), "n-d, TensorDict": ("over_mesh", table)}
+        for mode, (method, data) in cases.items():
+            theirs, ours = getattr(group, method), getattr(fast, method)
+            taken = _in_turns([partial(theirs, data), partial(ours, data)], rounds)
+            yield _row(mode, workers, values.nbytes, taken)
+    fast.close()
+
+
+def _in_turns(calls: Sequence[Callable[[], object]], rounds: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Returns seconds, `[rounds, calls]`. Every other round goes through the calls in reverse."""
+    taken = np.zeros((rounds, len(calls)))
+    for number in range(-WARMUP, rounds):
+        order = range(len(calls)) if number % 2 == 0 else reversed(range(len(calls)))
+        for which in order:
+            started = time.perf_counter()
+            calls[which]()
+            if number >= 0:
+                taken[number, which] = time.perf_counter() - started
+    return taken
+
+
+def _row(mode: str, workers: int, size: int, taken: np.ndarray[Any, np.dtype[np.float64]]) -> ReportRow:
+    low, ratio, high = np.percentile(taken[:, 0] / taken[:, 1], [25, 50, 75])
+    verl_us, dagrl_us = np.median(taken, axis=0) * 1e6
+    return {
+        "mode": mode,
+        "workers": workers,
+        "payload_bytes": size,
+        "verl_us": round(float(verl_us), 1),
+        "dagrl_us": round(float(dagrl_us), 1),
+        "ratio": round(float(ratio), 2),
+        "ratio_low": round(float(low), 2),
+        "ratio_high": round(float(high), 2),
+        "n": len(taken),
+    }
+
+
+def _print(rows: Sequence[ReportRow]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("mode", "workers", "bytes", "verl, ms", "dagrl, ms", "ratio", "quartiles")
+    for row in rows:
+        times = [f"{float(row[name]) / 1000:.2f}" for name in ("verl_us", "dagrl_us")]
+        quartiles = f"{row['ratio_low']} to {row['ratio_high']}"
+        table.add_row(
+            str(row["mode"]), str(row["workers"]), f"{row['payload_bytes']:,}", *times, f"{row['ratio']}x", quartiles
+        )
+    Console(width=max(110, Console().width)).print(table)
