@@ -34,6 +34,14 @@ Call = Arguments | None
 Result = TypeVar("Result")
 
 
+def _as_given(calls: Sequence[Call], workers: int) -> Sequence[Call]:
+    return calls
+
+
+PER_WORKER = Codec(_as_given, list)
+"""The input is a list with the `Call` of each worker, the result a list of theirs."""
+
+
 class ReplayRef(CompiledDAGRef):  # type: ignore[misc]  # Ray has no types
     """A reference to the result of one worker, for `ray.get`, which asks references of this kind for their value.
 
@@ -59,6 +67,48 @@ class ReplayRef(CompiledDAGRef):  # type: ignore[misc]  # Ray has no types
         """Nothing to release: results are read in the order of the replays."""
 
 
+class CallOrder:
+    """Keeps replays and plain calls of one fleet in the order in which they are made, from any thread."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """`deadline_s`: the longest that a replay waits for earlier plain calls."""
+        self._deadline_s = deadline_s
+        self._lock = threading.RLock()
+        self._replays: list[Replay] = []  # that may not have ended
+        self._plain: list[Any] = []  # references of plain calls that may not have ended
+
+    def replay(self, start: Callable[[], Replay]) -> Replay:
+        """Starts a replay once earlier plain calls have ended. Raises DeadlineError if they do not."""
+        with self._lock:
+            self._wait_for_plain_calls()
+            self._replays = [replay for replay in self._replays if not replay.done]
+            replay = start()
+            self._replays.append(replay)
+        return replay
+
+    def plain(self, send: Callable[[], Result], references: Callable[[Result], Sequence[Any]]) -> Result:
+        """Sends plain calls once earlier replays have ended; later replays wait for the calls' `references`."""
+        with self._lock:
+            for replay in self._replays:
+                with suppress(PhaseError):  # for its caller
+                    replay.result()
+            self._replays = []
+            sent = send()
+            self._plain += [one for one in references(sent) if isinstance(one, ray.ObjectRef)]
+        return sent
+
+    def _wait_for_plain_calls(self) -> None:
+        if not self._plain:
+            return
+        _, late = ray.wait(self._plain, num_returns=len(self._plain), timeout=self._deadline_s, fetch_local=False)
+        if late:
+            raise DeadlineError(
+                f"{len(late)} plain calls before a replay have not ended within deadline_s = {self._deadline_s:g} s; "
+                "raise it if they are slow"
+            )
+        self._plain = []
+
+
 class Fleet:
     """The phases of one worker group, and the order of its calls. `close` ends the graphs; the actors live on."""
 
@@ -71,17 +121,13 @@ class Fleet:
         """
         if not methods:
             raise GraphError("phases is empty; name the methods to run as phases, such as phases=('train', 'get_logprobs')")
-        self.methods = frozenset(methods)
-        self._lock = threading.RLock()
-        self._replays: list[Replay] = []  # that may not have ended
-        self._plain: list[Any] = []  # references of plain calls that may not have ended
-        self._scheduler = Scheduler([WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role)], options)
+        self.order = CallOrder(options.replay_s)
+        group = WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role, call_timeout_s=options.replay_s)
+        self._scheduler = Scheduler([group], options)
         self._phases = {method: _phase_of(role, method) for method in dict.fromkeys(methods)}
         for one in self._phases.values():
             nobody = [None] * len(actors)
-            self._scheduler.add(
-                one, codec=Codec(_as_given, list), warmup_value=nobody, input_bytes=max_bytes, result_bytes=max_bytes
-            )
+            self._scheduler.add(one, codec=PER_WORKER, warmup_value=nobody, input_bytes=max_bytes, result_bytes=max_bytes)
         try:
             self._scheduler.compile()
             self._scheduler.warmup()  # calls nobody: the fleet's methods know nothing of warm-ups
@@ -89,37 +135,12 @@ class Fleet:
             self.close()
             raise
 
+    def __contains__(self, method: str) -> bool:
+        return method in self._phases
+
     def call(self, method: str, calls: Sequence[Call]) -> Replay:
         """Starts a call of `method`. Its replay gives a list of the workers' results, None for those left out."""
-        with self._lock:
-            self._wait_for_plain_calls(method)
-            self._replays = [replay for replay in self._replays if not replay.done]
-            replay = self._scheduler.replay(self._phases[method], calls)
-            self._replays.append(replay)
-        return replay
-
-    def plain(self, send: Callable[[], Result], references: Callable[[Result], Sequence[Any]]) -> Result:
-        """Sends plain calls, after all replays; later replays wait until those `references` are there."""
-        with self._lock:
-            for replay in self._replays:
-                with suppress(PhaseError):  # for its caller
-                    replay.result()
-            self._replays = []
-            sent = send()
-            self._plain += [one for one in references(sent) if isinstance(one, ray.ObjectRef)]
-        return sent
-
-    def _wait_for_plain_calls(self, method: str) -> None:
-        if not self._plain:
-            return
-        seconds = self._scheduler.options.replay_s
-        _, late = ray.wait(self._plain, num_returns=len(self._plain), timeout=seconds, fetch_local=False)
-        if late:
-            raise DeadlineError(
-                f"{len(late)} plain calls that came before {method!r} have not ended within deadline_s = {seconds:g} s; "
-                "raise it if they are slow"
-            )
-        self._plain = []
+        return self.order.replay(lambda: self._scheduler.replay(self._phases[method], calls))
 
     def close(self) -> None:
         """Ends the graphs."""
@@ -134,7 +155,3 @@ def _phase_of(role: str, method: str) -> Phase:
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (role, "arguments")]
     setattr(call, "__signature__", inspect.Signature(parameters))  # noqa: B010  # functions have it, mypy does not know
     return Phase(method, call, None, (role,))
-
-
-def _as_given(calls: Sequence[Call], workers: int) -> Sequence[Call]:
-    return calls

@@ -72,8 +72,8 @@ class AcceleratedGroup:
 
     def _dispatcher(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def dispatch(method_name: str, *args: Any, **kwargs: Any) -> Any:
-            if method_name not in self.fleet.methods:
-                return self.fleet.plain(lambda: plain(method_name, *args, **kwargs), _references)
+            if method_name not in self.fleet:
+                return self.fleet.order.plain(lambda: plain(method_name, *args, **kwargs), _references)
             recorders = [_Recorder(worker) for worker in range(len(self.worker_group.workers))]
             stand_in = copy.copy(self.worker_group)
             stand_in._workers = recorders

@@ -6,19 +6,14 @@ the worker. The method to run is part of the input, so any number of methods and
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
+from dagrl.embed.fleet import PER_WORKER, CallOrder
 from dagrl.embed.verl_data import register_reducers
-from dagrl.errors import PhaseError
 from dagrl.runtime.arguments import Arguments
-from dagrl.runtime.codec import Codec
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, Value, phase
 from dagrl.runtime.replay import Replay
@@ -46,10 +41,6 @@ def verl_call(verl: Shard, arguments: Any) -> Value:
     return verl.spread(RUN, arguments)
 
 
-def _as_given(parts: Sequence[Arguments], workers: int) -> Sequence[Arguments]:
-    return parts
-
-
 @dataclass(frozen=True)
 class FleetLimits:
     """`deadline_s`: the longest that one call may take. `max_bytes`: the most that one worker takes or returns in a call."""
@@ -70,36 +61,19 @@ class VerlFleet:
         )
         self.limits = limits
         self._scheduler = Scheduler([group], options)
-        self._lock = threading.RLock()
-        self._replays: list[Replay] = []  # that may not have ended
-        self._references: list[ray.ObjectRef[Any]] = []  # results of verl's own calls that may not have ended
-        codec = Codec(_as_given, list)
+        self._order = CallOrder(limits.deadline_s)
         warm = [NOTHING] * len(actors)
-        self._scheduler.add(verl_call, codec=codec, warmup_value=warm, input_bytes=limits.max_bytes)
+        self._scheduler.add(verl_call, codec=PER_WORKER, warmup_value=warm, input_bytes=limits.max_bytes)
         self._scheduler.compile()
         self._scheduler.warmup()
 
     def submit(self, arguments: Sequence[Arguments]) -> Replay:
         """Starts a call with the `Arguments` of each worker. Its replay gives the results of the workers in a list."""
-        with self._lock:
-            if self._references:
-                ray.wait(self._references, num_returns=len(self._references), fetch_local=False)
-                self._references = []
-            self._replays = [replay for replay in self._replays if not replay.done]
-            replay = self._scheduler.replay(verl_call, list(arguments))
-            self._replays.append(replay)
-        return replay
+        return self._order.replay(lambda: self._scheduler.replay(verl_call, list(arguments)))
 
     def outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a method of verl's own, after all replays; later replays wait until it has ended on the workers."""
-        with self._lock:
-            for replay in self._replays:
-                with suppress(PhaseError):  # it is raised to whoever asks for the result of that call
-                    replay.result()
-            self._replays = []
-            result = function(*args, **kwargs)
-            self._references += _references(result)
-        return result
+        return self._order.plain(lambda: function(*args, **kwargs), _references)
 
     def close(self) -> None:
         """Ends the graph. The actors live on."""
@@ -125,6 +99,6 @@ def _key(actors: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _references(result: Any) -> list[Any]:
-    """The object references in what a non-blocking method of verl returns."""
+    """What a non-blocking method of verl returns, one by one: object references, or anything else."""
     items = result if isinstance(result, list) else getattr(result, "futures", None) or [result]
-    return [item for item in items if isinstance(item, ray.ObjectRef)]
+    return list(items)

@@ -107,7 +107,7 @@ def groups(cluster: None, nemo: Any) -> Iterator[tuple[Any, AcceleratedGroup]]:
     """A plain group of four workers, and an accelerated one of four equal workers."""
     made = [[ray.remote(num_cpus=0)(PolicyWorker).remote(seed=rank) for rank in range(4)] for _ in range(2)]
     plain, mine = [nemo.RayWorkerGroup(actors, nemo.NamedSharding(LAYOUT, AXES), "lm-policy") for actors in made]
-    accelerated = accelerate(mine, phases=("train", "get_logprobs", "note", "refuse"), max_bytes=1 << 20, deadline_s=60.0)
+    accelerated = accelerate(mine, phases=("train", "get_logprobs", "note", "refuse"), max_bytes=1 << 20, deadline_s=240.0)
     yield plain, accelerated
     assert accelerated.shutdown() and plain.shutdown()
 
