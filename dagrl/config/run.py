@@ -20,14 +20,15 @@ class LossConfig(Section):
     """The policy loss. `dagrl.rl.losses` and `dagrl.rl.token_losses` have the formulas and their sources."""
 
     name: str = "grpo"
-    """What each token costs: `grpo` (PPO's clipped surrogate), `gspo`, `cispo`, `reinforce`, or the import path
-    `module:function` of your own (`dagrl.rl.token_losses`)."""
+    """What each token costs: `grpo` (PPO's clipped surrogate), `gspo`, `cispo`, `reinforce`, `distill` (reverse KL
+    to the reference policy), or the import path `module:function` of your own (`dagrl.rl.token_losses`)."""
 
     args: dict[str, Json] = Field(default_factory=dict)
     """Keyword arguments of your own loss function."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
-    """Weight of the KL divergence from the reference policy. 0: no reference policy."""
+    """Weight of the KL divergence from the reference policy. 0: no reference policy, unless `policy.reference_model_name` is
+    set."""
 
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence."""

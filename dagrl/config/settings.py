@@ -93,6 +93,11 @@ def samples_per_step(config: Config) -> int:
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 
+def uses_reference(config: Config) -> bool:
+    """Whether a GRPO run has a reference policy: its KL divergence is penalized, or a model for it is named."""
+    return config.loss_fn.reference_policy_kl_penalty > 0 or config.policy.reference_model_name is not None
+
+
 def _check_choices(config: Config) -> None:
     policy = config.policy
     if (policy.model_name is None) == (policy.random_init is None):
@@ -310,7 +315,7 @@ def _check_colocated(config: Config) -> None:
             "policy.generation.colocated.enabled and grpo.overlap_logprobs are both true, but colocated workers take turns "
             "on their GPUs; set one to false"
         )
-    kept = config.policy.reference_weights == "device" and config.loss_fn.reference_policy_kl_penalty > 0
+    kept = config.policy.reference_weights == "device" and uses_reference(config)
     if is_colocated(config) and kept:
         raise ConfigError(
             "policy.generation.colocated.enabled is true, but policy.reference_weights is 'device', which keeps the "

@@ -17,6 +17,8 @@ Sources:
   cispo      MiniMax 2025, "MiniMax-M1", arXiv:2506.13585, equations 4 and 5
   reinforce  Williams 1992; used by RLOO (Ahmadian et al. 2024, arXiv:2402.14740) and REINFORCE++ (Hu et al. 2025,
              arXiv:2501.03262) with one optimizer step per batch
+  distill    Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv:2306.13649; per sampled token as in
+             Lu et al. 2025, "On-Policy Distillation", https://thinkingmachines.ai/blog/on-policy-distillation/
 """
 
 from __future__ import annotations
@@ -124,6 +126,21 @@ def reinforce(batch: TokenBatch) -> TokenResult:
     return -batch.advantages * batch.logprobs
 
 
+def distill(batch: TokenBatch) -> TokenResult:
+    """The reverse KL to the reference policy: the ratio times the old minus the reference log-probability.
+
+    Over the policy's samples its gradient is that of KL(policy || reference) per token, for the prefixes as they are.
+    Rewards and advantages are not used. Raises ConfigError without a reference policy.
+    """
+    if batch.reference_logprobs is None:
+        raise ConfigError(
+            f"{KEY} is 'distill', but there is no reference policy to learn from; set policy.reference_model_name to the "
+            "teacher"
+        )
+    ratio, gap = torch.exp(batch.log_ratio), batch.old_logprobs - batch.reference_logprobs
+    return ratio * gap, {"policy/reverse_kl": gap, "probs_ratio": ratio}
+
+
 def _surrogate(batch: TokenBatch, ratio: Tensor) -> TokenResult:
     clipped = batch.clipped(ratio)
     plain, bounded = -batch.advantages * ratio, -batch.advantages * clipped
@@ -139,7 +156,7 @@ def _metrics(ratio: Tensor, clipped: Tensor, acted: Tensor) -> dict[str, Tensor]
 
 
 TOKEN_LOSSES: Mapping[str, TokenLossFunction] = MappingProxyType(
-    {"grpo": grpo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce}
+    {"grpo": grpo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "distill": distill}
 )
 
 
@@ -183,17 +200,20 @@ def evaluate(function: TokenLossFunction, batch: TokenBatch) -> tuple[Tensor, Ma
     return loss, means
 
 
-def try_token_loss(config: LossConfig) -> None:
-    """Runs a user's loss on random tokens. Raises ConfigError if it fails, or if its values or gradients are not finite."""
+def try_token_loss(config: LossConfig, *, reference: bool = True) -> None:
+    """Runs the loss on random tokens, with or without a `reference` policy.
+
+    Raises ConfigError if it fails, or if its values or gradients are not finite.
+    """
     function = token_loss(config)
-    if config.name in TOKEN_LOSSES:
-        return
     generator = torch.Generator().manual_seed(0)
     draws = [-torch.rand(2, 5, generator=generator) - 0.1 for _ in range(4)]
     advantages = torch.tensor([[1.0] * 5, [-0.5] * 5])
     sequences = Sequences(torch.tensor([[0] * 5, [1] * 5]), 2)
     logprobs = draws[0].requires_grad_()
-    batch = TokenBatch(logprobs, draws[1], draws[2], draws[3], advantages, torch.ones(2, 5), sequences, config)
+    batch = TokenBatch(
+        logprobs, draws[1], draws[2], draws[3] if reference else None, advantages, torch.ones(2, 5), sequences, config
+    )
     with running(config.name, KEY):
         loss, _ = evaluate(function, batch)
         if not loss.requires_grad:

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from pydantic import BaseModel
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
-from dagrl.config.settings import generation_config, is_colocated, samples_per_step
+from dagrl.config.settings import generation_config, is_colocated, samples_per_step, uses_reference
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count, gpus, host_memory
 from dagrl.run.cluster import gpus_per_worker
@@ -173,7 +173,7 @@ def _use_all_gpus(derived: Derived) -> None:
 
 def _may_share(config: Config) -> bool:
     """Whether train and generation workers may take turns on their GPUs."""
-    kept = config.policy.reference_weights == "device" and config.loss_fn.reference_policy_kl_penalty > 0
+    kept = config.policy.reference_weights == "device" and uses_reference(config)
     ahead = config.grpo.async_grpo.enabled or config.grpo.overlap_logprobs
     return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs)
 

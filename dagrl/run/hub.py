@@ -28,6 +28,10 @@ def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
         key = "policy.model_name"
         directory, origins[key] = _download(policy.model_name, MODEL_FILES, key)
         policy = policy.model_copy(update={"model_name": str(directory)})
+    if policy.reference_model_name is not None and is_hub_id(policy.reference_model_name):
+        key = "policy.reference_model_name"
+        directory, origins[key] = _download(policy.reference_model_name, MODEL_FILES, key)
+        policy = policy.model_copy(update={"reference_model_name": str(directory)})
     if policy.tokenizer.name is not None and is_hub_id(policy.tokenizer.name):
         key = "policy.tokenizer.name"
         directory, origins[key] = _download(policy.tokenizer.name, TOKENIZER_FILES, key)

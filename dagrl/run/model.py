@@ -110,6 +110,28 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
     return description
 
 
+def check_reference_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ConfigError unless the model `policy.reference_model_name` has the tokens of the policy's tokenizer."""
+    if policy.reference_model_name is None:
+        return
+    key = "policy.reference_model_name"
+    directory = _existing_directory(policy.reference_model_name, key)
+    rows, tokens = _read_description(directory, key).get("vocab_size"), token_count(tokenizer)
+    if isinstance(rows, int) and rows < tokens:
+        raise ConfigError(
+            f"{key}: the model in {directory} has rows for {rows} tokens, but the policy's tokenizer has {tokens}; "
+            "choose a reference with the policy's tokenizer"
+        )
+    if not any((directory / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
+        return  # weights alone: nothing to compare
+    theirs, ours = _read_tokenizer(directory, key).get_vocab(), tokenizer.get_vocab()
+    if differing := sorted(token for token, number in ours.items() if theirs.get(token) != number):
+        raise ConfigError(
+            f"{key}: the tokenizer in {directory} has other numbers for {len(differing)} of the policy's {len(ours)} "
+            f"tokens, such as {differing[0]!r}, so log-probabilities cannot be compared; choose one with its tokenizer"
+        )
+
+
 def checkpoint_bytes(policy: PolicyConfig) -> int:
     """Returns the bytes of the checkpoint's safetensors; 0 for a model from a seed."""
     return (

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dagrl.config import Config
-from dagrl.config.settings import bucket_widths, generation_config, has_fp8_kv_cache, samples_per_step
+from dagrl.config.settings import bucket_widths, generation_config, has_fp8_kv_cache, samples_per_step, uses_reference
 from dagrl.rl.generation import FIRST_QUANTUM
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.runtime.shapes import Bucket, Scalar
@@ -70,7 +70,7 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
 def logprob_phases(config: Config) -> tuple[str, ...]:
     """The log-probability phases whose results the loss uses."""
     policy = () if config.loss_fn.force_on_policy_ratio else ("logprobs",)
-    return (*policy, "reference_logprobs") if config.loss_fn.reference_policy_kl_penalty else policy
+    return (*policy, "reference_logprobs") if uses_reference(config) else policy
 
 
 def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:

@@ -20,6 +20,7 @@ from dagrl.config.settings import (
     has_fp8_kv_cache,
     is_colocated,
     layouts,
+    uses_reference,
     width_key,
 )
 from dagrl.data import load_splits
@@ -36,7 +37,14 @@ from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
 from dagrl.run.hub import with_local_models
-from dagrl.run.model import checkpoint_bytes, load_tokenizer, make_random_model, model_description, token_count
+from dagrl.run.model import (
+    check_reference_tokenizer,
+    checkpoint_bytes,
+    load_tokenizer,
+    make_random_model,
+    model_description,
+    token_count,
+)
 from dagrl.run.worker_protocols import LogprobKeeper, ModelHooks, required_protocols
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.graph import PhaseGraph
@@ -101,6 +109,7 @@ def preflight(config: Config) -> Inputs:
     config = derived.config
     tokenizer = load_tokenizer(config.policy)
     derive_chat(derived, tokenizer.chat_template is not None)
+    check_reference_tokenizer(config.policy, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
     if config.algorithm == "grpo":
@@ -116,11 +125,11 @@ def preflight(config: Config) -> Inputs:
 
 
 def _check_algorithm(config: Config) -> None:
-    """Tries the loss and the advantage on a small batch, if they are the user's."""
+    """Tries the loss, and the advantage if it is the user's, on a small batch."""
     from dagrl.rl.advantages import check_advantage
     from dagrl.rl.token_losses import try_token_loss
 
-    try_token_loss(config.loss_fn)
+    try_token_loss(config.loss_fn, reference=uses_reference(config))
     check_advantage(config)
 
 

@@ -177,7 +177,10 @@ def with_absolute_paths(config: Config, model: Path) -> Config:
     tokenizer = config.policy.tokenizer
     if tokenizer.name is not None:
         tokenizer = tokenizer.model_copy(update={"name": str(Path(tokenizer.name).resolve())})
-    policy = config.policy.model_copy(update={"model_name": str(model.resolve()), "tokenizer": tokenizer})
+    names: dict[str, object] = {"model_name": str(model.resolve()), "tokenizer": tokenizer}
+    if config.policy.reference_model_name is not None:
+        names["reference_model_name"] = str(Path(config.policy.reference_model_name).resolve())
+    policy = config.policy.model_copy(update=names)
     return config.model_copy(update={"policy": policy})
 
 
@@ -197,7 +200,7 @@ def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> 
 def check_reference(config: Config, resumed: Checkpoint) -> None:
     """Raises ConfigError if the run needs a reference policy and the GRPO checkpoint has none."""
     penalty = config.loss_fn.reference_policy_kl_penalty
-    if penalty and resumed.state.counters.get(REFERENCE) is False:
+    if penalty and config.policy.reference_model_name is None and resumed.state.counters.get(REFERENCE) is False:
         raise ConfigError(
             f"loss_fn.reference_policy_kl_penalty is {penalty:g}, but {resumed.directory} has no reference policy, because "
             "the penalty was 0 when it was saved; resume with 0, or start a new run, whose first policy is the reference"

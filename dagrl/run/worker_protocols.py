@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import is_colocated
+from dagrl.config.settings import is_colocated, uses_reference
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
 from dagrl.rl.generation import FinishedRequest
@@ -71,10 +71,11 @@ class HuggingFaceExporter(Protocol):
 
 
 class ReferenceHolder(Protocol):
-    """A train worker that holds a reference policy (`loss_fn.reference_policy_kl_penalty`)."""
+    """A train worker that holds a reference policy, for `loss_fn.reference_policy_kl_penalty` or
+    `policy.reference_model_name`."""
 
     def snapshot_reference(self) -> None:
-        """Makes the current weights the reference policy."""
+        """Makes the current weights the reference policy, or loads it from `policy.reference_model_name`."""
         ...
 
 
@@ -139,7 +140,7 @@ def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:
         GrpoTrainWorker if config.algorithm == "grpo" else TrainWorker: True,
         BackgroundSaver: saving.enabled and saving.async_save,
         HuggingFaceExporter: saving.export_hf,
-        ReferenceHolder: config.algorithm == "grpo" and config.loss_fn.reference_policy_kl_penalty > 0,
+        ReferenceHolder: config.algorithm == "grpo" and uses_reference(config),
         StateOffloader: is_colocated(config),
     }
     generation = (GenerationWorker, *((SleepingEngine,) if is_colocated(config) else ()))

@@ -36,7 +36,7 @@ def group(request: pytest.FixtureRequest, megatron_pool: MegatronPool, tiny_mode
 
 def expected(model: Path, options: dict[str, Any], formula: Callable[..., Tensor], batch: Batch) -> tuple[float, Any]:
     """Returns the loss and the gradients of one process, over sequences' means."""
-    fields = {name: torch.tensor(batch[name]) for name in ("prev_logprobs", "advantages", "loss_mask")}
+    fields = {name: torch.tensor(batch[name]) for name in ("prev_logprobs", "reference_logprobs", "advantages", "loss_mask")}
     rows = fields["loss_mask"].sum(1) > 0
 
     def loss(logprobs: Tensor, _: Batch) -> Tensor:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.config import Json
+from dagrl.config.settings import uses_reference
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.cuda_graphs import ModelPass
     from dagrl.workers.megatron.forward_backward import MicrobatchLoss
     from dagrl.workers.megatron.microbatches import Microbatches, ParallelRank
+    from dagrl.workers.megatron.model import ModelChunks
 
 
 class MegatronWorker(MegatronWorkerBase):
@@ -166,7 +169,7 @@ class MegatronWorker(MegatronWorkerBase):
         loss, last = self.config.loss_fn, self.context.coordinates.pp == self.context.layout.pp - 1
         needed = {
             "prev_logprobs": not loss.force_on_policy_ratio,
-            "reference_logprobs": loss.reference_policy_kl_penalty > 0,
+            "reference_logprobs": uses_reference(self.config),
         }
         checked = last and not in_warmup()
         return self._kept.join(batch, [name for name, wanted in needed.items() if wanted and checked])
@@ -177,11 +180,10 @@ class MegatronWorker(MegatronWorkerBase):
 
         from dagrl.workers.megatron.forward_backward import run_logprobs
 
-        trainer = self._ready("weights")
-        with self._running(), self._weights_of(model):
-            layer = trainer.model.output_layer(self._temperature, self.config.policy.logprob_chunk_size)
+        with self._running(), self._chunks_of(model, model_pass) as (held, chunks, chosen_pass):
+            layer = held.output_layer(self._temperature, self.config.policy.logprob_chunk_size)
             for microbatches in self._microbatches(batch, "logprob"):
-                columns = run_logprobs(trainer.chunks, model_pass, microbatches, layer)
+                columns = run_logprobs(chunks, chosen_pass, microbatches, layer)
         lengths = torch.tensor(batch["lengths"], device=self._device)
         inside = torch.arange(batch.tokens, device=self._device) < lengths[:, None]
         return [torch.where(inside, column, 0.0) for column in columns]
@@ -243,9 +245,18 @@ class MegatronWorker(MegatronWorkerBase):
         return found[0] if found else None
 
     def snapshot_reference(self) -> None:
-        """Keeps a copy of the current weights as the reference policy, where `policy.reference_weights` says."""
+        """Keeps a copy of the current weights as the reference policy, where `policy.reference_weights` says.
+
+        With `policy.reference_model_name` it loads that model instead, once.
+        """
+        from dagrl.workers.megatron.reference_model import ReferenceModel
+
+        name, policy = self.config.policy.reference_model_name, self.config.policy
         with self._running():
-            self._keep_reference(self.weight_tensors())
+            if name is None:
+                self._keep_reference(self.weight_tensors())
+            elif self._reference_model is None:
+                self._reference_model = ReferenceModel(Path(name), policy, self.context, self._device)
 
     def _keep_reference(self, weights: Mapping[str, Tensor]) -> None:
         from dagrl.workers.megatron.reference import ReferencePolicy
@@ -332,7 +343,7 @@ class MegatronWorker(MegatronWorkerBase):
             self._finish_saving()
             reference, state = load_checkpoint(directory, trainer, self._identity, self._files_group)
             self._reference = None
-            if reference is not None and self.config.loss_fn.reference_policy_kl_penalty:
+            if reference is not None and uses_reference(self.config) and self._reference_model is None:
                 self._keep_reference(reference)
         return state
 
@@ -408,15 +419,24 @@ class MegatronWorker(MegatronWorkerBase):
         return MicrobatchLoss(loss, self.config.loss_fn, denominators, layer, group)
 
     @contextmanager
-    def _weights_of(self, model: Literal["policy", "reference"]) -> Iterator[None]:
-        """Context in which the model has the weights of `model`."""
+    def _chunks_of(
+        self, model: Literal["policy", "reference"], model_pass: ModelPass
+    ) -> Iterator[tuple[ModelChunks, list[Any], ModelPass]]:
+        """Context in which `model` can run. Gives its chunks, what the schedule calls for each, and how."""
+        from dagrl.workers.megatron.cuda_graphs import plain_pass
+
+        trainer = self._ready("weights")
         if model == "policy":
-            yield
-            return
-        if self._reference is None:
+            yield trainer.model, trainer.chunks, model_pass
+        elif self._reference_model is not None:
+            with self._reference_model.on_device() as held:
+                yield held, list(held.chunks), plain_pass
+                held.forget_microbatches()
+        elif self._reference is not None:
+            with self._reference.in_place_of(trainer.model.parameters()):
+                yield trainer.model, trainer.chunks, model_pass
+        else:
             raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")
-        with self._reference.in_place_of(self._ready().model.parameters()):
-            yield
 
 
 def _denominators(batch: Batch) -> Denominators:

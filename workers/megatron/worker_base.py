@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json
 from dagrl.config.settings import has_fp8_kv_cache
-from dagrl.errors import ConfigError, RunError
+from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.runtime.layout import ParallelLayout
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.offload import StatePart
     from dagrl.workers.megatron.optimizer import Trainer
     from dagrl.workers.megatron.reference import ReferencePolicy
+    from dagrl.workers.megatron.reference_model import ReferenceModel
 
 
 class MegatronWorkerBase:
@@ -50,6 +51,7 @@ class MegatronWorkerBase:
         self._hf_config: Mapping[str, Json] = {}
         self._trainer: Trainer | None = None
         self._reference: ReferencePolicy | None = None
+        self._reference_model: ReferenceModel | None = None
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
         self._saving: CheckpointSave | None = None
@@ -81,6 +83,8 @@ class MegatronWorkerBase:
                 "experts: grouped expert products read weights without calling the modules that wait for them. Set it to "
                 "false"
             )
+        if config.policy.reference_model_name is not None:
+            _check_reference_model(config.policy.reference_model_name, config.policy.megatron_cfg.layout)
         if config.policy.model_name is not None:
             check_hf(config.policy.model_name, parameter_shapes(hf_config))
 
@@ -163,7 +167,7 @@ class MegatronWorkerBase:
             self._trainer.forget_recordings()
             self._trainer.model.forget_microbatches()
         self._trainer = self._sender = self._channel = self._reference = self._saving = None
-        self._checkpoint_group = self._kv_scales = None
+        self._checkpoint_group = self._kv_scales = self._reference_model = None
         end_groups()
 
     def _ready(self, *needs: StatePart) -> Trainer:
@@ -241,3 +245,16 @@ class MegatronWorkerBase:
         """The group in which workers wait for each other's files."""
         assert self._checkpoint_group is not None, "`setup` creates it"
         return self._checkpoint_group
+
+
+def _check_reference_model(directory: str, layout: ParallelLayout) -> None:
+    """Raises a UserError if the model cannot be loaded in this layout."""
+    from dagrl.workers.megatron.hf_load import check_hf, read_hf_config
+    from dagrl.workers.megatron.weights import parameter_shapes
+
+    try:
+        hf_config = read_hf_config(directory)
+        check_layout(hf_config, layout)
+        check_hf(directory, parameter_shapes(hf_config))
+    except UserError as error:
+        raise type(error)(f"policy.reference_model_name: {error}") from error

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from dagrl.config import Config, Json
+from dagrl.config.settings import uses_reference
 from dagrl.refit import RefitReport
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.rewards import RewardRunner
@@ -70,7 +71,7 @@ def start_policy(session: Session, experience: Experience) -> None:
     resumed = checkpoints.resumed if "grpo_sampler" in checkpoints.state.counters else None
     if resumed is None:
         replays.hold("train", keep_generation_weights=True)
-        if config.loss_fn.reference_policy_kl_penalty:
+        if uses_reference(config):
             session.train.call("snapshot_reference", deadline=config.timeouts.replay)
         session.train.call("reset_optimizer", deadline=config.timeouts.replay)
         counters = {**checkpoints.state.counters, **_counters(config, experience)}
@@ -88,7 +89,8 @@ def start_policy(session: Session, experience: Experience) -> None:
 
 def _counters(config: Config, experience: Experience) -> dict[str, Json]:
     """The GRPO part of the driver's state in a checkpoint."""
-    return {**experience.state(), REFERENCE: config.loss_fn.reference_policy_kl_penalty > 0}
+    saved = uses_reference(config) and config.policy.reference_model_name is None
+    return {**experience.state(), REFERENCE: saved}
 
 
 def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> dict[str, float]:

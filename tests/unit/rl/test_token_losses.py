@@ -12,7 +12,7 @@ from torch import Tensor
 from dagrl.config import LossConfig
 from dagrl.errors import ConfigError
 from dagrl.rl.losses import LOSSES, Denominators, row_sums
-from dagrl.rl.token_losses import Sequences, TokenBatch, token_loss, try_token_loss
+from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate, token_loss, try_token_loss
 
 ROWS, WIDTH = 6, 9
 CLIP = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}
@@ -31,6 +31,7 @@ def random_data(seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
         "loss_mask": mask,
         "prev_logprobs": old,
         "generation_logprobs": old + 0.1 * torch.randn(ROWS, WIDTH, generator=draw).double(),
+        "reference_logprobs": old + 0.5 * torch.randn(ROWS, WIDTH, generator=draw).double(),
         "advantages": advantages,
     }
     return logprobs, data | row_sums(data)
@@ -68,12 +69,19 @@ def reinforce_plain(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
     return -data["advantages"] * logprobs
 
 
+def reverse_kl(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """Lu et al. 2025: importance-weighted policy gradient, with minus the sampled reverse KL as each token's advantage."""
+    advantage = -(data["prev_logprobs"] - data["reference_logprobs"])
+    return -advantage * (logprobs - data["prev_logprobs"]).exp()
+
+
 FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tensor, dict[str, Tensor]], Tensor]]] = {
     "grpo": ({"name": "grpo"}, ppo_clip),
     "dual clip": ({"name": "grpo", "ratio_clip_c": 2.0}, dual_clip),
     "gspo": ({"name": "gspo"}, gspo_sequence),
     "cispo": ({"name": "cispo"}, cispo_weighted),
     "reinforce": ({"name": "reinforce"}, reinforce_plain),
+    "distill": ({"name": "distill"}, reverse_kl),
 }
 
 
@@ -112,6 +120,39 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, mean: str) -> 
     torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(found * mask, gradient * mask, atol=1e-12, rtol=1e-12)
     assert found.abs().max() > 0.001
+
+
+def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
+    """Every token of a vocabulary as a sample, weighted by its probability: the expectation is exact."""
+    draw = torch.Generator().manual_seed(1)
+    logits, teacher = torch.randn(2, 7, generator=draw).double()
+    logits.requires_grad_()
+    policy, target = logits.log_softmax(0), teacher.log_softmax(0)
+    once = {name: torch.zeros(1, 7).double() for name in ("generation_logprobs", "advantages")}
+    mask, ids = torch.ones(1, 7).double(), torch.zeros(1, 7, dtype=torch.int64)
+    old = policy.detach()[None]
+    batch = TokenBatch(
+        policy[None],
+        old,
+        once["generation_logprobs"],
+        target[None],
+        once["advantages"],
+        mask,
+        Sequences(ids, 1),
+        LossConfig(),
+    )
+    cost, means = evaluate(token_loss(LossConfig(name="distill")), batch)
+    (found,) = torch.autograd.grad((cost * old.exp()).sum(), logits, retain_graph=True)
+    divergence = (policy.exp() * (policy - target)).sum()
+    (gradient,) = torch.autograd.grad(divergence, logits)
+    torch.testing.assert_close(found, gradient, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close((means["policy/reverse_kl"] * old.exp()).sum(), divergence.detach())
+
+
+def test_distillation_needs_a_reference_policy() -> None:
+    try_token_loss(LossConfig(name="distill"))
+    with pytest.raises(ConfigError, match=r"policy\.reference_model_name"):
+        try_token_loss(LossConfig(name="distill"), reference=False)
 
 
 def test_clip_metrics_count_tokens_whose_cost_the_clip_changed() -> None:
@@ -207,7 +248,7 @@ def test_a_users_loss_is_called_with_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
-        ("grop", {}, "expected: grpo, gspo, cispo, reinforce, or the import path"),
+        ("grop", {}, "expected: grpo, gspo, cispo, reinforce, distill, or the import path"),
         ("grpo", {"slope": 1}, "do not fit grpo"),
         (f"{__name__}:own", {"slop": 1}, "do not fit"),
         (f"{__name__}:lost", {}, "has no 'lost'"),

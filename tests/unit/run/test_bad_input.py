@@ -456,6 +456,16 @@ TABLE = [
         for section in ("reward", "environment")
     ),
     Row(
+        "distillation without a teacher",
+        ("loss_fn.name", "there is no reference policy", "policy.reference_model_name"),
+        ("loss_fn.name=distill", "loss_fn.reference_policy_kl_penalty=0"),
+    ),
+    Row(
+        "a teacher that is not there",
+        ("policy.reference_model_name", "'no/such/teacher' does not exist"),
+        ("policy.reference_model_name=no/such/teacher",),
+    ),
+    Row(
         "forced ratio with several optimizer steps",
         ("loss_fn.force_on_policy_ratio is true", "several optimizer steps", "Set policy.train_global_batch_size="),
         ("loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=4"),
@@ -709,6 +719,18 @@ def test_errors_in_user_code(overrides: tuple[str, ...], message: str, function:
     code, errors = run(*(word.format(__name__) for word in overrides))
     assert code == 2 and errors.startswith(f"dagrl: error: {message.format(__name__)}")
     assert errors.count("Traceback") == 1 and "test_bad_input.py" in errors and f", in {function}\n" in errors
+
+
+def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    for characters, found in (
+        ("9876543210+=", "other numbers for 10 of the policy's 16 tokens, such as '0'"),
+        ("01", "rows"),
+    ):
+        init = RandomInit(hf_config=cast("dict[str, Json]", MODEL), tokenizer_characters=characters)
+        write_random_model(init, character_tokenizer(characters), teacher)
+        code, errors = run(f"policy.reference_model_name={teacher}")
+        assert code == 2 and "policy.reference_model_name" in errors and found in errors, errors
 
 
 def test_dry_run_rejects_a_directory_that_is_not_a_run(run: Run, tmp_path: Path) -> None:

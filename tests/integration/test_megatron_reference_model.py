@@ -1,0 +1,75 @@
+"""A reference policy of another family and size: its log-probabilities are Hugging Face's, in any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import Json, RandomInit
+from dagrl.config.file import load_config
+from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.model import character_tokenizer, write_random_model
+from dagrl.runtime.layout import ParallelLayout
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool
+from tests.integration.test_async_grpo import steps_of
+from tests.integration.test_megatron_layouts import PACKED, logprobs, train
+
+LAYOUTS: dict[str, tuple[ParallelLayout, dict[str, Any]]] = {
+    "dp2pp2": (ParallelLayout(dp=2, pp=2), {}),
+    "tp2cp2-packed": (ParallelLayout(tp=2, cp=2), PACKED),
+}
+
+
+@pytest.mark.parametrize(("layout", "packing"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("teacher", ["llama", "qwen3_moe"])
+def test_log_probabilities_are_those_of_the_teacher(
+    teacher: str, layout: ParallelLayout, packing: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = str(tiny_models[teacher])
+    config = reference.make_config(tiny_models["qwen3"], reference_model_name=directory, **packing)
+    batch = reference.make_batch(grpo=True)
+    with megatron_pool.group(layout, config) as group:
+        before = logprobs(group, batch)["logprobs"]
+        group.call("snapshot_reference")
+        train(group, batch, "policy")  # changes the policy, not the teacher
+        found = logprobs(group, batch, "reference")["logprobs"]
+        after = logprobs(group, batch)["logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32")
+    expected = reference.hf_logprobs(model, batch)[0].detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert np.abs(after - before).max() > 1e-4 and np.abs(expected - before).max() > 0.1
+
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_quickstart.yaml"
+
+
+def test_a_student_learns_from_a_larger_teacher(tmp_path: Path) -> None:
+    """The teacher is random and peaked; the reverse KL of the student's samples falls."""
+    description: dict[str, Json] = dict(load_config(QUICKSTART).policy.random_init.hf_config)  # type: ignore[union-attr]
+    init = RandomInit(hf_config={**description, "num_hidden_layers": 3, "hidden_size": 96, "initializer_range": 0.1}, seed=5)
+    write_random_model(init, character_tokenizer("0123456789+="), tmp_path / "teacher")
+    overrides = (
+        f"policy.reference_model_name={tmp_path / 'teacher'}",
+        "loss_fn.name=distill",
+        "loss_fn.reference_policy_kl_penalty=0",
+        f"output_dir={tmp_path}",
+        "sft.max_num_steps=0",
+        "grpo.max_num_steps=16",
+        "grpo.val_period=0",
+        "grpo.max_val_samples=16",
+        "policy.megatron_cfg.data_parallel_size=1",
+        "policy.megatron_cfg.optimizer.lr=2e-3",
+        "cluster.num_cpus=2",
+        "cluster.num_gpus=0",
+    )
+    config = load_config(QUICKSTART, overrides)
+    run_grpo(config)
+    gaps = [step["policy/reverse_kl"] for step in steps_of(config)]
+    assert len(gaps) == 16 and gaps[0] > 0.2, gaps
+    assert np.mean(gaps[-4:]) < 0.75 * gaps[0], gaps
