@@ -23,7 +23,7 @@ LAYOUTS = {
     "tp2-packed": (ParallelLayout(tp=2), PACKED),
     "cp2-packed": (ParallelLayout(cp=2), PACKED),
 }
-NAMES = ("dual clip", "gspo", "cispo", "reinforce")
+NAMES = ("dual clip", "gspo", "cispo", "reinforce", "distill")
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
