@@ -49,7 +49,7 @@ class TokenizerConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, as Megatron implements it."""
 
-    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT")
+    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT and LoRA")
     """Peak learning rate."""
 
     min_lr: NonNegativeFloat = 0.0
@@ -109,6 +109,28 @@ class DistributedDataParallelConfig(Section):
     """
 
 
+class PeftConfig(Section):
+    """LoRA: small trained matrices next to frozen weights, `W + alpha / dim * B @ A`."""
+
+    enabled: bool = False
+    """Train adapters instead of all weights. The reference policy is then the base model, without a copy."""
+
+    target_modules: tuple[str, ...] = ()
+    """Linear layers with an adapter, by Hugging Face names such as `q_proj` or `layers.0.mlp.up_proj`. Empty: all."""
+
+    dim: PositiveInt = 8
+    """Rank of the adapters."""
+
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale."""
+
+    use_rslora: bool = False
+    """Divide `alpha` by the square root of `dim` instead of `dim` (rsLoRA)."""
+
+    adapter_path: PathText | None = None
+    """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""
+
+
 class MegatronConfig(Section):
     """Megatron train workers: parallel layout, recomputation, optimizer."""
 
@@ -162,6 +184,9 @@ class MegatronConfig(Section):
 
     cuda_graphs: bool = False
     """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
+
+    peft: PeftConfig = PeftConfig()
+    """LoRA."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""

@@ -181,7 +181,9 @@ def _may_share(config: Config) -> bool:
 def _set_rates(derived: Derived) -> None:
     if not derived.open(f"{TRAIN}.optimizer.lr"):
         return
-    if derived.config.algorithm == "sft":
+    if derived.config.policy.megatron_cfg.peft.enabled:
+        derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "LoRA")
+    elif derived.config.algorithm == "sft":
         derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "SFT of all weights")
     elif _asks_for_sft(derived):
         derived.set("sft.lr", 1e-5, "SFT of all weights")

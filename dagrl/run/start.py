@@ -173,11 +173,15 @@ def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore,
 
 
 def with_absolute_paths(config: Config, model: Path) -> Config:
-    """Makes the paths of `model` and its tokenizer absolute: workers run in other directories."""
+    """Makes the paths of `model`, its tokenizer and adapters absolute: workers run in other directories."""
     tokenizer = config.policy.tokenizer
     if tokenizer.name is not None:
         tokenizer = tokenizer.model_copy(update={"name": str(Path(tokenizer.name).resolve())})
+    peft = config.policy.megatron_cfg.peft
+    if peft.adapter_path is not None:
+        peft = peft.model_copy(update={"adapter_path": str(Path(peft.adapter_path).resolve())})
     names: dict[str, object] = {"model_name": str(model.resolve()), "tokenizer": tokenizer}
+    names["megatron_cfg"] = config.policy.megatron_cfg.model_copy(update={"peft": peft})
     if config.policy.reference_model_name is not None:
         names["reference_model_name"] = str(Path(config.policy.reference_model_name).resolve())
     policy = config.policy.model_copy(update=names)

@@ -24,6 +24,21 @@ class TestedWorker(MegatronWorker):
         """Returns HF name, box and values of this rank's gradients after the last step."""
         return self._boxes({name: parameter.main_grad for name, parameter in self._ready().model.parameters().items()})
 
+    def adapter_gradients(self) -> dict[str, tuple[Any, Any]]:
+        """Returns the gradients of A and B by HF name after the last step."""
+        assert self._adapters is not None
+        pairs = self._adapters.pairs.items()
+        return {name: tuple(part.main_grad.float().cpu().clone().numpy() for part in pair) for name, pair in pairs}  # type: ignore[misc]
+
+    def trained_elements(self) -> tuple[int, int]:
+        """Returns the elements that have gradients, and those of Adam's first moments."""
+        trainer = self._ready()
+        moments = [state["exp_avg"] for inner in trainer.inner_optimizers() for state in inner.state.values()]
+        return (
+            sum(part.numel() for chunk in trainer.model.chunks for part in chunk.parameters() if part.requires_grad),
+            sum(tensor.numel() for tensor in moments),
+        )
+
     def own_logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Any:
         """Returns the log-probabilities `[rows, tokens]` on a reporting worker."""
         rows = self.logprobs(batch, model)

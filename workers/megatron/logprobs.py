@@ -86,18 +86,19 @@ class _TokenLogprobs(torch.autograd.Function):
         return label_logit - highest - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, weight, labels, normaliser = ctx.saved_tensors
         layer: OutputLayer = ctx.layer
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         held = slice(layer.shard.size)
         for rows in layer.chunks(len(hidden)):
             logits, scale = layer.logits(hidden[rows], weight), grads[0][rows] / layer.temperature
             grad = _logit_gradients(logits, normaliser[rows], scale, layer.columns(labels[rows]), hidden.dtype)
             grad_hidden[rows] = grad @ weight[held]
-            grad_weight[held] += _product(grad.T, hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            if grad_weight is not None:
+                grad_weight[held] += _product(grad.T, hidden[rows])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _chunk_sums(logits: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:

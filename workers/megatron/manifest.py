@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dagrl.config import Json
+from dagrl.config import Json, PolicyConfig
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.workers.megatron.architecture import read_architecture
 
@@ -24,9 +24,11 @@ _FIELDS |= {"files": "an object"}
 _JSON_TYPES = {"an object": dict, "true or false": bool, "text": str}
 
 
-def identity_of(precision: str, hf_config: Mapping[str, Json]) -> dict[str, Json]:
+def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """Returns what `read_manifest` compares between the writing and the reading run."""
-    return {"precision": precision, "model": dict(sorted(hf_config.items()))}
+    peft = policy.megatron_cfg.peft
+    adapters = peft.model_dump(mode="json", exclude={"enabled", "adapter_path"}) if peft.enabled else None
+    return {"precision": policy.precision, "adapters": adapters, "model": dict(sorted(hf_config.items()))}
 
 
 def fingerprint(path: Path) -> dict[str, int]:
@@ -79,6 +81,9 @@ def _check_fields(path: Path, prefix: str, content: Mapping[str, object], expect
 def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if found["precision"] != wanted["precision"]:
         raise _other(directory, "precision", f"{found['precision']}, this run has {wanted['precision']}")
+    if found.get("adapters") != wanted["adapters"]:
+        here = wanted["adapters"] or "none"
+        raise _other(directory, "LoRA adapters", f"{found.get('adapters') or 'none'}, this run has {here}")
     saved, mine = _computed(directory, found["model"]), read_architecture(wanted["model"]).computed
     keys = [key for key in {**saved, **mine} if saved.get(key) != mine.get(key)]
     if keys:

@@ -31,6 +31,9 @@ from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard
 from dagrl.workers.megatron.segments import Segments
 
+ADAPTERS = "adapters"
+"""Name of the module with a layer's LoRA adapters."""
+
 
 class HiddenStatesModel(GPTModel):  # type: ignore[misc]
     """A GPTModel that ends before its output layer and takes explicit token positions.
@@ -111,7 +114,14 @@ class ModelChunks:
         )
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns parameters by Megatron's name, with the prefix `vp{stage}.` if there are virtual stages."""
+        """Returns parameters by Megatron's name, with the prefix `vp{stage}.` if there are virtual stages. No adapters."""
+        return {name: parameter for name, parameter in self._all().items() if f".{ADAPTERS}." not in name}
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Returns the parameters that training changes: all, or with LoRA the adapters alone."""
+        return {name: parameter for name, parameter in self._all().items() if parameter.requires_grad}
+
+    def _all(self) -> dict[str, torch.nn.Parameter]:
         several = len(self.chunks) > 1
         return {
             (f"vp{stage}.{name}" if several else name): parameter

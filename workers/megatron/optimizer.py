@@ -28,6 +28,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.cpu import cuda_type_names
 from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
 from dagrl.workers.megatron.forward_backward import sum_gradients
+from dagrl.workers.megatron.lora import sum_adapter_gradients
 from dagrl.workers.megatron.model import ModelChunks
 from dagrl.workers.megatron.offload import Offloader, unique_storages
 
@@ -145,8 +146,8 @@ class Trainer:
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
     def weight_tensors(self) -> list[torch.Tensor]:
-        """Returns the model's parameters."""
-        return list(self.model.tensors().values())
+        """Returns the model's parameters, and adapters."""
+        return [parameter.data for chunk in self.model.chunks for parameter in chunk.parameters()]
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Returns Megatron's gradient buffers. `main_grad` of every parameter is a view of one."""
@@ -211,6 +212,8 @@ def make_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -
         for stage, chunk in enumerate(model.chunks)
     ]
     model.config.finalize_model_grads_func = sum_gradients
+    if megatron.peft.enabled:
+        model.config.finalize_model_grads_func = sum_adapter_gradients
     if wanted.overlap_grad_reduce:  # as in megatron/training/training.py
         no_sync = [chunk.no_sync for chunk in chunks]
         model.config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from dagrl.workers.megatron.lora import LayerAdapters
 from dagrl.workers.megatron.optimizer import Trainer
 
 STATE = "optimizer.state"  # prefix of Megatron's own optimizers
@@ -68,15 +69,16 @@ class LoadTarget:
 
 
 def sharded_parameters(trainer: Trainer) -> list[ShardedParameter]:
-    """Returns all parameters of this rank, in the same order on all data-parallel replicas."""
+    """Returns the parameters that training changes on this rank, in the same order on all data-parallel replicas."""
     sharded: dict[int, Any] = {}
     for chunk in trainer.model.chunks:
-        for value in chunk.sharded_state_dict().values():
+        adapters = [value for module in chunk.modules() if isinstance(module, LayerAdapters) for value in module.sharded()]
+        for value in (*chunk.sharded_state_dict().values(), *adapters):
             if isinstance(value, ShardedTensor | ShardedTensorFactory):
                 sharded[id(value.data)] = value
     return [
         ShardedParameter(name, parameter, sharded[id(parameter)], _replica_group(parameter))
-        for name, parameter in sorted(trainer.model.parameters().items())
+        for name, parameter in sorted(trainer.model.trained().items())
     ]
 
 

@@ -15,7 +15,7 @@ from dagrl.config import Json
 from dagrl.config.settings import uses_reference
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import commit_together
-from dagrl.refit.slices import WeightSlice
+from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
@@ -247,11 +247,14 @@ class MegatronWorker(MegatronWorkerBase):
     def snapshot_reference(self) -> None:
         """Keeps a copy of the current weights as the reference policy, where `policy.reference_weights` says.
 
-        With `policy.reference_model_name` it loads that model instead, once.
+        With LoRA there is no copy: the reference policy is the base model, also after steps of SFT. With
+        `policy.reference_model_name` it loads that model instead, once.
         """
         from dagrl.workers.megatron.reference_model import ReferenceModel
 
         name, policy = self.config.policy.reference_model_name, self.config.policy
+        if name is None and self._adapters is not None:
+            return
         with self._running():
             if name is None:
                 self._keep_reference(self.weight_tensors())
@@ -300,7 +303,7 @@ class MegatronWorker(MegatronWorkerBase):
         self._ready("weights")
         if self._sender is None or self._channel is None:
             raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
-        with self._running(sending=True), commit_together(self._channel, wait=False):
+        with self._running(sending=True), self._merged(), commit_together(self._channel, wait=False):
             return self._sender.send(version)
 
     def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False) -> None:
@@ -353,12 +356,34 @@ class MegatronWorker(MegatronWorkerBase):
             saving.finish(self.config.timeouts.checkpoint_s)
 
     def export_hf(self, directory: str) -> None:
-        """Writes the policy as a Hugging Face directory that transformers can load; all workers together."""
+        """Writes the policy as a Hugging Face directory that transformers can load; all workers together.
+
+        With LoRA the weights are merged, and `adapter/` has the adapters in PEFT's format.
+        """
         from dagrl.workers.megatron.hf_export import export_hf
 
         slices = [self._slices_of(rank) for rank in range(self.context.layout.world_size)]
-        with self._running():
+        with self._running(), self._merged():
             export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank, self._files_group)
+            self._export_adapters(Path(directory) / "adapter", slices)
+
+    def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]]) -> None:
+        """Writes the adapters in PEFT's format. The first rank with a part of a parameter gives its adapter."""
+        from dagrl.workers.megatron.adapter_files import write_adapters
+        from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
+
+        if self._adapters is None:
+            return
+        owners = {piece.name: rank for rank, held in reversed(list(enumerate(slices))) for piece in expand(held)}
+        mine = {
+            name: (pair[0].detach().cpu(), pair[1].detach().cpu())
+            for name, pair in self._adapters.pairs.items()
+            if owners[name] == self.context.rank
+        }
+        pairs = {name: pair for part in gather_objects(self._files_group, mine) for name, pair in part.items()}
+        settings, base = self.config.policy.megatron_cfg.peft, str(self._source.absolute())
+        write = self.context.rank == 0
+        run_on_all_ranks(self._files_group, lambda: write_adapters(directory, base, settings, pairs) if write else None)
 
     def reset_optimizer(self) -> None:
         """Resets moments and schedule, as if training started with the current weights."""
@@ -370,7 +395,7 @@ class MegatronWorker(MegatronWorkerBase):
     def _identity(self) -> dict[str, Json]:
         from dagrl.workers.megatron.manifest import identity_of
 
-        return identity_of(self.config.policy.precision, self._hf_config)
+        return identity_of(self.config.policy, self._hf_config)
 
     @property
     def _temperature(self) -> float:
@@ -419,6 +444,12 @@ class MegatronWorker(MegatronWorkerBase):
         return MicrobatchLoss(loss, self.config.loss_fn, denominators, layer, group)
 
     @contextmanager
+    def _merged(self) -> Iterator[None]:
+        """Context in which the model's parameters include any adapters."""
+        with self._adapters.merged() if self._adapters is not None else nullcontext():
+            yield
+
+    @contextmanager
     def _chunks_of(
         self, model: Literal["policy", "reference"], model_pass: ModelPass
     ) -> Iterator[tuple[ModelChunks, list[Any], ModelPass]]:
@@ -432,6 +463,9 @@ class MegatronWorker(MegatronWorkerBase):
             with self._reference_model.on_device() as held:
                 yield held, list(held.chunks), plain_pass
                 held.forget_microbatches()
+        elif self._adapters is not None:
+            with self._adapters.disabled():
+                yield trainer.model, trainer.chunks, model_pass
         elif self._reference is not None:
             with self._reference.in_place_of(trainer.model.parameters()):
                 yield trainer.model, trainer.chunks, model_pass

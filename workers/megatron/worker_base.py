@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from dagrl.channels.base import Channel
     from dagrl.refit import RefitSender
     from dagrl.workers.megatron.checkpoint import CheckpointSave
+    from dagrl.workers.megatron.hf_load import ParameterShapes
     from dagrl.workers.megatron.kv_scales import KvScales
+    from dagrl.workers.megatron.lora import Adapters
     from dagrl.workers.megatron.model import ModelChunks
     from dagrl.workers.megatron.offload import StatePart
     from dagrl.workers.megatron.optimizer import Trainer
@@ -52,6 +55,7 @@ class MegatronWorkerBase:
         self._trainer: Trainer | None = None
         self._reference: ReferencePolicy | None = None
         self._reference_model: ReferenceModel | None = None
+        self._adapters: Adapters | None = None
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
         self._saving: CheckpointSave | None = None
@@ -67,6 +71,7 @@ class MegatronWorkerBase:
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
+        from dagrl.workers.megatron.adapter_files import check_adapters
         from dagrl.workers.megatron.hf_load import check_hf
         from dagrl.workers.megatron.weights import parameter_shapes
 
@@ -75,6 +80,11 @@ class MegatronWorkerBase:
             raise ConfigError(
                 "policy.megatron_cfg.cuda_graphs is true, and the model has experts: the host learns their token counts "
                 "only while the step runs; set cuda_graphs=false"
+            )
+        if config.policy.megatron_cfg.cuda_graphs and config.policy.megatron_cfg.peft.enabled:
+            raise ConfigError(
+                "policy.megatron_cfg.cuda_graphs is true, and peft.enabled: recorded microbatches leave out "
+                "adapters; set one of them to false"
             )
         ddp = config.policy.megatron_cfg.distributed_data_parallel_config
         if ddp.overlap_param_gather and read_architecture(hf_config).experts:
@@ -85,8 +95,16 @@ class MegatronWorkerBase:
             )
         if config.policy.reference_model_name is not None:
             _check_reference_model(config.policy.reference_model_name, config.policy.megatron_cfg.layout)
+        if ddp.overlap_param_gather and config.policy.megatron_cfg.peft.enabled:
+            raise ConfigError(
+                "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather is true, and peft.enabled: "
+                "adapters are too small to gather in parts; set overlap_param_gather=false"
+            )
+        shapes = parameter_shapes(hf_config)
+        if config.policy.megatron_cfg.peft.enabled:
+            check_adapters(config.policy.megatron_cfg.peft, shapes)
         if config.policy.model_name is not None:
-            check_hf(config.policy.model_name, parameter_shapes(hf_config))
+            check_hf(config.policy.model_name, shapes)
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
@@ -141,6 +159,7 @@ class MegatronWorkerBase:
             model = build_model(architecture, self.config.policy, self.context.layout, self._device)
             shapes = parameter_shapes(self._hf_config)
             load_hf(self._source, self._slices_of(self.context.rank), shapes, model.tensors())
+            self._adapters = self._make_adapters(model, shapes)
             self._kv_scales = self._make_kv_scales(model)
             return make_trainer(model, self.config, self.context.layout)
 
@@ -167,7 +186,7 @@ class MegatronWorkerBase:
             self._trainer.forget_recordings()
             self._trainer.model.forget_microbatches()
         self._trainer = self._sender = self._channel = self._reference = self._saving = None
-        self._checkpoint_group = self._kv_scales = self._reference_model = None
+        self._checkpoint_group = self._kv_scales = self._reference_model = self._adapters = None
         end_groups()
 
     def _ready(self, *needs: StatePart) -> Trainer:
@@ -231,6 +250,28 @@ class MegatronWorkerBase:
         from dagrl.workers.megatron.weights import megatron_weight_slices
 
         return megatron_weight_slices(self._hf_config, self.context.layout, rank)
+
+    def _make_adapters(self, model: ModelChunks, shapes: ParameterShapes) -> Adapters | None:
+        import torch
+
+        from dagrl.workers.megatron.adapter_files import read_adapters
+        from dagrl.workers.megatron.lora import add_adapters
+
+        settings = self.config.policy.megatron_cfg.peft
+        if not settings.enabled:
+            return None
+        layout, place = self.context.layout, self.context.coordinates
+        siblings = [
+            self._slices_of(rank)
+            for rank in range(layout.world_size)
+            if replace(layout.coordinates(rank), tp=place.tp, etp=place.etp, ep=place.ep, edp=place.edp) == place
+        ]
+        own = self._slices_of(self.context.rank)
+        adapters = add_adapters(model, own, siblings, shapes, settings, self.config.seed)
+        if settings.adapter_path is not None:
+            with torch.no_grad():
+                read_adapters(settings.adapter_path, adapters.pairs)
+        return adapters
 
     def _make_kv_scales(self, model: ModelChunks) -> KvScales | None:
         from dagrl.workers.megatron.kv_scales import KvScales

@@ -12,7 +12,7 @@ import pytest
 
 from dagrl.bench import train, train_rivals
 from dagrl.bench.train_rivals import PlainSteps
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 
 POPEN = subprocess.Popen
 
@@ -76,3 +76,16 @@ def test_failed_cases_raise_after_the_last_case(
         train.run(parser.parse_args(["--tiny", "--cases", "0.6b:dp1", "0.6b:tp2"]))
     assert taken == ["0.6b:dp1", "0.6b:tp2"]  # the second ran after the first had failed
     assert "no room for 0.6b:tp2" in capsys.readouterr().out
+
+
+def test_cases_with_adapters(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    options = parser.parse_args(["--cases", "4b:dp1:lora", "4b:dp2d!"])
+    lora, whole = (train.parse_case(text, tiny=False) for text in options.cases)
+    assert (lora.lora, lora.alone, lora.sharded, lora.name) == (True, True, False, "4b:dp1:lora")
+    assert (whole.lora, whole.alone, whole.sharded, whole.name) == (False, True, True, "4b:dp2d")
+    adapters = [train.case_config(case, tmp_path, options).policy.megatron_cfg.peft.enabled for case in (lora, whole)]
+    assert adapters == [True, False]
+    with pytest.raises(ConfigError, match=r"expected MODEL:LAYOUT"):
+        train.parse_case("4b:dp1:dora", tiny=False)

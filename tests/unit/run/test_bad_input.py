@@ -87,6 +87,7 @@ class Row(NamedTuple):
 
 MEGATRON = "policy.megatron_cfg"
 GRAPHS = f"{MEGATRON}.cuda_graphs=true"
+PEFT = f"{MEGATRON}.peft"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 MIXTURE = (
     "policy.random_init.hf_config={architectures: [Qwen3MoeForCausalLM], model_type: qwen3_moe, "
@@ -113,6 +114,31 @@ TABLE = [
         "a head size that vLLM lacks on CPUs",
         ("generation workers: the model's attention heads have a size of 24", "32, 64"),
         ("policy.random_init.hf_config.head_dim=24",),
+    ),
+    Row("rank 0", (f"{PEFT}.dim (command line)", "found 0", "greater than 0"), (f"{PEFT}.enabled=true", f"{PEFT}.dim=0")),
+    Row(
+        "an unknown LoRA target",
+        (f"{PEFT}.target_modules has 'linear_qkv'", "expected q_proj, k_proj"),
+        (f"{PEFT}={{enabled: true, target_modules: [linear_qkv]}}",),
+    ),
+    Row(
+        "LoRA on a layer that is not there",
+        ("has 'layers.2.mlp.up_proj'", "or the end of a longer name such as 'model.layers.0.self_attn.q_proj'"),
+        (f"{PEFT}={{enabled: true, target_modules: [q_proj, layers.2.mlp.up_proj]}}",),
+    ),
+    Row(
+        "adapters that are not there",
+        ("cannot read", "adapter_config.json", f"{PEFT}.adapter_path must be a directory that PEFT or dagrl wrote"),
+        (f"{PEFT}={{enabled: true, adapter_path: nowhere}}",),
+    ),
+    Row(
+        "LoRA with overlapped gathering",
+        ("overlap_param_gather is true, and peft.enabled",),
+        (
+            f"{DDP}={{overlap_grad_reduce: true, overlap_param_gather: true}}",
+            f"{MEGATRON}.optimizer.use_distributed_optimizer=true",
+            f"{PEFT}.enabled=true",
+        ),
     ),
     Row("out of range", ("grpo.max_num_steps", "found -1", "greater than 0"), ("grpo.max_num_steps=-1",)),
     *(

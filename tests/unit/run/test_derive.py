@@ -26,6 +26,7 @@ QWEN3_06B = {
     "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
 }
+LORA = {"megatron_cfg": {"peft": {"enabled": True}}}
 WEIGHTS = 1_503_300_328  # bytes of its published checkpoint
 
 
@@ -126,6 +127,14 @@ def test_sft_takes_one_pass_and_the_longest_example(machine: Any) -> None:
     assert derived.config.policy.max_total_sequence_length == 320
     assert derived.config.sft.max_num_steps == 4  # 100 examples, 32 a step
     assert resolve(minimal("sft", sft={"max_num_epochs": 3}), demonstrations=3).config.sft.max_num_steps == 10
+
+
+def test_lora_learns_faster(machine: Any) -> None:
+    machine(0)
+    for config in (minimal(policy=LORA), minimal("sft", policy=LORA)):
+        derived = resolve(config, demonstrations=9)
+        assert derived.config.policy.megatron_cfg.optimizer.lr == 1e-5
+        assert derived.reasons["policy.megatron_cfg.optimizer.lr"] == "LoRA"
 
 
 def test_sft_before_grpo_only_if_asked(machine: Any) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from dagrl.config import PolicyConfig
 from dagrl.errors import CheckpointError
 from dagrl.workers.megatron.manifest import FORMAT, fingerprint, identity_of, read_manifest
 
@@ -46,8 +47,12 @@ def write(directory: Path, content: object) -> None:
     (directory / "manifest.json").write_text(json.dumps(content))
 
 
-def manifest(model: dict[str, Any], precision: str = "float32") -> dict[str, Any]:
-    head = {"format": FORMAT, "identity": identity_of(precision, model), "state": {"step": 1}}
+def manifest(model: dict[str, Any], precision: Literal["float32", "bfloat16"] = "float32") -> dict[str, Any]:
+    head = {
+        "format": FORMAT,
+        "identity": identity_of(PolicyConfig(precision=precision), model),
+        "state": {"step": 1},
+    }
     return {**head, "reference": False, "layout": {"tp": 1}, "files": {"a": {"bytes": 1, "crc32": 2}}}
 
 
@@ -64,7 +69,7 @@ def manifest(model: dict[str, Any], precision: str = "float32") -> dict[str, Any
 )
 def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
     write(tmp_path, manifest(saved))
-    assert read_manifest(tmp_path, identity_of("float32", mine))["state"] == {"step": 1}
+    assert read_manifest(tmp_path, identity_of(PolicyConfig(precision="float32"), mine))["state"] == {"step": 1}
 
 
 @pytest.mark.parametrize(
@@ -86,13 +91,13 @@ def test_another_model_is_rejected_with_the_differing_keys(
 ) -> None:
     write(tmp_path, manifest(saved))
     with pytest.raises(CheckpointError, match=message):
-        read_manifest(tmp_path, identity_of("float32", mine))
+        read_manifest(tmp_path, identity_of(PolicyConfig(precision="float32"), mine))
 
 
 def test_another_precision_is_rejected(tmp_path: Path) -> None:
     write(tmp_path, manifest(QWEN3))
     with pytest.raises(CheckpointError, match="written with precision float32, this run has bfloat16"):
-        read_manifest(tmp_path, identity_of("bfloat16", QWEN3))
+        read_manifest(tmp_path, identity_of(PolicyConfig(precision="bfloat16"), QWEN3))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +117,14 @@ def test_another_precision_is_rejected(tmp_path: Path) -> None:
 def test_invalid_manifests_are_rejected_with_what_was_found(tmp_path: Path, content: object, message: str) -> None:
     write(tmp_path, content)
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_manifest(tmp_path, identity_of("float32", QWEN3))
+        read_manifest(tmp_path, identity_of(PolicyConfig(precision="float32"), QWEN3))
     assert "manifest.json" in str(caught.value)
 
 
 def test_invalid_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(b"\xff{")
     with pytest.raises(CheckpointError, match=r"cannot read .*manifest\.json.*written by save_checkpoint"):
-        read_manifest(tmp_path, identity_of("float32", QWEN3))
+        read_manifest(tmp_path, identity_of(PolicyConfig(precision="float32"), QWEN3))
 
 
 def test_a_fingerprint_covers_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

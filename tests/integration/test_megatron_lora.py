@@ -1,0 +1,266 @@
+"""LoRA in every kind of layout, against the peft package on the same model, and for experts against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, train
+
+DIM, ALPHA = 4, 6.0
+DENSE, ATTENTION = (), ("q_proj", "v_proj", "o_proj")  # all linear layers; without k, whose rows lie between q and v
+RECOMPUTED, SHARDED = {"activation_checkpointing": True}, {"use_distributed_optimizer": True}
+Pairs = dict[str, tuple[Tensor, Tensor]]
+
+
+def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], megatron: dict[str, Any], **policy: Any) -> Any:
+    peft = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets}
+    peft |= {"adapter_path": str(adapters)} if adapters else {}
+    optimizer = {**UNCLIPPED, **policy.pop("optimizer", {})}
+    return reference.make_config(model, megatron_cfg={"peft": peft, **megatron}, optimizer=optimizer, **policy)
+
+
+class Peft:
+    """A Hugging Face model with random adapters of the peft package, saved to `directory`."""
+
+    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...], rslora: bool = False) -> None:
+        peft = pytest.importorskip("peft")
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(5)
+        settings = peft.LoraConfig(
+            r=DIM, lora_alpha=ALPHA, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM", use_rslora=rslora
+        )
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.model, self.directory = peft.get_peft_model(base, settings), directory
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.05)
+        self.model.save_pretrained(directory)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The adapters by the names of Hugging Face's parameters, with `A` or `B`."""
+        found = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
+        ends = {f".lora_{part}.default.weight": f".weight {part}" for part in "AB"}
+        return {
+            name.removeprefix("base_model.model.").replace(end, ends[end]): part
+            for name, part in found.items()
+            for end in ends
+            if name.endswith(end)
+        }
+
+
+def learn(adapters: dict[str, Tensor], loss: Callable[[], Tensor], config: Any) -> tuple[list[float], dict[str, Any]]:
+    """Three steps of AdamW on the adapters. Returns losses, and the gradients of the first step."""
+    wanted = config.policy.megatron_cfg.optimizer
+    optimizer = torch.optim.AdamW(
+        adapters.values(), lr=wanted.lr, weight_decay=wanted.weight_decay, betas=(0.9, 0.999), eps=wanted.adam_eps
+    )
+    losses, gradients = [], {}
+    for _ in range(reference.STEPS):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        losses.append(value.item())
+        gradients = gradients or {name: part.grad.clone().numpy() for name, part in adapters.items()}  # type: ignore[union-attr]
+        optimizer.step()
+    return losses, gradients
+
+
+def assert_same_gradients(found: list[dict[str, tuple[Any, Any]]], expected: dict[str, Any]) -> None:
+    """Every rank has the whole gradient of its adapters."""
+    seen = set()
+    for rank in found:
+        for name, pair in rank.items():
+            for part, gradient in zip("AB", pair, strict=True):
+                seen.add(f"{name} {part}")
+                wanted = expected[f"{name} {part}"]
+                scale = float(np.abs(wanted).max()) or 1.0
+                np.testing.assert_allclose(gradient / scale, wanted / scale, atol=1e-5, rtol=0, err_msg=f"{name} {part}")
+    assert seen == set(expected)
+
+
+CASES = [
+    pytest.param("qwen3", ParallelLayout(), DENSE, {}, {}, id="single"),
+    pytest.param("qwen3", ParallelLayout(tp=2), ATTENTION, {"sequence_parallel": True}, {}, id="tp2-sp-attention"),
+    pytest.param("qwen3_tied", ParallelLayout(pp=2, tp=2), DENSE, {}, {}, id="tp2pp2-tied"),
+    pytest.param("llama", ParallelLayout(pp=2, vpp=2), DENSE, RECOMPUTED, {}, id="pp2vpp2-recomputed"),
+    pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {}, {}, id="tp4"),  # a worker holds part of a query group
+    pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "targets", "megatron", "policy"), CASES)
+def test_losses_gradients_and_files_are_those_of_peft(
+    model: str,
+    layout: ParallelLayout,
+    targets: tuple[str, ...],
+    megatron: dict[str, Any],
+    policy: dict[str, Any],
+    megatron_pool: MegatronPool,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    peft, batch = Peft(tiny_models[model], tmp_path / "theirs", targets), reference.make_batch()
+    config = config_of(tiny_models[model], peft.directory, targets, megatron, **policy)
+    expected = reference.hf_logprobs(peft.model, batch)[0].detach().numpy()
+    with peft.model.disable_adapter(), torch.no_grad():
+        base = reference.hf_logprobs(peft.model, batch)[0].numpy()
+    with megatron_pool.group(layout, config) as group:
+        group.call("snapshot_reference")
+        np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(logprobs(group, batch, "reference")["logprobs"], base, atol=1e-5, rtol=0)
+        train(group, batch, warmup=True)
+        gradients = group.call("adapter_gradients")
+        losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
+        group.call("export_hf", str(tmp_path / "ours"))
+        trained = group.call("trained_elements")
+        after = logprobs(group, batch)["logprobs"]
+    wanted, expected_gradients = learn(
+        peft.parameters(), lambda: reference.sft_reference(reference.hf_logprobs(peft.model, batch)[0], batch), config
+    )
+    np.testing.assert_allclose(losses, wanted, atol=1e-5, rtol=0)
+    assert losses[-1] < losses[0] - 0.01
+    assert_same_gradients(gradients, expected_gradients)
+    assert all(with_gradient == with_moments for with_gradient, with_moments in trained)
+    if layout.pp == 1:
+        assert trained[0][0] == sum(part.numel() for part in peft.parameters().values())
+    assert_exported(tiny_models[model], tmp_path / "ours", batch, after)
+
+
+def assert_exported(base: Path, exported: Path, batch: Batch, expected: Any) -> None:
+    """peft loads the adapters on the base model; the merged model is the same."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    original = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(original, exported / "adapter")
+    for model in (merged, adapted):
+        with torch.no_grad():
+            found = reference.hf_logprobs(model, batch)[0].numpy()
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+EXPERT_LAYOUTS = [
+    pytest.param(ParallelLayout(dp=2, ep=2), {}, id="dp2ep2"),
+    pytest.param(ParallelLayout(tp=2, ep=2, etp=1), {}, id="tp2ep2etp1"),
+    pytest.param(ParallelLayout(dp=2, tp=2, ep=2), {}, id="dp2tp2ep2"),
+]
+
+
+@pytest.mark.parametrize(("layout", "policy"), EXPERT_LAYOUTS)
+def test_adapters_of_experts_have_the_gradients_of_plain_torch(
+    layout: ParallelLayout, policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3_moe"], dtype=torch.float32)
+    adapters = expert_adapters(base, tmp_path / "theirs")
+    config, batch = config_of(tiny_models["qwen3_moe"], tmp_path / "theirs", DENSE, {}, **policy), reference.make_batch()
+
+    def model(tokens: Tensor) -> Any:
+        return torch.func.functional_call(base, merged_parameters(base, adapters), (tokens,))
+
+    expected = reference.hf_logprobs(model, batch)[0].detach().numpy()
+    wanted, expected_gradients = learn(
+        adapters, lambda: reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch), config
+    )
+    norm = float(np.sqrt(sum((gradient**2).sum() for gradient in expected_gradients.values())))
+    with megatron_pool.group(layout, config) as group:
+        np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
+        train(group, batch, warmup=True)
+        gradients = group.call("adapter_gradients")
+        steps = [train(group, batch) for _ in range(reference.STEPS)]
+    assert_same_gradients(gradients, expected_gradients)
+    np.testing.assert_allclose(steps[0]["grad_norm"], norm, rtol=1e-4)  # each adapter counted once
+    np.testing.assert_allclose([step["loss"] for step in steps], wanted, atol=1e-5, rtol=0)
+
+
+def expert_adapters(base: Any, directory: Path) -> dict[str, Tensor]:
+    """Writes random adapters for all linear layers, with names as in checkpoints, and returns them."""
+    import json
+
+    from safetensors.torch import save_file
+
+    torch.manual_seed(6)
+    shapes: dict[str, Any] = {}
+    for name, part in base.named_parameters():
+        prefix, _, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj":
+            size = part.shape[1] // 2, part.shape[2]
+            shapes |= {f"{prefix}.experts.{n}.{half}_proj": size for n in range(len(part)) for half in ("gate", "up")}
+        elif kind == "down_proj":
+            shapes |= {f"{prefix}.experts.{n}.down_proj": tuple(part.shape[1:]) for n in range(len(part))}
+        elif name.endswith("_proj.weight"):
+            shapes[name.removesuffix(".weight")] = tuple(part.shape)
+    stored, adapters = {}, {}
+    for name, (rows, columns) in shapes.items():
+        for part, values in (("A", 0.1 * torch.randn(DIM, columns)), ("B", 0.05 * torch.randn(rows, DIM))):
+            stored[f"base_model.model.{name}.lora_{part}.weight"] = values
+            adapters[f"{name}.weight {part}"] = values.clone().requires_grad_()
+    directory.mkdir()
+    save_file(stored, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps({"r": DIM, "lora_alpha": ALPHA}))
+    return adapters
+
+
+def merged_parameters(base: Any, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the base model's parameters plus the products of the adapters."""
+
+    def delta(name: str) -> Tensor:
+        return ALPHA / DIM * adapters[f"{name}.weight B"] @ adapters[f"{name}.weight A"]
+
+    found = {}
+    for name, part in base.named_parameters():
+        prefix, _, kind = name.rpartition(".experts.")
+        numbers = range(len(part))
+        if kind == "gate_up_proj":
+            halves = [[delta(f"{prefix}.experts.{n}.{half}_proj") for half in ("gate", "up")] for n in numbers]
+            part = part.detach() + torch.stack([torch.cat(pair) for pair in halves])
+        elif kind == "down_proj":
+            part = part.detach() + torch.stack([delta(f"{prefix}.experts.{n}.down_proj") for n in numbers])
+        elif name.endswith("_proj.weight"):
+            part = part.detach() + delta(name.removesuffix(".weight"))
+        found[name] = part
+    return found
+
+
+RESUMED = [
+    pytest.param("qwen3_tied", (ParallelLayout(tp=2, pp=2), {}), (ParallelLayout(dp=2), SHARDED), id="dense"),
+    pytest.param("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), (ParallelLayout(tp=2, ep=2, etp=1), {}), id="experts"),
+]
+
+
+@pytest.mark.parametrize(("model", "first", "second"), RESUMED)
+def test_a_run_resumes_in_another_layout(
+    model: str, first: Any, second: Any, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    batch, directory = reference.make_batch(), tmp_path / "saved"
+    configs = [config_of(tiny_models[model], None, DENSE, {}, optimizer=optimizer) for _, optimizer in (first, second)]
+    with megatron_pool.group(first[0], configs[0]) as group:
+        for _ in range(2):
+            train(group, batch)
+        group.call("save_checkpoint", str(directory), {"step": 2})
+        went_on = [train(group, batch)["loss"] for _ in range(2)]
+    with megatron_pool.group(second[0], configs[1]) as group:
+        assert group.call("load_checkpoint", str(directory))[0] == {"step": 2}
+        np.testing.assert_allclose([train(group, batch)["loss"] for _ in range(2)], went_on, atol=1e-5, rtol=0)
+    weights = sum(path.stat().st_size for path in tiny_models[model].glob("*.safetensors"))
+    assert sum(path.stat().st_size for path in directory.iterdir()) < 3 * weights  # adapters with moments, no base weights
+    with (
+        megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models[model])) as group,
+        pytest.raises(WorkerError, match="LoRA adapters"),
+    ):
+        group.call("load_checkpoint", str(directory))

@@ -1,0 +1,135 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. Also says which parameters have one.
+
+PEFT names A and B `base_model.model.<module>.lora_A.weight` and `lora_B.weight`. Needs neither Megatron nor PEFT; imports
+torch only to read and write files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dagrl.config import PeftConfig
+from dagrl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AdapterShapes = Mapping[str, tuple[int, ...]]
+"""Full shape of each parameter of the base model."""
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+KEY = "policy.megatron_cfg.peft"
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def is_target(name: str, settings: PeftConfig) -> bool:
+    """Whether the parameter `name` has an adapter. Targets match whole names at the end, as in PEFT."""
+    return _is_linear(name) and (not settings.target_modules or any(_matches(name, one) for one in settings.target_modules))
+
+
+def check_adapters(settings: PeftConfig, shapes: AdapterShapes) -> None:
+    """Raises ConfigError for a target that the model does not have, CheckpointError for adapters of another model."""
+    names = [name for name in shapes if _is_linear(name)]
+    for target in settings.target_modules:
+        if not any(_matches(name, target) for name in names):
+            known = dict.fromkeys(_module(name).rpartition(".")[2] for name in names)
+            raise ConfigError(
+                f"{KEY}.target_modules has {target!r}, which no linear layer of the model is called; expected "
+                f"{', '.join(known)}, or the end of a longer name such as {_module(names[0])!r}"
+            )
+    if settings.adapter_path is not None:
+        _check_config(Path(settings.adapter_path), settings)
+        _check_shapes(Path(settings.adapter_path), settings, shapes)
+
+
+def read_adapters(directory: str | Path, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Fills A and B of each parameter in `pairs` from a directory that `check_adapters` accepts."""
+    from safetensors import safe_open
+
+    with safe_open(Path(directory) / WEIGHTS, framework="pt") as file:
+        for name, pair in pairs.items():
+            for key, tensor in zip(_keys(name), pair, strict=True):
+                tensor.copy_(file.get_tensor(key))
+
+
+def write_adapters(directory: Path, base: str, settings: PeftConfig, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Writes all adapters of the model for `PeftModel.from_pretrained`."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {key: part for name, pair in pairs.items() for key, part in zip(_keys(name), pair, strict=True)}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    content: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.dim,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": settings.use_rslora,
+        "target_modules": list(settings.target_modules) or sorted({_module(name).rpartition(".")[2] for name in pairs}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _is_linear(name: str) -> bool:
+    return name.endswith(".weight") and _module(name).rpartition(".")[2] in _LINEAR
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _matches(name: str, target: str) -> bool:
+    return f".{_module(name)}".endswith(f".{target}")
+
+
+def _keys(name: str) -> tuple[str, str]:
+    prefix = f"base_model.model.{_module(name)}"
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
+
+
+def _check_config(directory: Path, settings: PeftConfig) -> None:
+    try:
+        found = json.loads((directory / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot read {directory / CONFIG}: {error}; {KEY}.adapter_path must be a directory that PEFT or dagrl wrote"
+        ) from error
+    wanted = {"r": settings.dim, "lora_alpha": settings.alpha, "use_rslora": settings.use_rslora}
+    keys = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
+    for name, value in wanted.items():
+        if found.get(name, False) != value:
+            raise CheckpointError(
+                f"{directory / CONFIG} has {name} {found.get(name)}, but {KEY}.{keys[name]} is {value}; set "
+                f"{KEY}.{keys[name]}={found.get(name)}"
+            )
+    for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save"):
+        if found.get(name):
+            raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA or rsLoRA")
+
+
+def _check_shapes(directory: Path, settings: PeftConfig, shapes: AdapterShapes) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, (outputs, inputs) in ((name, shapes[name]) for name in shapes if is_target(name, settings)):
+        wanted |= zip(_keys(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True)
+    path = directory / WEIGHTS
+    try:
+        with safe_open(path, framework="np") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
+    for key in {**wanted, **found}:
+        if wanted.get(key) != found.get(key):
+            raise CheckpointError(
+                f"{path}: {key!r} has shape {found.get(key, 'none')}, expected {wanted.get(key, 'none')} for this model and "
+                f"{KEY}.target_modules; choose the targets that the adapters were trained with, on the same base model"
+            )
