@@ -163,8 +163,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if into is None or into.base.kind != "target":
             names = ", ".join(sorted({view.base.name for view in (taken.sources() if taken else ())})) or into
             raise ConfigError(
-                f"vLLM's loader assembles {names} in a buffer of its own, which a refit cannot follow; load this model by "
-                "refit.unmapped=load"
+                f"vLLM's loader assembles {names} in a buffer of its own, which a refit cannot follow; dagrl bench "
+                "refit_architectures lists the models that can be refitted"
             )
         self._written.add(into.base.name)
         if taken is None:
@@ -213,8 +213,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         views = [view for tensor in tracked for view in (self._view(tensor),) if view is not None]
         names = sorted({source.base.name for view in views for source in view.sources()})
         return ConfigError(
-            f"vLLM's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe; "
-            "load this model by refit.unmapped=load"
+            f"vLLM's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe; dagrl "
+            "bench refit_architectures lists the models that can be refitted"
         )
 
     def _register(self, tensor: Tensor, base: _Base) -> Tensor:
