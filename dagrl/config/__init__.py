@@ -1,5 +1,13 @@
 """The configuration of a run: all of its sections."""
 
+from dagrl.config.algorithm import (
+    AdvantageConfig,
+    AsyncGrpoConfig,
+    GrpoConfig,
+    LossConfig,
+    RewardShapingConfig,
+    SftConfig,
+)
 from dagrl.config.policy import (
     ColocatedConfig,
     DistributedDataParallelConfig,
@@ -17,33 +25,29 @@ from dagrl.config.policy import (
     VllmConfig,
 )
 from dagrl.config.run import (
-    AdvantageConfig,
-    AsyncGrpoConfig,
     CheckpointConfig,
     ClusterConfig,
     Config,
-    DataConfig,
-    DataSourceConfig,
-    EnvironmentConfig,
     ExecutorConfig,
-    FunctionConfig,
-    GrpoConfig,
     LoggerConfig,
-    LossConfig,
-    MixtureConfig,
     MlflowConfig,
     PhasesConfig,
-    ProcessConfig,
     RefitConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardShapingConfig,
-    SftConfig,
     TimeoutConfig,
     TrackioConfig,
     WandbConfig,
 )
 from dagrl.config.section import Json
+from dagrl.config.task import (
+    DataConfig,
+    DataSourceConfig,
+    EnvironmentConfig,
+    FunctionConfig,
+    MixtureConfig,
+    ProcessConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 
 __all__ = [
     "AdvantageConfig",

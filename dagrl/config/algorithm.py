@@ -1,0 +1,207 @@
+"""How the policy learns: the loss, advantages, GRPO and SFT."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dagrl.config.section import Json, Section, derived
+
+
+class LossConfig(Section):
+    """The policy loss. `dagrl.rl.losses` and `dagrl.rl.token_losses` have the formulas and their sources."""
+
+    name: str = "grpo"
+    """What each token costs: `grpo` (PPO's clipped surrogate), `gspo`, `cispo`, `reinforce`, `distill` (reverse KL
+    to the reference policy), or the import path `module:function` of your own (`dagrl.rl.token_losses`)."""
+
+    args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of your own loss function."""
+
+    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    """Weight of the KL divergence from the reference policy. 0: no reference policy, unless `policy.reference_model_name` is
+    set."""
+
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence."""
+
+    ratio_clip_min: NonNegativeFloat = 0.2
+    """The probability ratio is clipped from below at `1 - ratio_clip_min`."""
+
+    ratio_clip_max: NonNegativeFloat = 0.2
+    """The probability ratio is clipped from above at `1 + ratio_clip_max`."""
+
+    ratio_clip_c: float | None = Field(default=None, gt=1)
+    """Dual clip: a token with a negative advantage costs at most this multiple of it. null: no such bound; verl has 3."""
+
+    log_ratio_clamp: PositiveFloat | None = 20.0
+    """Clamps the logarithm of probability ratios, as verl does, so that one token cannot overflow. null: no clamp."""
+
+    kl_input_clamp_value: PositiveFloat | None = 20.0
+    """Clamps log-probability differences in the KL penalty. null: no clamp."""
+
+    kl_output_clamp_value: PositiveFloat | None = 10.0
+    """Clamps the KL penalty of each token. null: no clamp."""
+
+    token_level_loss: bool = True
+    """Average over all tokens of the batch. false: over each sequence first, then over sequences."""
+
+    sequence_length_divisor: PositiveFloat | None = None
+    """Without `token_level_loss`: divides each sequence's sum by this constant instead of its length (Dr.GRPO), such as
+    `policy.generation.max_new_tokens`. null: by its length."""
+
+    force_on_policy_ratio: bool = False
+    """Take the previous log-probabilities from the training forward pass instead of computing them beforehand. Requires one
+    optimizer step per batch (`train_global_batch_size` = prompts x generations), for which both are equal."""
+
+    use_importance_sampling_correction: bool = False
+    """Weight each token by exp(previous - generation log-probability)."""
+
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis", "seq-product-mask-tis"] = "tis"
+    """How importance weights are bounded. `tis`: clamp. `icepop`: drop tokens outside the bounds. `seq-mask-tis`: drop
+    sequences whose geometric mean is outside. `seq-product-mask-tis`: drop sequences whose product is outside."""
+
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """Upper bound of the importance weights. null: no bounds."""
+
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    """Lower bound of the importance weights, for `icepop` and `seq-mask-tis`. null: 0."""
+
+
+class AdvantageConfig(Section):
+    """How advantages come from rewards (`dagrl.rl.advantages`)."""
+
+    name: str = "group"
+    """`group`: against the other completions of the prompt (GRPO; RLOO with `grpo.use_leave_one_out_baseline`). `batch`:
+    whitened over the batch (REINFORCE++). Or the import path `module:function` of your own."""
+
+    args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of your own function."""
+
+    std: Literal["others", "group"] = "others"
+    """With `grpo.normalize_rewards` and a leave-one-out baseline: divide by the standard deviation of the other completions,
+    as NeMo-RL, or of the whole group, as TRL and verl."""
+
+    std_epsilon: NonNegativeFloat = 1e-6
+    """Added to the standard deviation, as in NeMo-RL and verl; TRL has 1e-4."""
+
+    group_baseline: bool = True
+    """With `batch`: subtract the mean of each prompt's completions first (REINFORCE++-baseline)."""
+
+
+class AsyncGrpoConfig(Section):
+    """Asynchronous GRPO: generation runs ahead while earlier batches train."""
+
+    enabled: bool = False
+    """Generate and train at the same time."""
+
+    max_trajectory_age_steps: NonNegativeInt = 1
+    """Maximum number of policy versions between the start of a group and the step that trains on it."""
+
+    in_flight_weight_updates: bool = False
+    """Update weights between two quanta while requests run. false: running requests finish first."""
+
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Recompute the KV cache of running requests after an update. false: they continue from the cache they have."""
+
+    on_checkpoint: Literal["save", "regenerate"] = "save"
+    """What a resumed run does with groups that were not trained on. `save`: keep them. `regenerate`: start again from their
+    prompts."""
+
+
+class RewardShapingConfig(Section):
+    """Soft penalty for overlong completions (DAPO, arXiv:2503.14476, equation 13)."""
+
+    enabled: bool = False
+    """Add the penalty to the reward."""
+
+    max_response_length: PositiveInt | None = None
+    """Length in tokens at which the penalty is full. null: `policy.generation.max_new_tokens`."""
+
+    overlong_buffer_length: PositiveInt = 128
+    """Tokens before `max_response_length` over which the penalty grows linearly from 0."""
+
+    overlong_buffer_penalty: NonNegativeFloat = 1.0
+    """Full penalty."""
+
+
+class GrpoConfig(Section):
+    """The GRPO loop."""
+
+    num_prompts_per_step: PositiveInt = 32
+    """Prompts per batch."""
+
+    num_generations_per_prompt: PositiveInt = Field(default=16, ge=2)
+    """Completions per prompt: the group over which advantages are computed."""
+
+    max_num_steps: PositiveInt = derived(100, "`max_num_epochs` passes over the prompts, or one")
+    """Number of GRPO steps."""
+
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the prompts that are trained on; the run ends at this or at `max_num_steps`, whichever is first. The
+    schedule and the last validation use the resulting number of steps; `use_dynamic_sampling` draws more prompts than it
+    trains on. null: no limit."""
+
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of their group."""
+
+    use_leave_one_out_baseline: bool = True
+    """Baseline: the mean reward of the group's other completions. false: of the whole group."""
+
+    use_dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and generate others in their place (DAPO)."""
+
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    """Batches dropped for one step before the run fails."""
+
+    overlong_filtering: bool = False
+    """Exclude completions that were cut off by their length from the loss."""
+
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    """Penalty for overlong completions."""
+
+    overlap_logprobs: bool = False
+    """Compute log-probabilities of finished sequences while the rest of the batch is generated. Needs separate train GPUs.
+    Rows are batched in the order they finish, so results may differ in their last bits from run to run."""
+
+    overlap_training: bool = False
+    """Accumulate gradients of scored groups while the rest of the batch is generated. Needs `overlap_logprobs` and one
+    optimizer step per batch (`train_global_batch_size` = prompts x generations)."""
+
+    async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
+    """Asynchronous GRPO."""
+
+    val_period: NonNegativeInt = 10
+    """Steps between validations. 0: only at the start and the end."""
+
+    val_at_start: bool = True
+    """Validate before the first step."""
+
+    max_val_samples: PositiveInt = 256
+    """Maximum number of samples per validation."""
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning: the whole run with algorithm `sft`, a warm start with `grpo`."""
+
+    max_num_steps: NonNegativeInt = derived(
+        100, "GRPO: 0 if `max_num_epochs` is not set; else `max_num_epochs` passes over the demonstrations, or one"
+    )
+    """Number of steps. 0 with algorithm `grpo`: no SFT first."""
+
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the demonstrations; SFT ends at this or at `max_num_steps`, whichever is first. null: no limit."""
+
+    val_period: NonNegativeInt = 20
+    """Steps between validations. 0: only at the start and the end."""
+
+    val_at_start: bool = True
+    """Validate before the first step."""
+
+    max_val_samples: PositiveInt = 256
+    """Maximum number of samples per validation."""
+
+    lr: PositiveFloat | None = derived(None, "GRPO: 1e-5 if there are SFT steps and no rate is set")
+    """Learning rate, constant over the SFT steps. null: `policy.megatron_cfg.optimizer.lr`, which follows
+    `megatron_cfg.scheduler` with algorithm `sft` and is constant with `grpo`."""

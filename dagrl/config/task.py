@@ -1,0 +1,166 @@
+"""What the policy learns from: data, rewards and environments."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from dagrl.config.section import Json, PathText, Section, Seed, derived
+
+
+class DataSourceConfig(Section):
+    """Examples from files, a dataset (`path`) or a callable (`task`)."""
+
+    path: PathText | None = None
+    """A JSONL file of prompt and response or of messages (and `tools`); a Hugging Face dataset on disk (written by
+    `save_to_disk`, a Parquet or Arrow file, or a directory of data files); or one on the Hub, `owner/name`."""
+
+    subset: str | None = None
+    """Subset of the dataset, such as `main` of openai/gsm8k. null: its only one."""
+
+    val_path: PathText | None = None
+    """Validation examples, in the formats of `path`. null: `val_split`, or else a share `val_fraction` of `path`."""
+
+    split: str = "train"
+    """Split of the dataset to train on."""
+
+    val_split: str | None = None
+    """Split of the dataset to validate on."""
+
+    val_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Share of `path` held out for validation if there is neither `val_path` nor `val_split`."""
+
+    task: str | None = None
+    """Import path of a callable that makes the examples, such as `dagrl.rl.tasks:arithmetic`. Replaces `path`."""
+
+    task_args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of `task`."""
+
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+
+    response_key: str = "response"
+    """Column of the response, the reference of GRPO."""
+
+    messages_key: str = "messages"
+    """Column of the messages of a conversation."""
+
+
+class MixtureConfig(DataSourceConfig):
+    """One of several sources of examples, with the keys of `data`."""
+
+    weight: PositiveFloat | None = None
+    """Share of the examples that are drawn from it, relative to the other weights. null: its number of examples."""
+
+
+class DataConfig(DataSourceConfig):
+    """Training and validation examples: of one source (`path` or `task`), or of several (`mixture`)."""
+
+    mixture: dict[str, MixtureConfig] = Field(default_factory=dict)
+    """Several sources by task name. Each batch has their examples in the shares of their weights. Rewards get the name as
+    `task`, and there are metrics for each. Replaces `path` and `task`."""
+
+    apply_chat_template: bool = derived(False, "true if the tokenizer has a chat template")
+    """Make a conversation of each prompt and response: a user turn and an assistant turn."""
+
+    system_prompt: str | None = None
+    """System message in front of each conversation that has none. null: none."""
+
+    shuffle: bool = True
+    """Shuffle the examples in every epoch."""
+
+    seed: Seed = 0
+    """Seed of the shuffling and of the held-out share."""
+
+    assistant_turns: Literal["all", "each", "last"] = "all"
+    """Assistant turns of a conversation that SFT learns. `all`: every turn, in one row; the chat template must only append,
+    or mark what is generated. `each`: every turn, each in a row that ends with it. `last`: the last turn only."""
+
+    too_long: Literal["error", "drop"] = "error"
+    """What to do with an example longer than the largest bucket."""
+
+
+class ProcessConfig(Section):
+    """How a user's functions and environments run. See `dagrl.rl.functions`."""
+
+    timeout_s: PositiveFloat = 10.0
+    """Deadline of one answer, in seconds."""
+
+    call_timeout_s: PositiveFloat | None = None
+    """Deadline of a whole call, including the samples of a failed batch that are retried one at a time. null: 4 *
+    `timeout_s`; none if the function takes one sample at a time and is not a coroutine function."""
+
+    start_timeout_s: PositiveFloat = 60.0
+    """Deadline for a process to import the function. The first process to miss it ends the run."""
+
+    num_workers: PositiveInt = 1
+    """Processes that run the function."""
+
+    max_concurrency: PositiveInt | None = None
+    """Calls of a coroutine function of single samples under way at once in each process, such as requests to a remote
+    judge. Waiting calls have not begun their `timeout_s`. null: all samples of a group."""
+
+    max_failed_share: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of failed samples in a training step or a validation; above it the run ends. A training step in which
+    all samples fail always ends it."""
+
+
+class FunctionConfig(ProcessConfig):
+    """How a user's function of texts runs."""
+
+    batched: bool = True
+    """The function takes lists of texts. false: the texts of one sample."""
+
+
+class RewardFunctionConfig(FunctionConfig):
+    """One of several reward functions; see `reward.functions`."""
+
+    function: str
+    """Import path of the reward function."""
+
+    tasks: tuple[str, ...] | None = None
+    """Tasks of `data.mixture` whose samples it rewards. null: all."""
+
+
+class RewardConfig(FunctionConfig):
+    """The reward of a sample: of one function, or the weighted sum of several; see docs/rewards.md."""
+
+    function: str | None = "dagrl.rl.rewards:exact_match"
+    """Import path of the reward function. null: the only rewards are those of the environment's turns."""
+
+    functions: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
+    """Several reward functions by name, each with its own deadlines and processes. Replaces `function`."""
+
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each named part in the reward; 1 for parts without one. Parts are the keys that `function` returns; of
+    `functions` they are the function's name, or `<name>/<key>`."""
+
+    shuffle: bool = False
+    """Permute the rewards over the samples: a control run that cannot learn."""
+
+
+class EnvironmentConfig(ProcessConfig):
+    """The environment of multi-turn rollouts: answers each turn of the policy. See docs/rewards.md."""
+
+    function: str | None = None
+    """Import path of a class, or of a function that returns an object, with the methods `reset`, `step` and `close`, such as
+    `my_task:Calculator`. It is called for each sequence. null: sequences have one turn."""
+
+    args: dict[str, Json] = Field(default_factory=dict)
+    """Keyword arguments of `function`."""
+
+    tools: tuple[str, ...] = ()
+    """Import paths of Python functions that the policy may call, instead of `function`. The chat template shows their JSON
+    schemas; a turn without a call ends the sequence."""
+
+    tool_parser: str = "hermes"
+    """vLLM's parser of the model's tool calls, as in `vllm serve --tool-call-parser`."""
+
+    max_turns: PositiveInt = 4
+    """Maximum number of policy turns per sequence."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether sequences have an environment."""
+        return self.function is not None or bool(self.tools)
