@@ -454,7 +454,7 @@ class _Interrupted(list[tuple[torch.Tensor, int]]):
 def aborted_while_posting(place: Place) -> object:
     """A channel is aborted while a group is posted: the posting thread raises, at the latest in its wait, and so do peers.
 
-    The error of each rank, that of whoever tries again, and descriptors and threads after each round.
+    The error of each rank, that of the rank that tries again, and descriptors and threads after each round.
     """
     counts = []
     for address in (place.spec.address, *(f"127.0.0.1:{port}" for port in place.side_ports)):

@@ -1,4 +1,4 @@
-"""Where the tests find GSM8K: where `DAGRL_GSM8K` says, or in `shared/data` beside the checkout."""
+"""Where the tests find GSM8K: where `DAGRL_GSM8K` says, or in `shared/data` next to the checkout."""
 
 from __future__ import annotations
 

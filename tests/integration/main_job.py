@@ -117,7 +117,7 @@ class Run:
 
     @property
     def shown(self) -> str:
-        """What stands on the terminal now."""
+        """What the terminal shows now."""
         return screen(b"".join(self._shown).decode(errors="replace"))
 
     @property

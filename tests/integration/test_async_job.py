@@ -1,6 +1,6 @@
 """Asynchronous GRPO with Megatron and vLLM: updates in flight, a stop with unfinished sequences, and a resume.
 
-Every policy version is exported; the truth of each token's log-probability is transformers on the version beside it.
+Every policy version is exported; the truth of each token's log-probability is transformers on the version next to it.
 """
 
 from __future__ import annotations

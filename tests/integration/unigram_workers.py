@@ -32,9 +32,9 @@ from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.telemetry.metrics import ENTROPY, StepMetrics, merge_step_metrics
 
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
-TRUTH = "truth.jsonl"  # beside the run: the logits of each version, as generation received them
-DIED = "died"  # beside the run: a worker was killed
-EXCHANGES = "exchanges.jsonl"  # beside the run: what each role gave up and took back, in order
+TRUTH = "truth.jsonl"  # next to the run: the logits of each version, as generation received them
+DIED = "died"  # next to the run: a worker was killed
+EXCHANGES = "exchanges.jsonl"  # next to the run: what each role gave up and took back, in order
 
 
 class UnigramWorker:
