@@ -25,6 +25,9 @@ from dagrl.runtime.deadline import Deadline
 GRACE_S = 1.0
 """Seconds after the deadline in which a process reports which coroutines missed it."""
 
+START_TRIES = 3
+"""Processes in a row that may end while they import the function."""
+
 
 class FunctionProcess:
     """One process, started when it is first needed and again after it was lost."""
@@ -48,6 +51,7 @@ class FunctionProcess:
         self._connection: Connection | None = None
         self._failure: RunError | None = None  # of a background start
         self._imported = False  # by this process or an earlier one
+        self._lost_starts = 0  # in a row
         self._closed = False
         self._changing = threading.Lock()
 
@@ -121,18 +125,35 @@ class FunctionProcess:
         connection = self._connection
         if connection is None:
             connection = self._launch()
-            if not connection.poll(self._start.seconds):
+            problem = self._import_failure(connection)
+            if problem is not None:
                 self.close()
-                raise RunError(
-                    f"{self._command[1]} {self._command[0]} was not imported within {self._start.key} = "
-                    f"{self._start.seconds:g} s; raise it, or make the module's import faster"
-                )
-            failure = connection.recv()
-            if failure is not None:
-                self.close()
-                raise RunError(f"{failure}. The driver could import it, but the process that runs it could not")
-            self._imported = True
+                raise RunError(problem)
+            self._imported, self._lost_starts = True, 0
         return connection
+
+    def _import_failure(self, connection: Connection) -> str | None:
+        """Waits until a new process has imported the function; returns what went wrong, if anything.
+
+        Raises EOFError for a process that ended meanwhile, which is tried again `START_TRIES` times.
+        """
+        name = f"{self._command[1]} {self._command[0]}"
+        if not connection.poll(self._start.seconds):
+            return (
+                f"{name} was not imported within {self._start.key} = {self._start.seconds:g} s; raise it, or make the "
+                "module's import faster"
+            )
+        try:
+            failure = connection.recv()
+        except (EOFError, OSError):
+            self._lost_starts += 1
+            if self._closed or self._lost_starts < START_TRIES:
+                raise
+            return (
+                f"the process of {name} ended {self._lost_starts} times while it imported the function; see its output "
+                "above. Expected: a module that only defines things. Check what its import does, and the machine's memory"
+            )
+        return None if failure is None else f"{failure}. The driver could import it, but the process that runs it could not"
 
     def _launch(self) -> Connection:
         """Starts a process and returns the connection to it."""
