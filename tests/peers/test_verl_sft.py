@@ -1,0 +1,88 @@
+"""verl's SFT trainer, with one line changed: the losses are those of the trainer as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import ray
+import torch
+from hydra import compose, initialize_config_module
+from verl.trainer import sft_trainer_ray
+
+from dagrl.embed.verl import accelerate
+from tests.peers.test_verl_training import ENGINE, STEPS, WORKERS, model  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("verl_cluster")
+
+
+def sft_config(model: str, data: Path, logs: Path) -> Any:
+    overrides = [
+        f"model.path={model}",
+        "model.use_remove_padding=False",
+        "++model.override_config.attn_implementation=sdpa",
+        f"data.train_files={data}",
+        "data.train_batch_size=8",
+        "data.micro_batch_size_per_gpu=2",
+        "data.use_dynamic_bsz=False",
+        "data.max_length=64",
+        "data.max_token_len_per_gpu=512",
+        "data.ignore_input_ids_mismatch=True",
+        *[f"++engine.{name}={value}" for name, value in ENGINE.items()],
+        "optim.lr=1e-3",
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={WORKERS}",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.total_epochs=1",
+        "trainer.logger=[console]",
+        f"trainer.default_local_dir={logs}",
+        "trainer.resume_mode=disable",
+        "trainer.balance_batch=False",
+        "checkpoint.save_contents=[]",
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("sft_trainer_engine", overrides)
+
+
+class Losses:
+    """In place of verl's `Tracking`: keeps the losses that the trainer logs."""
+
+    logged: list[float]
+
+    def __init__(self, **settings: Any) -> None:
+        Losses.logged = []
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        if "train/loss" in data:
+            Losses.logged.append(data["train/loss"])
+
+
+def test_an_sft_trainer_of_verl_runs_with_one_line_changed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    words = [[f"w{3 + number}" for number in torch.randint(400, (12,), generator=generator).tolist()] for _ in range(32)]
+    rows = [
+        [{"role": "user", "content": " ".join(row[:5])}, {"role": "assistant", "content": " ".join(row[5:])}]
+        for row in words
+    ]
+    pandas.DataFrame({"messages": rows}).to_parquet(tmp_path / "train.parquet")
+    monkeypatch.setattr(sft_trainer_ray, "Tracking", Losses)
+    losses = []
+    for accelerated in (False, True):
+        torch.manual_seed(0)
+        trainer = sft_trainer_ray.SFTTrainer(sft_config(model, tmp_path / "train.parquet", tmp_path / "logs"))
+        monkeypatch.setattr(trainer.ckpt_handler, "save_checkpoint", lambda step: None)
+        workers = trainer.training_client.workers
+        if accelerated:
+            trainer.training_client = accelerate(trainer.training_client)
+        trainer.fit()
+        losses.append(Losses.logged)
+        for worker in workers:
+            ray.kill(worker)
+        for group in trainer.resource_pool.pgs:
+            ray.util.remove_placement_group(group)
+    assert len(losses[0]) == STEPS
+    assert losses[1] == losses[0]
