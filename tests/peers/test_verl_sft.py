@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 from verl.trainer import sft_trainer_ray
 
 from dagrl.embed.verl import accelerate
-from tests.peers.test_verl_training import ENGINE, STEPS, WORKERS, model  # noqa: F401
+from tests.peers.test_verl_training import ENGINE, STEPS, WORKERS
 
 pytestmark = pytest.mark.usefixtures("verl_cluster")
 

@@ -12,7 +12,6 @@ import ray
 import torch
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -20,10 +19,11 @@ from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
 from verl.workers.utils.losses import sft_loss
 
 from dagrl.embed.verl import accelerate
+from tests.peers.conftest import VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("verl_cluster")
 
-WORKERS, VOCABULARY, STEPS = 2, 512, 3
+WORKERS, STEPS = 2, 3
 ENGINE = {
     "strategy": "fsdp2",
     "use_dynamic_bsz": False,
@@ -33,26 +33,6 @@ ENGINE = {
     "use_torch_compile": False,
     "dtype": "float32",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Qwen3 with random weights and a tokenizer of one token per word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, **sizes
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))  # noqa: S106
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w1", eos_token="w2")  # noqa: S106
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 def worker_group(model: str) -> Any:
