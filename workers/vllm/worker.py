@@ -66,8 +66,8 @@ class VllmWorker:
         compute_dtype(config, hf_config)
         if has_fp8_kv_cache(config):
             check_family(hf_config)
-        check_head_size(config, hf_config)
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
+        check_head_size(config, hf_config)
 
     @staticmethod
     def describe(
