@@ -291,7 +291,7 @@ def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_pat
             "dynamic",
             grpo={"use_dynamic_sampling": True, "max_num_steps": steps, "val_at_start": False, "val_period": 0},
             reward={"function": "tests.integration.unigram_task:likes_some"},
-            environment={"function": "tests.integration.unigram_task:says_nines", "max_turns": 4},
+            environment={"function": "tests.integration.unigram_task:SaysNines", "max_turns": 4},
             checkpointing={"save_period": 1, "resume": True},
         )
         run_grpo(config)

@@ -71,7 +71,7 @@ def test_the_terminal_shows_progress(learned: Run) -> None:
         assert f"✓ {text}" in learned.shown
     for text in (f"{GRPO_STEPS}/{GRPO_STEPS} steps", "Where the time went", "train_step", "Written"):
         assert text in learned.shown
-    for text in ("━", "GRPO", "reward 0.", "loss ", "kl ", "tokens/s", "generate 0."):
+    for text in ("━", "GRPO", "reward 0.", "loss ", "kl ", "tokens/s", "left, until"):
         assert text in learned.drawn
 
 

@@ -102,4 +102,4 @@ def accumulate(group: Group, batch: Batch, rows: Sequence[int], parts: int = 0) 
 
 def per_rank(group: Group, batch: Batch) -> list[tuple[Batch, str]]:
     shards = shard_batches(batch, group.layout)
-    return [(shards[group.layout.coordinates(rank).dp], "grpo") for rank in range(group.layout.world_size)]
+    return [(shards[group.layout.coordinates(rank).dp], "policy") for rank in range(group.layout.world_size)]

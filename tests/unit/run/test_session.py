@@ -90,7 +90,7 @@ def test_a_skipped_optimizer_step_is_logged(norm: float | None, warned: bool, ca
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     session = MagicMock(config=SimpleNamespace(checkpointing=SimpleNamespace(enabled=enabled)))
-    monkeypatch.setattr("dagrl.run.start.open_session", lambda config, plans: nullcontext(session))
+    monkeypatch.setattr("dagrl.run.start.open_session", lambda *args: nullcontext(session))
     with pytest.raises(StopRequestedError), run_session(configuration(), lambda config: []):
         raise StopRequestedError
     assert session.checkpoints.save_last.called == enabled
