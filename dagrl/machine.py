@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -50,6 +50,15 @@ def visible_gpus(present: Sequence[str]) -> list[str]:
         else:
             break
     return found
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a worker's GPU: free ones, all, and what each part of the worker's state takes."""
+
+    free: int
+    total: int
+    parts: Mapping[str, int]
 
 
 @dataclass(frozen=True)

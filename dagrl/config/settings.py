@@ -72,6 +72,11 @@ def is_colocated(config: Config) -> bool:
     return config.algorithm == "grpo" and generation is not None and generation.colocated.enabled
 
 
+def takes_turns(config: Config) -> bool:
+    """Whether colocated workers may have to move state off their GPU while the other role works."""
+    return is_colocated(config) and generation_config(config).colocated.exchange != "never"
+
+
 def device_count(config: Config) -> int:
     """GPUs of a run, or workers if there are no GPUs. Colocated roles share theirs."""
     sizes = [layout.world_size for layout in layouts(config).values()]
@@ -316,10 +321,11 @@ def _check_colocated(config: Config) -> None:
             "on their GPUs; set one to false"
         )
     kept = config.policy.reference_weights == "device" and uses_reference(config)
-    if is_colocated(config) and kept:
+    if takes_turns(config) and kept:
         raise ConfigError(
             "policy.generation.colocated.enabled is true, but policy.reference_weights is 'device', which keeps the "
-            "reference policy on the GPU during generation; set policy.reference_weights to host"
+            "reference policy on the GPU during generation; set policy.reference_weights to host, or "
+            "policy.generation.colocated.exchange to never"
         )
 
 
@@ -372,10 +378,10 @@ def _check_cuda_graphs(config: Config) -> None:
             f"{option}, and so is activation_checkpointing, which reads the random generator's state: a graph cannot "
             "capture that. Set one to false"
         )
-    if is_colocated(config):
+    if takes_turns(config):
         raise ConfigError(
-            f"{option}, and so is policy.generation.colocated.enabled: weights return at other addresses in every step, and "
-            "graphs would have to be captured again each time. Set one to false"
+            f"{option}, and so is policy.generation.colocated.enabled: weights that leave the GPU return at other addresses, "
+            "and graphs would have to be captured again. Set policy.generation.colocated.exchange=never, or cuda_graphs=false"
         )
     varlen = policy.sequence_packing.enabled or megatron.layout.cp > 1
     if varlen and policy.precision != "bfloat16":

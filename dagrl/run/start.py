@@ -267,8 +267,8 @@ def _shared_devices(config: Config, groups: Sequence[WorkerGroup], clock: PhaseC
     if not is_colocated(config):
         return None
     train, generation = groups
-    level = generation_config(config).colocated.sleep_level
-    return SharedDevices(train, generation, level, clock.measure, config.timeouts.replay)
+    colocated = generation_config(config).colocated
+    return SharedDevices(train, generation, colocated.sleep_level, clock.measure, config.timeouts.replay, colocated.exchange)
 
 
 def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
@@ -308,6 +308,8 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     if any(plan.name == "reference_logprobs" for plan in plans):
         session.train.call("snapshot_reference")  # for the warm-up only
     scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
+    if replays.shared is not None:
+        replays.shared.settle()
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:

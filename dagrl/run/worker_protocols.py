@@ -10,6 +10,7 @@ from typing import Protocol
 
 from dagrl.config import Config, Json
 from dagrl.config.settings import is_colocated, uses_reference
+from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
 from dagrl.rl.generation import FinishedRequest
@@ -83,11 +84,15 @@ class StateOffloader(Protocol):
     """A train worker that shares its GPU with generation (`policy.generation.colocated`)."""
 
     def offload(self, parts: tuple[str, ...], /) -> None:
-        """Moves `weights`, `gradients` or `optimizer` to host memory."""
+        """Moves `weights`, `gradients` or `optimizer` to host memory, and frees memory that no tensor uses."""
         ...
 
     def reload(self, parts: tuple[str, ...], /) -> None:
         """Moves them back."""
+        ...
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Returns the memory of its GPU; None without one."""
         ...
 
 

@@ -28,6 +28,7 @@ OVERRIDES = (
     "policy.precision=bfloat16",
     "policy.megatron_cfg.data_parallel_size=1",
     "policy.generation.colocated.enabled=true",
+    "policy.generation.colocated.exchange=always",
     "policy.generation.vllm_cfg.enforce_eager=false",
     f"policy.generation.vllm_cfg.kv_cache_memory_bytes={KV_CACHE}",
     "sft.max_num_steps=12",
@@ -59,6 +60,21 @@ def test_engines_agree_in_every_step(session: Session) -> None:
     for line in lines:
         assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
         assert float(line["timing_s/exchange"]) > 0  # type: ignore[arg-type]
+
+
+def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
+    """On a GPU with room for both roles nothing moves, and the engines agree as they do with exchanges."""
+    auto = ("policy.generation.colocated.exchange=auto", "sft.max_num_steps=0", f"output_dir={tmp_path}")
+    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, *auto])
+    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
+        free = torch.cuda.mem_get_info()[0]
+        train_grpo(session, reward)
+        assert abs(torch.cuda.mem_get_info()[0] - free) < KV_CACHE / 4
+        lines = [line for line in read_metrics(session.recorder.paths.metrics) if line["stage"] == "grpo" and "loss" in line]
+    assert len(lines) == 5
+    for line in lines:
+        assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
+        assert "timing_s/exchange" not in line
 
 
 def test_memory_changes_hands(session: Session) -> None:

@@ -20,7 +20,7 @@ from tests.integration.unigram_workers import EXCHANGES
 TO_TRAIN = [("generation", "sleep"), ("train", "reload")]
 TO_REFIT = [("train", "offload"), ("generation", "wake_up")]
 TO_GENERATE = [("train", "offload"), ("generation", "wake_up")]
-COLOCATED = {"generation": {"colocated": {"enabled": True}}}
+COLOCATED = {"generation": {"colocated": {"enabled": True, "exchange": "always"}}}
 
 
 def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dagrl.config import Json
 from dagrl.config.settings import uses_reference
 from dagrl.errors import ConfigError, RunError
+from dagrl.machine import DeviceMemory
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.shapes import Array, Batch
@@ -205,6 +206,19 @@ class MegatronWorker(MegatronWorkerBase):
         """Reverses `offload`. Addresses of tensors may change."""
         with self._running():
             self._ready().offloader.reload(what)
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Returns the memory of this worker's GPU; None without one. The parts are those of `offload`."""
+        import torch
+
+        from dagrl.workers.megatron.offload import STATE_PARTS
+
+        if self._device.type != "cuda":
+            return None
+        with self._running():
+            offloader = self._ready().offloader
+            free, total = torch.cuda.mem_get_info(self._device)
+            return DeviceMemory(free, total, {part: offloader.nbytes(part) for part in STATE_PARTS})
 
     def prepare_for_logprobs(self, step: int) -> None:
         """Starts moving the optimizer's state to the host while log-probabilities are computed."""
