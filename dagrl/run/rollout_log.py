@@ -14,7 +14,7 @@ from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker_group import WorkerGroup
-from dagrl.telemetry.rollouts import RolloutFiles
+from dagrl.telemetry.rollouts import RolloutFiles, load_writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -31,7 +31,7 @@ class RolloutLog:
         self._files, self._train, self._deadline = files, train, deadline
         self._texts = TokenTexts(tokenizer)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._writing: Future[None] | None = None
+        self._writing: Future[None] = self._pool.submit(load_writer)
 
     def __enter__(self) -> Self:
         return self
@@ -53,8 +53,7 @@ class RolloutLog:
         self._writing = self._pool.submit(self._write, groups, batch, kept.result(), step)
 
     def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
+        self._writing.result()
 
     def _kept(self) -> Kept:
         """The columns of all workers; none from a worker class without the method."""
