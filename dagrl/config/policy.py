@@ -298,11 +298,12 @@ class ColocatedConfig(Section):
     """Fraction of a GPU that Ray accounts to the train worker; the generation worker gets the rest."""
 
     exchange: Literal["auto", "always", "never"] = "auto"
-    """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during warm-up.
-    always: everything. never: nothing, and a run ends if memory is too small."""
+    """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during
+    warm-up. always: everything. never: nothing, and a run ends if memory is too small."""
 
     sleep_level: Literal[1, 2] = 2
-    """Where generation's weights are during training, if generation sleeps. 1: in host memory. 2: dropped, and sent again by the refit."""
+    """Where generation's weights are while it sleeps during training. 1: in host memory. 2: dropped, and sent again by the
+    refit."""
 
 
 class GenerationConfig(Section):

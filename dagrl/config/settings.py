@@ -380,8 +380,9 @@ def _check_cuda_graphs(config: Config) -> None:
         )
     if takes_turns(config):
         raise ConfigError(
-            f"{option}, and so is policy.generation.colocated.enabled: weights that leave the GPU return at other addresses, "
-            "and graphs would have to be captured again. Set policy.generation.colocated.exchange=never, or cuda_graphs=false"
+            f"{option}, and so is policy.generation.colocated.enabled: weights that leave the GPU return at other "
+            "addresses, and graphs would have to be captured again. Set policy.generation.colocated.exchange=never, or "
+            "cuda_graphs=false"
         )
     varlen = policy.sequence_packing.enabled or megatron.layout.cp > 1
     if varlen and policy.precision != "bfloat16":

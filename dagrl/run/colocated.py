@@ -61,7 +61,8 @@ class Residency:
     def __str__(self) -> str:
         if self.generation:
             return "all of it stays on the GPUs"
-        return f"{' and '.join(self.train) or 'nothing'} of the train state stays on the GPUs, generation sleeps during training"
+        kept = " and ".join(self.train) or "nothing"
+        return f"{kept} of the train state stays on the GPUs, generation sleeps during training"
 
 
 NONE, ALL = Residency(), Residency(TRAIN_PARTS, generation=True)

@@ -19,7 +19,7 @@ ROLES = (("train",), ("train", "generation"), ("generation",))
 
 
 class SimulatedGpu:
-    """Counts the bytes of both sides. `train` and `generation` stand for the worker groups. A training phase caches memory."""
+    """Counts the bytes of both sides, and is the worker group of both. A training phase caches memory."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -27,7 +27,6 @@ class SimulatedGpu:
         self.cached = 0
         self.awake = set(GENERATION)
         self.calls: list[str] = []
-        self.train = self.generation = self
 
     @property
     def used(self) -> int:
