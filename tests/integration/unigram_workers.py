@@ -89,6 +89,9 @@ class UnigramTrainer(UnigramWorker):
         self.held |= set(parts)
         self.exchanged("reload", list(parts))
 
+    def device_memory(self) -> None:
+        """It has no GPU."""
+
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         from dagrl.rl.losses import Denominators, divided, loss_denominator
 
