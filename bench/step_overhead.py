@@ -31,7 +31,7 @@ from dagrl.errors import LayoutError
 from dagrl.graphs.generate import generate
 from dagrl.graphs.logprobs import logprobs, reference_logprobs
 from dagrl.graphs.refit import refit
-from dagrl.graphs.train import sft_step, train_step
+from dagrl.graphs.train import demonstration_step, train_step
 from dagrl.refit import RefitReport, merge_reports
 from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, pack_generated
 from dagrl.runtime.layout import ParallelLayout
@@ -56,7 +56,7 @@ SECONDS = {
     "reference_logprobs": 0.04,
     "train_step": 0.12,
     "refit": 0.01,
-    "sft_step": 1.0,
+    "demonstration_step": 1.0,
 }
 DEADLINE_S = 240.0
 
@@ -71,7 +71,7 @@ class SleepingWorker:
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         """Returns as many metrics as a GRPO step reports."""
-        _compute("sft_step" if loss == "likelihood" else "train_step")
+        _compute("demonstration_step" if loss == "likelihood" else "train_step")
         names = [f"metric {number}" for number in range(12)]
         return StepMetrics(dict.fromkeys(names, 1.0), {"largest": 1.0}, {"lr": 1.0}) if self._reports else StepMetrics()
 
@@ -207,7 +207,7 @@ def scheduler_of(kind: str, made: Sequence[WorkerGroup], executor: str) -> Itera
     options = SchedulerOptions(executor=executor, fallback="error", compile_s=DEADLINE_S, warmup_s=DEADLINE_S)  # type: ignore[arg-type]
     with Scheduler(made, options) as scheduler:
         scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
-        for phase in (train_step, logprobs, reference_logprobs, generate) if kind == "grpo" else (sft_step,):
+        for phase in (train_step, logprobs, reference_logprobs, generate) if kind == "grpo" else (demonstration_step,):
             scheduler.add(phase, buckets=[bucket], scalars=scalars, result_bytes=rows_bytes)
         if kind == "grpo":
             scheduler.add(refit, warmup_value=0)
@@ -218,7 +218,9 @@ def scheduler_of(kind: str, made: Sequence[WorkerGroup], executor: str) -> Itera
 
 def one_step(kind: str, scheduler: Scheduler, step: int, shards: int) -> tuple[float, float]:
     """Returns the seconds of a step and of its slowest workers' own time."""
-    inputs = grpo_inputs(step, ROWS * shards) if kind == "grpo" else [(sft_step, _batch(ROWS * shards, ("loss_mask",)))]
+    inputs = (
+        grpo_inputs(step, ROWS * shards) if kind == "grpo" else [(demonstration_step, _batch(ROWS * shards, ("loss_mask",)))]
+    )
     started, replays = time.perf_counter(), []
     for phase, value in inputs:
         replays.append(scheduler.replay(phase, value))

@@ -52,7 +52,7 @@ class Contender(Protocol):
 
 
 class DagrlSteps:
-    """Replays `sft_step` on worker groups around actors that are started once."""
+    """Replays `demonstration_step` on worker groups around actors that are started once."""
 
     name = "dagrl"
 
@@ -101,7 +101,7 @@ class DagrlSteps:
         ]
 
     def ready(self) -> None:
-        from dagrl.graphs.train import sft_step
+        from dagrl.graphs.train import demonstration_step
         from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 
         self.group.wait(self._building, Deadline(DEADLINE_S, "DEADLINE_S"), "become")
@@ -110,18 +110,18 @@ class DagrlSteps:
         bucket = Bucket(self._batch.rows // self.group.layout.dp, self._batch.tokens)
         token_ids = int(self._batch["tokens"].max()) + 1
         scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
-        self._scheduler.add(sft_step, buckets=[bucket], scalars=scalars, token_ids=token_ids)
+        self._scheduler.add(demonstration_step, buckets=[bucket], scalars=scalars, token_ids=token_ids)
         self._scheduler.compile()
         self._scheduler.warmup()
 
     def take(self, steps: int) -> Turn:
-        from dagrl.graphs.train import sft_step
+        from dagrl.graphs.train import demonstration_step
         from dagrl.telemetry.metrics import merge_step_metrics
 
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
-            replay = self._scheduler.replay(sft_step, self._batch)
+            replay = self._scheduler.replay(demonstration_step, self._batch)
             parts = replay.result()
             seconds.append(time.perf_counter() - start)
             assert replay.timing is not None

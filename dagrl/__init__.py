@@ -32,8 +32,9 @@ if TYPE_CHECKING:
         WorkerFailure,
     )
     from dagrl.refit import Refit
+    from dagrl.rl.algorithm import Algorithm
     from dagrl.rl.token_losses import TokenBatch
-    from dagrl.run.worker_protocols import GenerationWorker, GrpoTrainWorker, TrainWorker
+    from dagrl.run.worker_protocols import GenerationWorker, RolloutTrainWorker, TrainWorker
     from dagrl.runtime.arguments import Arguments
     from dagrl.runtime.codec import Codec, register_codec
     from dagrl.runtime.layout import ParallelLayout
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from dagrl.runtime.worker_group import Resources, WorkerGroup
 
 __all__ = [
+    "Algorithm",
     "Arguments",
     "Batch",
     "Bucket",
@@ -59,7 +61,6 @@ __all__ = [
     "Field",
     "GenerationWorker",
     "GraphError",
-    "GrpoTrainWorker",
     "Input",
     "LayoutError",
     "MissingDependencyError",
@@ -70,6 +71,7 @@ __all__ = [
     "RefitPlanError",
     "Replay",
     "Resources",
+    "RolloutTrainWorker",
     "RunError",
     "Scheduler",
     "SchedulerOptions",
@@ -92,8 +94,9 @@ __all__ = [
 
 _MODULES = {
     "dagrl.refit": ("Refit",),
+    "dagrl.rl.algorithm": ("Algorithm",),
     "dagrl.rl.token_losses": ("TokenBatch",),
-    "dagrl.run.worker_protocols": ("GenerationWorker", "GrpoTrainWorker", "TrainWorker"),
+    "dagrl.run.worker_protocols": ("GenerationWorker", "RolloutTrainWorker", "TrainWorker"),
     "dagrl.runtime.arguments": ("Arguments",),
     "dagrl.runtime.codec": ("Codec", "register_codec"),
     "dagrl.runtime.layout": ("ParallelLayout",),

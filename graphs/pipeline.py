@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from dagrl.errors import DataError, GraphError
-from dagrl.graphs.train import SFT_INPUTS
+from dagrl.graphs.train import ROWS
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
 from dagrl.runtime.shapes import Batch, InputSpec
@@ -74,7 +74,7 @@ def pipeline_phase(
     microbatches: int = 8,
     transport: str = SHARED_MEMORY,
     *,
-    inputs: InputSpec = SFT_INPUTS,
+    inputs: InputSpec = ROWS,
     name: str = "pipeline_step",
 ) -> Phase:
     """The phase of one optimizer step over the pipeline stages of the `train` group.

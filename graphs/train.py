@@ -5,38 +5,38 @@ from __future__ import annotations
 from dagrl.runtime.phase import Input, Shard, Value, join, phase
 from dagrl.runtime.shapes import Field
 
-SFT_INPUTS = {"tokens": Field("int64"), "lengths": Field("int64", "row"), "loss_mask": Field("float32")}
+ROWS = {"tokens": Field("int64"), "lengths": Field("int64", "row"), "loss_mask": Field("float32")}
 
-GRPO_INPUTS = {
-    **SFT_INPUTS,
+SAMPLES = {
+    **ROWS,
     "advantages": Field("float32"),
     "generation_logprobs": Field("float32"),
     "row_ids": Field("int64", "row"),  # of the log-probabilities that the workers hold
 }
 
 
-@phase(inputs=SFT_INPUTS)
-def sft_step(train: Shard, batch: Input) -> Value:
+@phase(inputs=ROWS)
+def demonstration_step(train: Shard, batch: Input) -> Value:
     """One optimizer step on demonstrations."""
     metrics = train.map("train_step", batch, loss="likelihood")
     return train.reduce("merge_metrics", metrics)
 
 
-@phase(inputs=GRPO_INPUTS)
+@phase(inputs=SAMPLES)
 def train_step(train: Shard, batch: Input) -> Value:
-    """One optimizer step of GRPO on generated sequences."""
+    """One optimizer step on generated sequences, by the run's algorithm."""
     metrics = train.map("train_step", batch, loss="policy")
     return train.reduce("merge_metrics", metrics)
 
 
-@phase(inputs=GRPO_INPUTS)
+@phase(inputs=SAMPLES)
 def accumulate_gradients(train: Shard, batch: Input) -> Value:
-    """Accumulates gradients of a part of a GRPO step while other sequences are generated. `train_step` adds the rest."""
+    """Accumulates gradients of a part of a step while other sequences are generated. `train_step` adds the rest."""
     return join(train.map("accumulate_gradients", batch, loss="policy"))
 
 
-@phase(inputs=SFT_INPUTS)
+@phase(inputs=ROWS)
 def evaluate(train: Shard, batch: Input) -> Value:
-    """The SFT loss of held-out demonstrations, without training."""
+    """The loss of held-out demonstrations, without training."""
     metrics = train.map("evaluate", batch, loss="likelihood")
     return train.reduce("merge_metrics", metrics)

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from dagrl.run.worker_protocols import (
         BackgroundSaver,
         GenerationWorker,
-        GrpoTrainWorker,
         HuggingFaceExporter,
         ModelHooks,
         ReferenceHolder,
+        RolloutTrainWorker,
         SleepingEngine,
         StateOffloader,
     )
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     def _megatron_fits(
         worker: MegatronWorker,
     ) -> tuple[
-        GrpoTrainWorker, BackgroundSaver, HuggingFaceExporter, ReferenceHolder, StateOffloader, ModelHooks, WorkerHooks
+        RolloutTrainWorker, BackgroundSaver, HuggingFaceExporter, ReferenceHolder, StateOffloader, ModelHooks, WorkerHooks
     ]:
         return worker, worker, worker, worker, worker, worker, worker
 

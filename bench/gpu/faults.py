@@ -166,9 +166,8 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.environ[DEATHS] = str(directory / "deaths")
     from dagrl.errors import PhaseError
-    from dagrl.run.loops.grpo import run_grpo
-    from dagrl.run.loops.sft import run_sft
     from dagrl.run.restart import run_with_restarts
+    from dagrl.run.train import train
     from dagrl.runtime.replay import Replay
 
     tell = Replay.fail
@@ -181,7 +180,7 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
         tell(self, error)
 
     Replay.fail = note  # type: ignore[method-assign]
-    run_with_restarts(run_sft if config.algorithm == "sft" else run_grpo, config)
+    run_with_restarts(train, config)
 
 
 def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:

@@ -1,4 +1,4 @@
-"""dagrl's side of SFT in `bench peers`: replays of `sft_step`, with the batch sent and the metrics read in each."""
+"""dagrl's side of SFT in `bench peers`: replays of `demonstration_step`, with a batch sent and the metrics read in each."""
 
 from __future__ import annotations
 

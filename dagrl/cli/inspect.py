@@ -22,7 +22,7 @@ from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.run.hub import with_local_models
 from dagrl.run.model import load_tokenizer, model_description, token_count
-from dagrl.run.plans import PhasePlan, grpo_plans, sft_plans
+from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
@@ -84,7 +84,7 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
 def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
     """Returns the phases that the run replays, or only `phases.<only>`. Raises ConfigError for an unknown name."""
     graphs = trace_phases(config, worker_classes(config))
-    plans = sft_plans(config) if config.algorithm == "sft" else grpo_plans(config)
+    plans = run_plans(config)
     names = [plan.name for plan in plans]
     if only is not None and only not in names:
         near = did_you_mean(difflib.get_close_matches(only, names))

@@ -234,15 +234,9 @@ def _train(options: argparse.Namespace) -> None:
 
 def _run(config: Config) -> None:
     from dagrl.run.restart import run_with_restarts
+    from dagrl.run.train import train
 
-    if config.algorithm == "sft":
-        from dagrl.run.loops.sft import run_sft
-
-        run_with_restarts(run_sft, config)
-    else:
-        from dagrl.run.loops.grpo import run_grpo
-
-        run_with_restarts(run_grpo, config)
+    run_with_restarts(train, config)
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.run.reexecute import Comparison, replay_step
+from dagrl.run.train import train
 
 MOST_SHOWN = 10
 """Differences that the error lists."""
@@ -14,24 +14,13 @@ MOST_SHOWN = 10
 
 def replay(directory: Path, step: int) -> str:
     """Returns what was equal. Raises RunError with the differences, the first one first."""
-    comparison = replay_step(directory, step, _run)
+    comparison = replay_step(directory, step, train)
     compared = _compared(comparison)
     if not comparison.differences:
         return f"bit-equal: {compared}\n"
     lines = [difference.describe() for difference in comparison.differences[:MOST_SHOWN]]
     more = len(comparison.differences) - len(lines)
     raise RunError("\n".join([f"{compared} differ", *lines, *([f"and {more} more"] if more else [])]))
-
-
-def _run(config: Config, last_step: int) -> None:
-    if config.algorithm == "sft":
-        from dagrl.run.loops.sft import run_sft
-
-        run_sft(config, last_step)
-    else:
-        from dagrl.run.loops.grpo import run_grpo
-
-        run_grpo(config, last_step)
 
 
 def _compared(comparison: Comparison) -> str:

@@ -1,6 +1,7 @@
 """The configuration of a run: all of its sections."""
 
 from dagrl.config.algorithm import (
+    ALGORITHMS,
     AdvantageConfig,
     AsyncGrpoConfig,
     GrpoConfig,
@@ -50,6 +51,7 @@ from dagrl.config.task import (
 )
 
 __all__ = [
+    "ALGORITHMS",
     "AdvantageConfig",
     "AsyncGrpoConfig",
     "CheckpointConfig",

@@ -1,16 +1,31 @@
-"""How the policy learns: the loss, advantages, GRPO and SFT."""
+"""How the policy learns: the algorithm, the loss, advantages, GRPO and SFT."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dagrl.config.section import Json, Section, derived
 
+ALGORITHMS: Mapping[str, str] = MappingProxyType(
+    {"sft": "dagrl.rl.algorithms.sft:Sft", "grpo": "dagrl.rl.algorithms.grpo:Grpo"}
+)
+"""The import paths of the algorithms that are shipped, by name."""
+
+
+def known_algorithm(name: str) -> str:
+    """Returns `name`. Raises ValueError if it is neither a shipped algorithm's nor an import path."""
+    if name not in ALGORITHMS and ":" not in name:
+        raise ValueError(f"{', '.join(map(repr, ALGORITHMS))} or the import path 'module:Class' of your own")
+    return name
+
 
 class LossConfig(Section):
-    """The policy loss. `dagrl.rl.losses` and `dagrl.rl.token_losses` have the formulas and their sources."""
+    """The policy loss of `grpo`, and of your own algorithm if it reads these keys. `dagrl.rl.algorithms.grpo`,
+    `dagrl.rl.losses` and `dagrl.rl.token_losses` have the formulas and their sources."""
 
     name: str = "grpo"
     """What each token costs: `grpo` (PPO's clipped surrogate), `gspo`, `cispo`, `reinforce`, `distill` (reverse KL
@@ -183,7 +198,7 @@ class GrpoConfig(Section):
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning: the whole run with algorithm `sft`, a warm start with `grpo`."""
+    """Learning from demonstrations: the whole run with algorithm `sft`, a warm start with `grpo`."""
 
     max_num_steps: NonNegativeInt = derived(
         100, "GRPO: 0 if `max_num_epochs` is not set; else `max_num_epochs` passes over the demonstrations, or one"

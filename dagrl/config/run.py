@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dagrl.config.algorithm import AdvantageConfig, GrpoConfig, LossConfig, SftConfig
+from dagrl.config.algorithm import AdvantageConfig, GrpoConfig, LossConfig, SftConfig, known_algorithm
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.section import PathText, Section, Seed, derived
 from dagrl.config.task import DataConfig, EnvironmentConfig, RewardConfig
@@ -49,17 +49,17 @@ class RefitConfig(Section):
 class PhasesConfig(Section):
     """Import paths of the phases that the loops replay. Replace any of them with your own."""
 
-    sft_step: str = "dagrl.graphs.train:sft_step"
-    """One SFT step."""
+    demonstration_step: str = "dagrl.graphs.train:demonstration_step"
+    """One optimizer step on demonstrations."""
 
     train_step: str = "dagrl.graphs.train:train_step"
-    """One GRPO optimizer step."""
+    """One optimizer step on generated samples."""
 
     accumulate_gradients: str = "dagrl.graphs.train:accumulate_gradients"
     """Gradients of a part of a batch, for `grpo.overlap_training`."""
 
     evaluate: str = "dagrl.graphs.train:evaluate"
-    """The validation loss of SFT."""
+    """The loss of held-out demonstrations."""
 
     logprobs: str = "dagrl.graphs.logprobs:logprobs"
     """Log-probabilities under the policy."""
@@ -308,8 +308,8 @@ class Config(Section):
     name: Annotated[str, AfterValidator(_directory_name)]
     """Name of the run and of its directory in `output_dir`."""
 
-    algorithm: Literal["sft", "grpo"]
-    """The training algorithm."""
+    algorithm: Annotated[str, AfterValidator(known_algorithm)]
+    """The training algorithm: `sft`, `grpo`, or the import path `module:Class` of your own (`dagrl.rl.algorithm`)."""
 
     seed: Seed = 0
     """Seed of sampling, and of everything without a seed of its own."""

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+import math
+from typing import Literal, Protocol, cast
 
-from dagrl.config import Config, GenerationConfig, MegatronConfig, PolicyConfig, ProcessConfig, VllmConfig
+from dagrl.config import ALGORITHMS, Config, GenerationConfig, MegatronConfig, PolicyConfig, ProcessConfig, VllmConfig
 from dagrl.errors import ConfigError, LayoutError
+from dagrl.imports import load_class, running
 from dagrl.runtime.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this (`_MAX_TEMP` in its sampling_params.py) to avoid NaN and infinity."""
+
+
+class AlgorithmTraits(Protocol):
+    """What the layout of a run depends on in its algorithm; `dagrl.rl.algorithm` has the whole class."""
+
+    @property
+    def learns_from(self) -> Literal["samples", "demonstrations"]: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
 
 
 def check_settings(config: Config) -> None:
@@ -32,10 +44,29 @@ def check_settings(config: Config) -> None:
     _check_communication(config)
 
 
+def load_algorithm(config: Config) -> AlgorithmTraits:
+    """Returns the run's algorithm. Raises ConfigError if `algorithm` names no class of one."""
+    found = load_class(ALGORITHMS.get(config.algorithm, config.algorithm), "algorithm")
+    if not all(hasattr(found, name) for name in ("learns_from", "columns", "advantages", "loss")):
+        raise ConfigError(f"algorithm: {config.algorithm} is not an algorithm; derive the class from dagrl.Algorithm")
+    with running(config.algorithm, "algorithm"):
+        return cast(AlgorithmTraits, found(config))
+
+
+def algorithm_name(config: Config) -> str:
+    """Returns the name of the algorithm in records: that of its class, if it is the user's."""
+    return config.algorithm.rpartition(":")[2]
+
+
+def generates(config: Config) -> bool:
+    """Whether the algorithm learns from completions that generation workers make."""
+    return load_algorithm(config).learns_from == "samples"
+
+
 def layouts(config: Config) -> dict[str, ParallelLayout]:
     """Returns the layout of each worker group that the run starts."""
     groups = {"train": _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
-    if config.algorithm == "grpo":
+    if generates(config):
         groups["generation"] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
     return groups
 
@@ -50,7 +81,9 @@ def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:
 def generation_config(config: Config) -> GenerationConfig:
     """Returns `policy.generation`. Raises ConfigError if it is missing."""
     if config.policy.generation is None:
-        raise ConfigError("policy.generation is missing; algorithm 'grpo' needs it. Add `policy.generation: {}` or more")
+        raise ConfigError(
+            f"policy.generation is missing; algorithm {config.algorithm!r} needs it. Add `policy.generation: {{}}` or more"
+        )
     return config.policy.generation
 
 
@@ -69,7 +102,7 @@ def has_fp8_kv_cache(config: Config) -> bool:
 def is_colocated(config: Config) -> bool:
     """Whether train and generation workers share their GPUs (`policy.generation.colocated.enabled`)."""
     generation = config.policy.generation
-    return config.algorithm == "grpo" and generation is not None and generation.colocated.enabled
+    return generation is not None and generation.colocated.enabled and generates(config)
 
 
 def takes_turns(config: Config) -> bool:
@@ -94,13 +127,30 @@ def width_key(policy: PolicyConfig) -> str:
 
 
 def samples_per_step(config: Config) -> int:
-    """Returns the samples of a GRPO batch: prompts times generations."""
+    """Returns the samples of a generated batch: prompts times generations."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether a GRPO run has a reference policy: its KL divergence is penalized, or a model for it is named."""
-    return config.loss_fn.reference_policy_kl_penalty > 0 or config.policy.reference_model_name is not None
+    """Whether the algorithm reads log-probabilities of a reference policy."""
+    return "reference_logprobs" in load_algorithm(config).columns
+
+
+def shares_logprobs(config: Config) -> bool:
+    """Whether every train shard holds the log-probabilities of all rows, as any of them may train on a row."""
+    return config.grpo.overlap_logprobs
+
+
+def recomputes_kv_cache(config: Config) -> bool:
+    """Whether running requests have their KV cache recomputed after a weight update."""
+    return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+
+
+def optimizer_steps(config: Config) -> int:
+    """Returns the optimizer steps of the run, without those of a stage before its algorithm: the schedule restarts there."""
+    if not generates(config):
+        return config.sft.max_num_steps
+    return config.grpo.max_num_steps * math.ceil(samples_per_step(config) / config.policy.train_global_batch_size)
 
 
 def _check_choices(config: Config) -> None:
@@ -115,7 +165,7 @@ def _check_choices(config: Config) -> None:
             f"{policy.max_total_sequence_length}; raise the limit or drop the bucket"
         )
     _check_microbatches(policy, widest)
-    if config.algorithm == "grpo":
+    if generates(config):
         _check_lengths(generation_config(config), widest, width_key(policy))
         _check_temperature(generation_config(config).temperature)
 
@@ -166,7 +216,7 @@ def _check_batches(config: Config) -> None:
             f"set it to {size // dp * dp or dp} or {-(-size // dp) * dp}, or change data_parallel_size"
         )
     samples = samples_per_step(config)
-    if config.algorithm == "grpo" and samples % size:
+    if generates(config) and samples % size:
         raise LayoutError(
             f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x num_generations_per_prompt "
             f"{config.grpo.num_generations_per_prompt} = {samples} samples, not a multiple of "
@@ -228,7 +278,7 @@ def _check_truncation(config: Config) -> None:
 
 def _warn_of_cut_sampling(config: Config) -> None:
     """Warns if top-p or top-k make log-probabilities of generation incomparable with those of the train workers."""
-    if config.algorithm != "grpo" or not config.loss_fn.use_importance_sampling_correction:
+    if not config.loss_fn.use_importance_sampling_correction or not generates(config):
         return
     generation = generation_config(config)
     if generation.top_p < 1 or (generation.top_k or 0) > 0:
@@ -244,7 +294,7 @@ def _warn_of_cut_sampling(config: Config) -> None:
 def _check_async(config: Config) -> None:
     """Checks asynchronous training for contradictions, and warns of settings that cost more than they bring."""
     settings = config.grpo.async_grpo
-    if config.algorithm != "grpo" or not settings.enabled:
+    if not settings.enabled or not generates(config):
         return
     if settings.recompute_kv_cache_after_weight_updates and not settings.in_flight_weight_updates:
         raise ConfigError(
@@ -267,7 +317,7 @@ def _check_async(config: Config) -> None:
 
 def _check_on_policy(config: Config) -> None:
     """Checks that `loss_fn.force_on_policy_ratio` has one optimizer step per batch, so that ratios are 1."""
-    if config.algorithm != "grpo" or not config.loss_fn.force_on_policy_ratio:
+    if not config.loss_fn.force_on_policy_ratio or not generates(config):
         return
     _check_one_step(config, "loss_fn.force_on_policy_ratio", "after the first step, ratios are not 1")
     if config.loss_fn.truncated_importance_sampling_type == "seq-mask-tis":
@@ -279,7 +329,7 @@ def _check_on_policy(config: Config) -> None:
 
 def _check_overlap(config: Config) -> None:
     """Checks that `grpo.overlap_training` can train on rows before the batch is complete, in any order."""
-    if config.algorithm != "grpo" or not config.grpo.overlap_training:
+    if not config.grpo.overlap_training or not generates(config):
         return
     if not config.grpo.overlap_logprobs:
         raise ConfigError(
@@ -300,7 +350,7 @@ def _check_overlap(config: Config) -> None:
 
 
 def _check_one_step(config: Config, option: str, why: str) -> None:
-    """Raises ConfigError if a GRPO batch has several optimizer steps, which the enabled `option` rules out."""
+    """Raises ConfigError if a generated batch has several optimizer steps, which the enabled `option` rules out."""
     samples, size = samples_per_step(config), config.policy.train_global_batch_size
     if size != samples:
         raise ConfigError(

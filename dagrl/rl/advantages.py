@@ -30,12 +30,12 @@ GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
 
 
-def advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
+def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
     """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
 
     Raises ConfigError if a user's function fails, or returns another shape or values that are not finite.
     """
-    table, mask, chosen = _checked(rewards), np.asarray(valid, np.bool_), config.advantage
+    table, mask, chosen = checked_rewards(rewards), np.asarray(valid, np.bool_), config.advantage
     if chosen.name == GROUP:
         return group_advantages(
             table,
@@ -49,13 +49,19 @@ def advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> 
         return batch_advantages(table, baseline=chosen.group_baseline, valid=mask, epsilon=chosen.std_epsilon)
     function = advantage_function(chosen)
     with running(chosen.name, KEY):
-        found: Floats = np.asarray(function(np.where(mask, table, 0.0), mask, **chosen.args), np.float64)
-    if found.shape != table.shape or not np.isfinite(found).all():
+        found = function(np.where(mask, table, 0.0), mask, **chosen.args)
+    return checked_advantages(found, mask, f"{KEY}: {chosen.name}")
+
+
+def checked_advantages(found: npt.ArrayLike, valid: npt.NDArray[np.bool_], what: str) -> Floats:
+    """Returns the advantages that `what` computed, 0 where not `valid`. Raises ConfigError for another shape or NaN."""
+    table = np.asarray(found, np.float64)
+    if table.shape != valid.shape or not np.isfinite(table).all():
         raise ConfigError(
-            f"{KEY}: {chosen.name} returned values of shape {list(found.shape)}, finite: {bool(np.isfinite(found).all())}; "
-            f"expected: a finite advantage for each generation, {list(table.shape)}"
+            f"{what} returned advantages of shape {list(table.shape)}, finite: {bool(np.isfinite(table).all())}; expected: "
+            f"a finite advantage for each generation, {list(valid.shape)}"
         )
-    return np.where(mask, found, 0.0)
+    return np.where(valid, table, 0.0)
 
 
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
@@ -73,21 +79,6 @@ def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
             f"with rewards and valid: {error}"
         ) from error
     return function
-
-
-def check_advantage(config: Config) -> None:
-    """Raises ConfigError before a run if the advantage cannot be computed, or not with the other settings."""
-    chosen = config.advantage
-    if chosen.name == GROUP:
-        return
-    if chosen.name != BATCH:
-        rewards = np.random.default_rng(0).random((2, max(config.grpo.num_generations_per_prompt, 2)))
-        advantages(config, rewards, np.ones_like(rewards, np.bool_))
-    if config.grpo.overlap_training:
-        raise ConfigError(
-            f"grpo.overlap_training trains on groups before the batch is complete, but {KEY} {chosen.name!r} may need the "
-            f"whole batch; set grpo.overlap_training to false, or {KEY} to {GROUP}"
-        )
 
 
 def group_advantages(
@@ -114,7 +105,7 @@ def group_advantages(
 
     Raises DataError if `rewards` has another shape, groups of one, or values that are not finite.
     """
-    table = _checked(rewards)
+    table = checked_rewards(rewards)
     mask = np.ones(table.shape, np.bool_) if valid is None else np.asarray(valid, np.bool_)
     others = np.maximum(mask.sum(axis=1, keepdims=True) - 1, 1)  # [prompts, 1]; groups of one become 0 below
     mean = np.where(mask, table, 0.0).sum(axis=1, keepdims=True) / (others + 1)
@@ -141,7 +132,7 @@ def batch_advantages(rewards: npt.ArrayLike, *, baseline: bool, valid: npt.Array
     With `baseline` each group's mean is subtracted first (REINFORCE++-baseline). The deviation is the sample one, as in
     verl.
     """
-    table, mask = _checked(rewards), np.asarray(valid, np.bool_)
+    table, mask = checked_rewards(rewards), np.asarray(valid, np.bool_)
     if baseline:
         counts = np.maximum(mask.sum(axis=1, keepdims=True), 1)
         table = table - np.where(mask, table, 0.0).sum(axis=1, keepdims=True) / counts
@@ -160,7 +151,8 @@ def zero_variance_groups(rewards: npt.ArrayLike, valid: npt.ArrayLike | None = N
     return spread
 
 
-def _checked(rewards: npt.ArrayLike) -> Floats:
+def checked_rewards(rewards: npt.ArrayLike) -> Floats:
+    """Returns rewards as a table. Raises DataError unless they are finite, `[prompts, at least 2 generations]`."""
     table = np.array(rewards, dtype=np.float64)
     if table.ndim != 2 or table.shape[1] < 2:
         raise DataError(

@@ -2,7 +2,7 @@
 
     kept.keep(batch, prev_logprobs=logprobs, entropy=entropy)      # in `logprobs`; arrays [rows, tokens]
     kept.keep(batch, reference_logprobs=logprobs)                  # in `reference_logprobs`
-    batch = kept.join(batch, ("prev_logprobs",))                   # in `train_step`: the batch with these fields
+    batch = kept.join(batch, ("prev_logprobs",))                   # in `train_step`: the batch with these columns
     columns = kept.columns()                                       # for the record of the step's rollouts
 
 Samples are identified by the field `row_ids` [rows]. The scalar `step` is the step that trains on them. A worker forgets its
@@ -17,9 +17,6 @@ import numpy as np
 
 from dagrl.errors import RunError
 from dagrl.runtime.shapes import Array, Batch
-
-FIELDS = ("prev_logprobs", "reference_logprobs")
-"""What the loss reads; 0 where no phase computes it."""
 
 
 class KeptLogprobs:
@@ -38,15 +35,16 @@ class KeptLogprobs:
                 if length:
                     kept[row_id] = np.array(values[row, :length], np.float32)
 
-    def join(self, batch: Batch, required: Sequence[str] = ()) -> Batch:
-        """Returns `batch` with its rows' columns in place of `row_ids`; log-probabilities are 0 outside of `loss_mask`.
+    def join(self, batch: Batch, columns: Sequence[str], *, required: bool = True) -> Batch:
+        """Returns `batch` with these `columns` of its rows in place of `row_ids`, and their entropy if it is known.
 
-        Raises RunError if a row lacks one of the `required` columns. A batch without `row_ids` is returned unchanged.
+        They are 0 outside of `loss_mask`. Raises RunError if a row lacks one of them, unless they are not `required`: then
+        they are 0. A batch without `row_ids` is returned unchanged.
         """
         if "row_ids" not in batch.fields:
             return batch
         self._begin(batch)
-        for name in required:
+        for name in columns if required else ():
             missing = [row_id for row_id, length in _rows(batch) if length and row_id not in self._columns.get(name, {})]
             if missing:
                 raise RunError(
@@ -54,7 +52,7 @@ class KeptLogprobs:
                     f"with row_id {missing[0]}; replay the log-probability phases on the same rows and shards first"
                 )
         mask, fields = batch["loss_mask"], {name: array for name, array in batch.fields.items() if name != "row_ids"}
-        fields |= {name: self._column(name, batch) * mask for name in FIELDS}
+        fields |= {name: self._column(name, batch) * mask for name in columns}
         if "entropy" in self._columns:
             fields["entropy"] = self._column("entropy", batch)
         return Batch(fields, batch.scalars)

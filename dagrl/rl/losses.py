@@ -1,4 +1,4 @@
-"""Losses of whole microbatches: negative log-likelihood, and the policy loss around a token loss (`token_losses.py`).
+"""The loss of a microbatch: an algorithm's costs of its tokens, masked and averaged over the global batch.
 
 A loss is computed for one microbatch, or one worker's slice of its tokens, and divides by the counts of the *whole* global
 batch (`Denominators`). Its `sums` and gradients add up over microbatches, context-parallel slices and shards; of `maxima`
@@ -7,7 +7,7 @@ the largest counts. The result does not depend on how the batch is split.
 All tensors are token aligned (see `dagrl.runtime.shapes`): entry `t` of `logprobs` is the log-probability of token `t` given
 the tokens before it. The module needs only torch. Workers use it like this:
 
-    output = LOSSES["policy"](logprobs, data, config.loss_fn, Denominators(tokens, sequences))
+    output = batch_loss(algorithm, logprobs, data, Denominators(tokens, sequences))
     output.loss.backward()                      # gradients are summed over microbatches, cp and dp, never averaged
     StepMetrics(sums={name: float(value) for name, value in output.sums.items()}, maxima=...)
 
@@ -26,9 +26,8 @@ Sources of the formulas, cited below by their short names:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -36,7 +35,8 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import DataError
-from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate, token_loss
+from dagrl.rl.algorithm import Algorithm
+from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate
 from dagrl.telemetry.metrics import COUNTS, KL, StepMetrics
 
 
@@ -59,9 +59,6 @@ class Denominators:
             )
 
 
-LIKELIHOOD, POLICY = "likelihood", "policy"
-"""The kinds of loss that a phase names."""
-
 LOSS_TERMS = frozenset({"loss", "policy_loss", KL})
 """Sums that are divided like the loss. The others are means over tokens, or counts."""
 
@@ -69,14 +66,14 @@ UNDIVIDED = Denominators(1.0, 1.0)
 """For a part of a batch that is not complete yet; `divided` and `loss_denominator` apply the denominators later."""
 
 
-def loss_denominator(loss: str, config: LossConfig, denominators: Denominators) -> float:
+def loss_denominator(algorithm: Algorithm, denominators: Denominators) -> float:
     """Returns the divisor of the loss, and so of every gradient."""
-    return denominators.tokens if loss == LIKELIHOOD or config.token_level_loss else denominators.sequences
+    return denominators.tokens if algorithm.average == "tokens" else denominators.sequences
 
 
-def divided(metrics: StepMetrics, loss: str, config: LossConfig, denominators: Denominators) -> StepMetrics:
+def divided(metrics: StepMetrics, algorithm: Algorithm, denominators: Denominators) -> StepMetrics:
     """Divides the metrics of a loss computed with `UNDIVIDED` by the `denominators` of the whole batch."""
-    whole = loss_denominator(loss, config, denominators)
+    whole = loss_denominator(algorithm, denominators)
     sums = {
         name: value if name in COUNTS else value / (whole if name in LOSS_TERMS else denominators.tokens)
         for name, value in metrics.sums.items()
@@ -96,76 +93,35 @@ class LossOutput:
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def likelihood_loss(
+def batch_loss(
+    algorithm: Algorithm,
     logprobs: Tensor,
     data: Mapping[str, Tensor],
-    config: LossConfig,
     denominators: Denominators,
     sequences: Sequences | None = None,
 ) -> LossOutput:
-    """Returns the mean negative log-likelihood of the tokens in `loss_mask`.
+    """Returns `algorithm.loss` of the tokens in `loss_mask`, averaged over the global batch by `algorithm.average`.
 
-    `logprobs` [b, t]; `data`: `loss_mask` [b, t]. Sums: `loss`, `valid_tokens`.
+    `logprobs` [b, t]; `data`: `loss_mask`, the fields of the batch and the algorithm's columns [b, t]; the `row_sums` [b, 1]
+    of each whole row (or for each token, [b, t]). Without `sequences` every row is one.
+
+    Sums: `loss`, `valid_tokens`, and the means of the further values that `loss` returns. For generated samples also
+    `token_mult_prob_error` and `gen_kl_error` (see `logprob_difference`). Maxima, for these: `max_logprob_difference`,
+    `max_probs_ratio`.
     """
     mask = data["loss_mask"].to(logprobs.dtype)
-    loss = _masked_sum(-logprobs, mask) / denominators.tokens
-    return LossOutput(loss, {"loss": loss.detach(), "valid_tokens": mask.sum()})
-
-
-def policy_loss(
-    logprobs: Tensor,
-    data: Mapping[str, Tensor],
-    config: LossConfig,
-    denominators: Denominators,
-    sequences: Sequences | None = None,
-) -> LossOutput:
-    """Returns the token loss `loss_fn.name` plus `reference_policy_kl_penalty` times the KL to the reference policy.
-
-    A token's loss is weighted by exp(prev_logprob - generation_logprob) when `use_importance_sampling_correction` is on (see
-    `importance_weights`). Tokens are averaged over the global batch (DAPO), or first within each sequence and then over
-    sequences (DeepSeekMath) when `token_level_loss` is off; `sequence_length_divisor` divides each sequence by a constant
-    instead (Dr.GRPO). With `force_on_policy_ratio`, prev_logprob is logprob itself, and every ratio is 1.
-
-    `logprobs` [b, t]; `data`: `loss_mask`, `advantages`, `prev_logprobs` (unless forced), `generation_logprobs` [b, t];
-    `reference_logprobs` [b, t] unless the penalty is 0; the `row_sums` [b, 1] of each whole row (or for each token, [b, t]),
-    unless the loss is token level. Without `sequences` every row is one.
-
-    Sums: `loss`, `policy_loss`, `policy/kl` (before the penalty), `sampling_importance_ratio`, `is_oob_ratio` (tokens whose
-    importance weight was bounded or masked), `token_mult_prob_error`, `gen_kl_error`, `valid_tokens`, and those of the token
-    loss: `policy/clip_ratio`, `probs_ratio`, `probs_ratio_clamped`. Maxima: `max_logprob_difference`, `max_probs_ratio`.
-    """
-    if config.force_on_policy_ratio:
-        data = {**data, "prev_logprobs": logprobs.detach()}
-    mask = data["loss_mask"].to(logprobs.dtype)
-    inside = mask > 0
-    batch = TokenBatch(
-        logprobs,
-        data["prev_logprobs"],
-        data["generation_logprobs"],
-        data.get("reference_logprobs"),
-        data["advantages"],
-        mask,
-        sequences or rows_as_sequences(mask),
-        config,
-    )
-    token_costs, means = evaluate(token_loss(config), batch)
-    importance = torch.exp(_inside(data["prev_logprobs"] - data["generation_logprobs"], inside))
-    corrected = importance_weights(importance, data, config)
-    if config.use_importance_sampling_correction:
-        token_costs = token_costs * corrected
-    weights = _token_weights(mask, data, config, denominators)
-    cost = _masked_sum(token_costs, weights)
-    loss, kl = _add_kl(cost, logprobs, data, config, weights)
-    means = {
-        **means,
-        "sampling_importance_ratio": importance,
-        "is_oob_ratio": (corrected != importance).to(mask.dtype),
-    }
-    sums = {name: _masked_sum(value.detach(), mask) / denominators.tokens for name, value in means.items()}
-    sums |= {"loss": loss.detach(), "policy_loss": cost.detach(), **kl}
-    difference = logprob_difference(data, mask, denominators)
-    maxima = {**difference.maxima, "max_probs_ratio": (torch.exp(batch.log_ratio.detach()) * inside).amax()}
-    return LossOutput(loss, {**sums, **difference.sums, "valid_tokens": mask.sum()}, maxima)
+    batch = TokenBatch(logprobs, mask, data, sequences or rows_as_sequences(mask), algorithm.config.loss_fn)
+    costs, means = evaluate(algorithm.loss, batch, algorithm.config.algorithm)
+    weights = _token_weights(mask, data, algorithm, denominators)
+    loss, each = _masked_sum(costs, weights), mask / denominators.tokens
+    sums = {name: _masked_sum(value.detach(), weights if name in LOSS_TERMS else each) for name, value in means.items()}
+    sums |= {"loss": loss.detach(), "valid_tokens": mask.sum()}
+    if "generation_logprobs" not in data:
+        return LossOutput(loss, sums)
+    known = batch.with_columns(prev_logprobs=data.get("prev_logprobs", logprobs.detach()))
+    difference = logprob_difference(known.columns, mask, denominators)
+    ratio = torch.exp(known.log_ratio.detach()) * (mask > 0)
+    return LossOutput(loss, {**sums, **difference.sums}, {**difference.maxima, "max_probs_ratio": ratio.amax()})
 
 
 def rows_as_sequences(mask: Tensor) -> Sequences:
@@ -212,11 +168,6 @@ def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return sums
 
 
-LossFunction = Callable[..., LossOutput]
-
-LOSSES: Mapping[str, LossFunction] = MappingProxyType({LIKELIHOOD: likelihood_loss, POLICY: policy_loss})
-
-
 @dataclass(frozen=True)
 class LogprobDifference:
     """Differences of two policies' log-probabilities of the same tokens. Adds up like `LossOutput`."""
@@ -257,30 +208,24 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: Literal["k1"
     return torch.expm1(-difference) + difference
 
 
-def _add_kl(
-    policy_loss: Tensor, logprobs: Tensor, data: Mapping[str, Tensor], config: LossConfig, weights: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss with its KL penalty, and the KL as a metric. Without a penalty, the reference is not read."""
-    penalty = config.reference_policy_kl_penalty
-    if penalty == 0:
-        return policy_loss, {}
-    inside = weights > 0
-    gap = _inside(logprobs - data["reference_logprobs"], inside)
+def kl_penalty(batch: TokenBatch) -> Tensor:
+    """Estimates the KL to the reference policy for each token [b, t], clamped as `loss_fn.kl_*_clamp_value` say."""
+    config = batch.config
+    gap = _inside(batch.logprobs - batch.reference_logprobs, batch.mask > 0)
     if config.kl_input_clamp_value is not None:
         gap = gap.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
     estimate = kl_estimate(gap, torch.zeros_like(gap), config.reference_policy_kl_type)
     if config.kl_output_clamp_value is not None:
         estimate = estimate.clamp(-config.kl_output_clamp_value, config.kl_output_clamp_value)
-    kl = _masked_sum(estimate, weights)
-    return policy_loss + penalty * kl, {KL: kl.detach()}
+    return estimate
 
 
-def _token_weights(mask: Tensor, data: Mapping[str, Tensor], config: LossConfig, denominators: Denominators) -> Tensor:
-    """Returns the weight of each token in the loss [b, t]. Over the global batch the weights add up to 1."""
-    if config.token_level_loss:
+def _token_weights(mask: Tensor, data: Mapping[str, Tensor], algorithm: Algorithm, denominators: Denominators) -> Tensor:
+    """Returns the weight of each token in the loss [b, t] (see `Algorithm.average`)."""
+    if algorithm.average == "tokens":
         return mask / denominators.tokens
-    if config.sequence_length_divisor is not None:
-        return mask / config.sequence_length_divisor / denominators.sequences
+    if algorithm.average == "sums":
+        return mask / denominators.sequences
     return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1) / denominators.sequences
 
 

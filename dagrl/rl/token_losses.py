@@ -6,8 +6,9 @@
 
 `loss_fn: {name: "my_losses:sigmoid_ratio", args: {slope: 2.0}}` trains with it. A function sees one microbatch, packed or
 not, or one worker's part of it under context parallelism. It returns a cost [b, t] for each token, and optionally a
-dictionary of further values [b, t], whose means become metrics. Masking, importance weights, the KL penalty, averages over
-the global batch and sums over workers are done around it. `batch.sequence_mean` spans a whole sequence, wherever it lies.
+dictionary of further values [b, t], whose means become metrics. `dagrl.rl.algorithms.grpo` adds importance weights and the
+KL penalty; masking, averages over the global batch and sums over workers are done for every algorithm
+(`dagrl.rl.losses`). `batch.sequence_mean` spans a whole sequence, wherever it lies.
 
 Sources:
   grpo       PPO's clipped surrogate, Schulman et al. 2017, arXiv:1707.06347, equation 7; separate bounds: DAPO, Yu et al.
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import ConfigError
-from dagrl.imports import load_callable, running
+from dagrl.imports import load_callable
 from dagrl.telemetry.metrics import CLIP_RATIO
 
 KEY = "loss_fn.name"
@@ -63,20 +64,50 @@ class Sequences:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a token loss reads; all tensors [b, t]. Only `logprobs` has a gradient.
+    """What a loss reads; all tensors [b, t]. Only `logprobs` has a gradient.
 
-    `old_logprobs` are the policy's before the optimizer step, `generation_logprobs` the engine's, `reference_logprobs` the
-    reference policy's (None without a KL penalty). Values outside `mask` are arbitrary, and ignored in the result.
+    `columns` are the fields of the batch, and what phases computed for it. Values outside `mask` are arbitrary, and ignored
+    in the result.
     """
 
     logprobs: Tensor
-    old_logprobs: Tensor
-    generation_logprobs: Tensor
-    reference_logprobs: Tensor | None
-    advantages: Tensor
     mask: Tensor
+    columns: Mapping[str, Tensor]
     sequences: Sequences
     config: LossConfig
+
+    def column(self, name: str) -> Tensor:
+        """Returns a column. Raises ConfigError if the batch has none of this name."""
+        if name not in self.columns:
+            raise ConfigError(
+                f"the loss reads the column {name!r}, but the batch has only {', '.join(self.columns)}; if a phase computes "
+                "it, name it in the algorithm's `columns`"
+            )
+        return self.columns[name]
+
+    def with_columns(self, **columns: Tensor) -> TokenBatch:
+        """Returns the batch with these columns added or replaced."""
+        return replace(self, columns={**self.columns, **columns})
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """Log-probabilities of the policy before the optimizer step."""
+        return self.column("prev_logprobs")
+
+    @property
+    def generation_logprobs(self) -> Tensor:
+        """Log-probabilities of the engine that generated the tokens."""
+        return self.column("generation_logprobs")
+
+    @property
+    def reference_logprobs(self) -> Tensor:
+        """Log-probabilities of the reference policy."""
+        return self.column("reference_logprobs")
+
+    @property
+    def advantages(self) -> Tensor:
+        """The advantage of each token."""
+        return self.column("advantages")
 
     @property
     def log_ratio(self) -> Tensor:
@@ -132,7 +163,7 @@ def distill(batch: TokenBatch) -> TokenResult:
     Over the policy's samples its gradient is that of KL(policy || reference) per token, for the prefixes as they are.
     Rewards and advantages are not used. Raises ConfigError without a reference policy.
     """
-    if batch.reference_logprobs is None:
+    if "reference_logprobs" not in batch.columns:
         raise ConfigError(
             f"{KEY} is 'distill', but there is no reference policy to learn from; set policy.reference_model_name to the "
             "teacher"
@@ -186,40 +217,15 @@ def _resolved(name: str) -> TokenLossFunction:
     return load_callable(name, KEY)
 
 
-def evaluate(function: TokenLossFunction, batch: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Calls a token loss. Raises ConfigError if its result has another shape than the tokens."""
+def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Calls a loss by its import path or `name`. Raises ConfigError if its result has another shape than the tokens."""
     result = function(batch)
     loss, means = result if isinstance(result, tuple) else (result, {})
-    for name, value in {"loss": loss, **means}.items():
+    for part, value in {"loss": loss, **means}.items():
         if not isinstance(value, Tensor) or value.shape != batch.logprobs.shape:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
-                f"{KEY}: {batch.config.name} returned {found} for {name!r}; expected: a tensor of the shape of the tokens, "
+                f"{name} returned {found} for {part!r}; expected: a tensor of the shape of the tokens, "
                 f"{list(batch.logprobs.shape)}"
             )
     return loss, means
-
-
-def try_token_loss(config: LossConfig, *, reference: bool = True) -> None:
-    """Runs the loss on random tokens, with or without a `reference` policy.
-
-    Raises ConfigError if it fails, or if its values or gradients are not finite.
-    """
-    function = token_loss(config)
-    generator = torch.Generator().manual_seed(0)
-    draws = [-torch.rand(2, 5, generator=generator) - 0.1 for _ in range(4)]
-    advantages = torch.tensor([[1.0] * 5, [-0.5] * 5])
-    sequences = Sequences(torch.tensor([[0] * 5, [1] * 5]), 2)
-    logprobs = draws[0].requires_grad_()
-    batch = TokenBatch(
-        logprobs, draws[1], draws[2], draws[3] if reference else None, advantages, torch.ones(2, 5), sequences, config
-    )
-    with running(config.name, KEY):
-        loss, _ = evaluate(function, batch)
-        if not loss.requires_grad:
-            raise ConfigError(f"{KEY}: {config.name} does not depend on `batch.logprobs`, so nothing would train")
-        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    if not (loss.isfinite().all() and gradient.isfinite().all()):
-        raise ConfigError(
-            f"{KEY}: {config.name} gives costs or gradients that are not finite for ordinary log-probabilities"
-        )

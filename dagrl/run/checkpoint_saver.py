@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dagrl.config import Config
+from dagrl.config.settings import algorithm_name
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore, TrainState
 from dagrl.run.replays import Replays
@@ -126,7 +127,7 @@ def ranking_metric(config: Config, stage: str, metrics: Mapping[str, float]) -> 
         return None
     validated = any(key.startswith(VALIDATION) for key in metrics)
     due = validated if name.startswith(VALIDATION) else "loss" in metrics
-    if due and name not in metrics and stage == config.algorithm:
+    if due and name not in metrics and stage == algorithm_name(config):
         raise ConfigError(
             f"checkpointing.metric_name is {name!r}, but a step of {stage} has no such metric; it has: "
             f"{', '.join(sorted(metrics))}"

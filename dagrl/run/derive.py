@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from pydantic import BaseModel
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
-from dagrl.config.settings import generation_config, is_colocated, samples_per_step, uses_reference
+from dagrl.config.settings import generates, generation_config, is_colocated, samples_per_step, uses_reference
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count, gpus, host_memory
 from dagrl.run.cluster import gpus_per_worker
@@ -66,7 +66,7 @@ class Derived:
 def derive_from_machine(config: Config) -> Derived:
     """Fills in what follows from the configuration and the machine. Lengths are provisional until the data are read."""
     derived = Derived(config)
-    if config.algorithm == "grpo" and config.policy.generation is None:
+    if config.policy.generation is None and generates(config):
         derived.config = config.model_copy(
             update={"policy": config.policy.model_copy(update={"generation": GenerationConfig()})}
         )
@@ -88,7 +88,7 @@ def derive_from_data(
     _fit_lengths(derived, rows, prompts, hf_config)
     if gpus_per_worker(derived.config.cluster):
         _fit_microbatches(derived, hf_config, weight_bytes)
-    elif derived.config.algorithm == "grpo":
+    elif generates(derived.config):
         _fit_host_cache(derived, hf_config)
 
 
@@ -134,14 +134,14 @@ def _with_key(section: SectionT, names: Sequence[str], value: Json) -> SectionT:
 
 
 def _use_gpus(derived: Derived) -> None:
-    config, grpo = derived.config, derived.config.algorithm == "grpo"
+    config, rolls_out = derived.config, generates(derived.config)
     derived.set("policy.precision", "bfloat16", "GPUs")
     if not config.policy.dynamic_batching.enabled and derived.open("policy.worker"):
         derived.set("policy.sequence_packing.enabled", True, "GPUs: no padding")
     for name, seconds in GPU_SECONDS.items():
         derived.set(f"timeouts.{name}", seconds, "GPUs: models and batches are large")
     _use_all_gpus(derived)
-    if not grpo:
+    if not rolls_out:
         return
     derived.set(f"{ENGINE}.enforce_eager", False, "GPUs: CUDA graphs")
     if derived.open(f"{ENGINE}.kv_cache_memory_bytes"):
@@ -155,19 +155,19 @@ def _use_gpus(derived: Derived) -> None:
 
 def _use_all_gpus(derived: Derived) -> None:
     """Puts a replica, and an engine next to it, on every GPU of this machine, unless the user chose a layout."""
-    config, grpo = derived.config, derived.config.algorithm == "grpo"
+    config, rolls_out = derived.config, generates(derived.config)
     if config.cluster.address is not None or config.cluster.gpus_per_worker is not None or not derived.open(*LAYOUT):
         return
     count = gpu_count() if config.cluster.num_gpus is None else config.cluster.num_gpus
-    if not derived.open("policy.worker", f"{ROLLOUT}.worker") or (grpo and not _may_share(config)):
+    if not derived.open("policy.worker", f"{ROLLOUT}.worker") or (rolls_out and not _may_share(config)):
         return
     where = f"{count} GPU{'s' if count > 1 else ''} on this machine"
     if count > 1 and (derived.open("policy.train_global_batch_size") or config.policy.train_global_batch_size % count == 0):
         derived.set(f"{TRAIN}.data_parallel_size", count, where)
         derived.set(f"{TRAIN}.optimizer.use_distributed_optimizer", True, "several data-parallel ranks")
-        if grpo:
+        if rolls_out:
             derived.set(f"{ENGINE}.data_parallel_size", count, where)
-    if grpo and (count == 1 or f"{ENGINE}.data_parallel_size" in derived.reasons):
+    if rolls_out and (count == 1 or f"{ENGINE}.data_parallel_size" in derived.reasons):
         derived.set(f"{ROLLOUT}.colocated.enabled", True, where)
 
 
@@ -183,7 +183,7 @@ def _set_rates(derived: Derived) -> None:
         return
     if derived.config.policy.megatron_cfg.peft.enabled:
         derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "LoRA")
-    elif derived.config.algorithm == "sft":
+    elif not generates(derived.config):
         derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "SFT of all weights")
     elif _asks_for_sft(derived):
         derived.set("sft.lr", 1e-5, "SFT of all weights")
@@ -195,7 +195,7 @@ def _asks_for_sft(derived: Derived) -> bool:
 
 def _set_batch(derived: Derived) -> None:
     config = derived.config
-    if config.algorithm == "grpo":
+    if generates(config):
         derived.set("policy.train_global_batch_size", samples_per_step(config), "one optimizer step for each batch")
         if not _asks_for_sft(derived):
             derived.set("sft.max_num_steps", 0, "GRPO starts from the model as it is")
@@ -206,17 +206,17 @@ def _set_batch(derived: Derived) -> None:
 
 
 def _set_lengths(derived: Derived) -> None:
-    policy, grpo = derived.config.policy, derived.config.algorithm == "grpo"
+    policy, rolls_out = derived.config.policy, generates(derived.config)
     if policy.sequence_buckets:
         derived.set("policy.max_total_sequence_length", max(policy.sequence_buckets), "the largest bucket")
     bounded = _is_set(derived.config, "policy.max_total_sequence_length")
-    if grpo and bounded:
+    if rolls_out and bounded:
         half = max(1, derived.config.policy.max_total_sequence_length // 2)
         derived.set(f"{ROLLOUT}.max_new_tokens", half, "half of policy.max_total_sequence_length")
-    elif grpo:
+    elif rolls_out:
         derived.set(f"{ROLLOUT}.max_new_tokens", NEW_TOKENS, "enough for short reasoning")
     if not bounded:
-        new = generation_config(derived.config).max_new_tokens if grpo else PROMPT_TOKENS
+        new = generation_config(derived.config).max_new_tokens if rolls_out else PROMPT_TOKENS
         reason = f"room for {PROMPT_TOKENS} tokens of prompt; a run measures its data"
         derived.set("policy.max_total_sequence_length", new + PROMPT_TOKENS, reason)
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dagrl.config import Config
-from dagrl.config.settings import device_count
+from dagrl.config.settings import device_count, generates
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
 from dagrl.rl.environments import EnvironmentRunner
@@ -79,7 +79,7 @@ class Report:
 
 def check_evaluation(config: Config, wanted: Evaluation) -> None:
     """Raises ConfigError for what cannot be evaluated."""
-    if config.algorithm != "grpo":
+    if not generates(config):
         raise ConfigError("an evaluation generates and rewards completions; add algorithm=grpo and reward.function=...")
     if wanted.samples < 1 and not wanted.greedy:
         raise ConfigError("nothing to generate: raise --samples, or leave --no-greedy out")

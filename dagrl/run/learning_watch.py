@@ -24,7 +24,7 @@ KL_LIMIT = 1.0
 
 
 class LearningWatch:
-    """Looks at the metrics of each GRPO step."""
+    """Looks at the metrics of each step."""
 
     def __init__(self) -> None:
         self._recent: deque[Mapping[str, float]] = deque(maxlen=PATIENCE)

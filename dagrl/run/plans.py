@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dagrl.config import Config
-from dagrl.config.settings import bucket_widths, generation_config, has_fp8_kv_cache, samples_per_step, uses_reference
+from dagrl.config.settings import bucket_widths, generates, generation_config, has_fp8_kv_cache, samples_per_step
+from dagrl.rl.algorithm import algorithm_of, column_phases
 from dagrl.rl.generation import FIRST_QUANTUM
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.runtime.shapes import Bucket, Scalar
@@ -40,14 +41,19 @@ class PhasePlan:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
 
 
+def run_plans(config: Config) -> list[PhasePlan]:
+    """The phases of a run."""
+    return grpo_plans(config) if generates(config) else sft_plans(config)
+
+
 def sft_plans(config: Config) -> list[PhasePlan]:
-    """The phases of SFT."""
+    """The phases of the loop over demonstrations."""
     buckets = train_buckets(config, config.policy.train_global_batch_size)
-    return [PhasePlan("sft_step", buckets), PhasePlan("evaluate", buckets)]
+    return [PhasePlan("demonstration_step", buckets), PhasePlan("evaluate", buckets)]
 
 
 def grpo_plans(config: Config) -> list[PhasePlan]:
-    """The phases of GRPO, and of the SFT stage before it if there is one."""
+    """The phases of the loop over generated samples, and of the demonstrations before it if there are any."""
     samples = samples_per_step(config)
     chunks = chunk_buckets(config, early=config.grpo.overlap_training)
     steps = chunks if config.grpo.overlap_training else train_buckets(config, config.policy.train_global_batch_size)
@@ -68,9 +74,8 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
 
 
 def logprob_phases(config: Config) -> tuple[str, ...]:
-    """The log-probability phases whose results the loss uses."""
-    policy = () if config.loss_fn.force_on_policy_ratio else ("logprobs",)
-    return (*policy, "reference_logprobs") if uses_reference(config) else policy
+    """The phases whose results the loss uses."""
+    return column_phases(algorithm_of(config))
 
 
 def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -16,11 +16,10 @@ from dagrl.config import ClusterConfig, Config, FunctionConfig, Json, PhasesConf
 from dagrl.config.settings import (
     bucket_widths,
     check_settings,
+    generates,
     generation_config,
-    has_fp8_kv_cache,
     is_colocated,
     layouts,
-    uses_reference,
     width_key,
 )
 from dagrl.data import load_splits
@@ -45,6 +44,7 @@ from dagrl.run.model import (
     model_description,
     token_count,
 )
+from dagrl.run.plans import run_plans
 from dagrl.run.worker_protocols import LogprobKeeper, ModelHooks, required_protocols
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.graph import PhaseGraph
@@ -60,19 +60,13 @@ logger = logging.getLogger(__name__)
 WORKERS_PER_CORE = 8
 """Workers allowed per CPU core on a machine without GPUs, unless `cluster.max_workers` is set."""
 
-SFT_PHASES = ("sft_step", "evaluate")
-GRPO_PHASES = ("train_step", "logprobs", "reference_logprobs", "generate", "refit")
-KV_PHASES = ("calibrate_kv_scales",)
-OFFLOAD_PHASES = ("logprob_inference_prep", "training_prep")
-OVERLAP_PHASES = ("accumulate_gradients",)
-
 
 @dataclass(frozen=True)
 class Inputs:
     """What a run starts from: its configuration without open keys, the tokenizer, the model's `config.json`, and tokenized
     examples. `derived` has the reason of each key that was derived.
 
-    Prompts are empty for algorithm `sft`; demonstrations are empty for `grpo` without an SFT stage.
+    Prompts are empty if the algorithm learns from demonstrations; demonstrations are empty if no stage does.
     """
 
     config: Config
@@ -99,7 +93,7 @@ def preflight(config: Config) -> Inputs:
     _check_machine(config)
     _check_outputs(config)
     trace_phases(config, workers)
-    if config.algorithm == "grpo":
+    if generates(config):
         for item in reward_functions(config.reward):
             _check_function(item.path, item.config, f"{item.key}.function")
         if config.environment.enabled:
@@ -112,8 +106,7 @@ def preflight(config: Config) -> Inputs:
     check_reference_tokenizer(config.policy, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
-    if config.algorithm == "grpo":
-        _check_algorithm(config)
+    _try_algorithm(config)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
     inputs = _read_data(derived, tokenizer, hf_config)
@@ -124,13 +117,10 @@ def preflight(config: Config) -> Inputs:
     return inputs
 
 
-def _check_algorithm(config: Config) -> None:
-    """Tries the loss, and the advantage if it is the user's, on a small batch."""
-    from dagrl.rl.advantages import check_advantage
-    from dagrl.rl.token_losses import try_token_loss
+def _try_algorithm(config: Config) -> None:
+    from dagrl.rl.trial import try_algorithm
 
-    try_token_loss(config.loss_fn, reference=uses_reference(config))
-    check_advantage(config)
+    try_algorithm(config)
 
 
 def limit_steps(config: Config, inputs: Inputs) -> Config:
@@ -177,7 +167,7 @@ def worker_classes(config: Config) -> dict[str, type]:
 def _worker_keys(config: Config) -> dict[str, tuple[str, str]]:
     """The key and the import path of each group's worker class."""
     keys = {"train": ("policy.worker", config.policy.worker)}
-    if config.algorithm == "grpo":
+    if generates(config):
         keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
     return keys
 
@@ -197,7 +187,7 @@ def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, Phase
     """
     transports = group_transports(gpus_per_worker(config.cluster))
     roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in layouts(config).items()}
-    return {key: _trace_phase(config, key, roles) for key in _phase_keys(config)}
+    return {plan.name: _trace_phase(config, plan.name, roles) for plan in run_plans(config)}
 
 
 def _trace_phase(config: Config, key: str, roles: Mapping[str, Role]) -> PhaseGraph:
@@ -215,19 +205,10 @@ def load_phase(phases: PhasesConfig, key: str) -> Phase:
     return found
 
 
-def _phase_keys(config: Config) -> Iterable[str]:
-    if config.algorithm == "sft":
-        return SFT_PHASES
-    more: tuple[str, ...] = OFFLOAD_PHASES if config.policy.offload_optimizer_for_logprob else ()
-    more += OVERLAP_PHASES if config.grpo.overlap_training else ()
-    more += KV_PHASES if has_fp8_kv_cache(config) else ()
-    return (*(SFT_PHASES if config.sft.max_num_steps else ()), *GRPO_PHASES, *more)
-
-
 def _check_metric(config: Config, inputs: Inputs) -> None:
     """Checks a validation metric in `checkpointing.metric_name`. Others are checked by the first step (`ranking_metric`)."""
     name = config.checkpointing.metric_name or ""
-    held_out = inputs.validation_prompts if config.algorithm == "grpo" else inputs.validation_demonstrations
+    held_out = inputs.validation_prompts if generates(config) else inputs.validation_demonstrations
     if name.startswith(VALIDATION) and not held_out:
         raise ConfigError(
             f"checkpointing.metric_name is {name!r}, but nothing is held out for validation; set data.val_fraction, "
@@ -304,13 +285,14 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     """Reads and tokenizes the examples, and derives lengths and steps from them."""
     config = derived.config
     splits = load_splits(config.data)
-    generates, learns = config.algorithm == "grpo", config.algorithm == "sft" or config.sft.max_num_steps > 0
+    rolls_out = generates(config)
+    learns = not rolls_out or config.sft.max_num_steps > 0
     turns = config.data.assistant_turns
     demonstrations, train, held = (
         [with_chat(example, config.data) for example in part]
         for part in (splits.demonstrations, splits.train, splits.validation)
     )
-    if config.environment.tools and generates:
+    if config.environment.tools and rolls_out:
         schemas = tool_schemas(load_tools(config.environment.tools))
         train, held = ([with_tools(example, schemas) for example in part] for part in (train, held))
     shown = demonstrations if learns else []
@@ -320,13 +302,13 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     ]
     prompts = [
         encode_prompts(examples, tokenizer)
-        for examples in ((train, held[: config.grpo.max_val_samples]) if generates else ((), ()))
+        for examples in ((train, held[: config.grpo.max_val_samples]) if rolls_out else ((), ()))
     ]
     derive_from_data(derived, chain(*rows), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
     to_learn, held_demonstrations = (_fitting_demonstrations(derived.config, part) for part in rows)
     to_train, held_prompts = (_fitting_prompts(derived.config, part) for part in prompts)
     derive_steps(derived, len(to_learn), len(to_train))
-    if generates:
+    if rolls_out:
         check_keywords(config.reward, {name for prompt in to_train for name in prompt.columns})
     return Inputs(
         derived.config, derived.reasons, tokenizer, hf_config, to_learn, held_demonstrations, to_train, held_prompts

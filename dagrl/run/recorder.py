@@ -42,8 +42,7 @@ class Recorder:
         """Records finished step `step` of the run, which is step `position` of `total` in its stage."""
         self.record.log(step, stage, metrics)
         self.progress.step(position, total, metrics, stage=stage)
-        if stage == "grpo":
-            self.watch.step(metrics)
+        self.watch.step(metrics)
         if step % TRACE_PERIOD == 0:
             self.write_trace()
 

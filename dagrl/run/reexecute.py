@@ -19,6 +19,7 @@ from typing import Any
 
 from dagrl.config import Config
 from dagrl.config.file import dump_config, load_config
+from dagrl.config.settings import generates
 from dagrl.errors import ConfigError, RunError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.run.checkpoints import CheckpointStore
@@ -106,7 +107,7 @@ def _read(directory: Path) -> Config:
         raise ConfigError(f"{directory} has no config.yaml; expected the directory of a run, such as runs/grpo_quickstart")
     config = load_config(file)
     asynchronous = config.grpo.async_grpo
-    if config.algorithm == "grpo" and asynchronous.enabled and asynchronous.max_trajectory_age_steps:
+    if asynchronous.enabled and asynchronous.max_trajectory_age_steps and generates(config):
         raise ConfigError(
             f"{directory} is an asynchronous run: which version makes a token depends on time, so its steps cannot be "
             "executed again. Runs with grpo.async_grpo.enabled=false, or max_trajectory_age_steps=0, can"

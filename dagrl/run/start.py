@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
-from dagrl.config.settings import device_count, generation_config, generation_dtype, is_colocated, layouts
+from dagrl.config.settings import (
+    device_count,
+    generates,
+    generation_config,
+    generation_dtype,
+    is_colocated,
+    layouts,
+    uses_reference,
+)
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
@@ -134,7 +142,7 @@ def open_session(config: Config, plan: Plans, last_step: int | None = None) -> I
 def _rollout_log(
     config: Config, inputs: Inputs, paths: RunPaths, train: WorkerGroup, resumed: Checkpoint | None
 ) -> RolloutLog | None:
-    if config.algorithm != "grpo" or not config.logger.rollouts_enabled:
+    if not config.logger.rollouts_enabled or not generates(config):
         return None
     step = resumed.state.step if resumed else 0
     files = RolloutFiles(paths.rollouts, max_bytes=config.logger.rollouts_max_bytes, resumed_step=step)
@@ -202,12 +210,13 @@ def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def check_reference(config: Config, resumed: Checkpoint) -> None:
-    """Raises ConfigError if the run needs a reference policy and the GRPO checkpoint has none."""
-    penalty = config.loss_fn.reference_policy_kl_penalty
-    if penalty and config.policy.reference_model_name is None and resumed.state.counters.get(REFERENCE) is False:
+    """Raises ConfigError if the run needs the first policy as a reference and the checkpoint does not have it."""
+    needed = uses_reference(config) and config.policy.reference_model_name is None
+    if needed and resumed.state.counters.get(REFERENCE) is False:
         raise ConfigError(
-            f"loss_fn.reference_policy_kl_penalty is {penalty:g}, but {resumed.directory} has no reference policy, because "
-            "the penalty was 0 when it was saved; resume with 0, or start a new run, whose first policy is the reference"
+            f"algorithm {config.algorithm} needs a reference policy (loss_fn.reference_policy_kl_penalty is "
+            f"{config.loss_fn.reference_policy_kl_penalty:g}), but {resumed.directory} has none, because it was not needed "
+            "when it was saved; resume without it, or start a new run, whose first policy is the reference"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import is_colocated, uses_reference
+from dagrl.config.settings import generates, is_colocated, uses_reference
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
@@ -30,8 +30,8 @@ class TrainWorker(Protocol):
         ...
 
 
-class GrpoTrainWorker(TrainWorker, RefitWorker, Protocol):
-    """A train worker of GRPO, whose weights go to generation."""
+class RolloutTrainWorker(TrainWorker, RefitWorker, Protocol):
+    """A train worker whose weights go to generation."""
 
     def reset_optimizer(self) -> None:
         """Forgets moments and schedule, as if training began with the current weights."""
@@ -72,8 +72,7 @@ class HuggingFaceExporter(Protocol):
 
 
 class ReferenceHolder(Protocol):
-    """A train worker that holds a reference policy, for `loss_fn.reference_policy_kl_penalty` or
-    `policy.reference_model_name`."""
+    """A train worker that holds a reference policy, for an algorithm with the column `reference_logprobs`."""
 
     def snapshot_reference(self) -> None:
         """Makes the current weights the reference policy, or loads it from `policy.reference_model_name`."""
@@ -142,10 +141,10 @@ def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:
     """The protocols that the worker class of each role must fit in a run of `config`."""
     saving = config.checkpointing
     chosen: dict[type, bool] = {
-        GrpoTrainWorker if config.algorithm == "grpo" else TrainWorker: True,
+        RolloutTrainWorker if generates(config) else TrainWorker: True,
         BackgroundSaver: saving.enabled and saving.async_save,
         HuggingFaceExporter: saving.export_hf,
-        ReferenceHolder: config.algorithm == "grpo" and uses_reference(config),
+        ReferenceHolder: uses_reference(config),
         StateOffloader: is_colocated(config),
     }
     generation = (GenerationWorker, *((SleepingEngine,) if is_colocated(config) else ()))

@@ -97,7 +97,7 @@ def node_text(node: Node) -> str:
 
 
 def constants_text(node: Node) -> str:
-    """Its constants, e.g. `loss="grpo"`, cut if they are long."""
+    """Its constants, e.g. `loss="policy"`, cut if they are long."""
     text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in node.constants)
     return text if len(text) <= CONSTANT_CHARACTERS else f"{text[: CONSTANT_CHARACTERS - 1]}…"
 

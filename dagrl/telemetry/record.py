@@ -34,6 +34,7 @@ from types import TracebackType
 
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
+from dagrl.config.settings import algorithm_name, generates
 from dagrl.errors import ConfigError
 from dagrl.files import PART, PRIVATE, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
@@ -221,7 +222,10 @@ def _truncate(path: Path, step: int, config: Config) -> None:
     """Keeps the lines of `path` up to `step`, without a validation at `step` that the stage repeats at its start."""
     if not path.exists():
         return
-    again = {"sft": (0, config.sft.val_at_start), "grpo": (config.sft.max_num_steps, config.grpo.val_at_start)}
+    first = (0, config.sft.val_at_start)
+    again = {"sft": first, algorithm_name(config): first}
+    if generates(config):
+        again[algorithm_name(config)] = config.sft.max_num_steps, config.grpo.val_at_start
 
     def keeps(line: Mapping[str, float | str | None]) -> bool:
         at, stage = line["step"], str(line["stage"])

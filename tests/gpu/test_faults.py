@@ -32,6 +32,9 @@ def faults() -> list[Fault]:
 def test_the_run_goes_on(faults: list[Fault], place: str) -> None:
     (fault,) = [fault for fault in faults if fault.place == place]
     assert fault.role == ("train" if place == "all_reduce" else "generation")
-    assert fault.phase in {"all_reduce": ("train_step", "sft_step"), "quantum": ("generate",), "refit": ("refit",)}[place]
+    assert (
+        fault.phase
+        in {"all_reduce": ("train_step", "demonstration_step"), "quantum": ("generate",), "refit": ("refit",)}[place]
+    )
     assert fault.steps_compared >= 2
     assert fault.loss_difference < 1e-3 and fault.grad_norm_difference < 1e-2

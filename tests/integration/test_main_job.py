@@ -42,7 +42,7 @@ from tests.integration.megatron_pool import MegatronPool
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 
-REPLAYS = {"sft_step": SFT_STEPS, "train_step": GRPO_STEPS, "refit": GRPO_STEPS + 1, "logprobs": GRPO_STEPS}
+REPLAYS = {"demonstration_step": SFT_STEPS, "train_step": GRPO_STEPS, "refit": GRPO_STEPS + 1, "logprobs": GRPO_STEPS}
 
 
 def rewards(run: Run) -> dict[int, float]:

@@ -65,7 +65,7 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of equal tokens uses only as many experts as one token."""
-    from dagrl.graphs.train import sft_step
+    from dagrl.graphs.train import demonstration_step
     from dagrl.workers.megatron.experts import GroupedExperts
 
     used: list[list[int]] = []
@@ -76,14 +76,14 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
         return forward(self, hidden, tokens_per_expert, probs)
 
     monkeypatch.setattr(GroupedExperts, "forward", counted)
-    assert sft_step.inputs is not None
+    assert demonstration_step.inputs is not None
     scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
     experts = {}
     with single_worker(reference.make_config(tiny_models["qwen3_moe"]), TestedWorker) as made:
         for token_ids in (None, 64):
             used.clear()
-            with replay_context(ReplayContext("sft_step", 0, True)):
-                made.train_step(empty_batch(sft_step.inputs, Bucket(8, 32), scalars, token_ids), "likelihood")
+            with replay_context(ReplayContext("demonstration_step", 0, True)):
+                made.train_step(empty_batch(demonstration_step.inputs, Bucket(8, 32), scalars, token_ids), "likelihood")
             experts[token_ids] = [np.count_nonzero(counts) for counts in used]
     assert set(experts[None]) == {2}, "each token goes to two experts"
     assert min(experts[64]) > 2

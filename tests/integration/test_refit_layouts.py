@@ -22,7 +22,7 @@ from dagrl.config import Config
 from dagrl.graphs.generate import generate
 from dagrl.graphs.logprobs import logprob_rows
 from dagrl.graphs.refit import refit
-from dagrl.graphs.train import sft_step
+from dagrl.graphs.train import demonstration_step
 from dagrl.refit import Refit
 from dagrl.rl.generation import Generated
 from dagrl.runtime.layout import ParallelLayout
@@ -180,7 +180,7 @@ def scheduler(case: Case, groups: Groups) -> Iterator[Scheduler]:
         scheduler.add(connected.phase, warmup_value=0)
         scheduler.add(generate, buckets=[Bucket(1, 1), Bucket(ROWS, PROMPT)])
         scheduler.add(logprob_rows, buckets=[rows])
-        scheduler.add(sft_step, buckets=[rows], scalars=denominators)
+        scheduler.add(demonstration_step, buckets=[rows], scalars=denominators)
         scheduler.compile()
         scheduler.warmup()
         yield scheduler
@@ -235,4 +235,4 @@ def learn(scheduler: Scheduler, batch: Batch, inside: np.ndarray) -> None:
     """Takes one optimizer step, which changes the weights."""
     mask = inside.astype(np.float32)
     scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float(ROWS), "lr": 0.02}
-    scheduler.replay(sft_step, batch.with_fields(loss_mask=mask).with_scalars(**scalars)).result()
+    scheduler.replay(demonstration_step, batch.with_fields(loss_mask=mask).with_scalars(**scalars)).result()

@@ -42,10 +42,10 @@ class CountingWorker(MegatronWorker):
 
 PHASE = """
 from dagrl import Input, Shard, Value, phase
-from dagrl.graphs.train import GRPO_INPUTS
+from dagrl.graphs.train import SAMPLES
 
 
-@phase(inputs=GRPO_INPUTS)
+@phase(inputs=SAMPLES)
 def my_step(train: Shard, batch: Input) -> Value:
     return train.reduce("merge_metrics", train.map("train_step", batch, loss="policy"))
 """

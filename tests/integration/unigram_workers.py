@@ -93,15 +93,17 @@ class UnigramTrainer(UnigramWorker):
         """It has no GPU."""
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
+        from dagrl.rl.algorithm import algorithm_for
         from dagrl.rl.losses import Denominators, divided, loss_denominator
 
+        algorithm = algorithm_for(loss, self.config)
         self.need("weights", "gradients", "optimizer")
         counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
         parts = self._parts_before(batch)
         gradient, metrics = self._gradient(batch, loss, counts)
         for part, found in parts:
-            gradient = gradient + part / loss_denominator(loss, self.config.loss_fn, counts)
-            metrics = merge_step_metrics([metrics, divided(found, loss, self.config.loss_fn, counts)])
+            gradient = gradient + part / loss_denominator(algorithm, counts)
+            metrics = merge_step_metrics([metrics, divided(found, algorithm, counts)])
         time.sleep(0.0 if in_warmup() else float(self.config.data.task_args.get("train_s", 0.0)))  # type: ignore[arg-type]
         if not in_warmup():
             self.logits -= self.config.policy.megatron_cfg.optimizer.lr * gradient
@@ -124,18 +126,16 @@ class UnigramTrainer(UnigramWorker):
     def _gradient(self, batch: Batch, loss: str, counts: Any) -> tuple[Any, StepMetrics]:
         import torch
 
-        from dagrl.rl.losses import LOSSES, row_sums
+        from dagrl.rl.algorithm import algorithm_for
+        from dagrl.rl.losses import batch_loss, row_sums
 
-        needed = {
-            "prev_logprobs": not self.config.loss_fn.force_on_policy_ratio,
-            "reference_logprobs": self.config.loss_fn.reference_policy_kl_penalty > 0,
-        }
-        batch = self.kept.join(batch, [name for name, wanted in needed.items() if wanted and not in_warmup()])
+        algorithm = algorithm_for(loss, self.config)
+        batch = self.kept.join(batch, algorithm.columns, required=not in_warmup())
         data = {name: torch.tensor(array) for name, array in batch.fields.items()}
         data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
         leaf = self.logits.clone().requires_grad_()
         logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
-        output = LOSSES[loss](logprobs, data, self.config.loss_fn, counts)
+        output = batch_loss(algorithm, logprobs, data, counts)
         output.loss.backward()
         row_s = float(self.config.data.task_args.get("train_row_s", 0.0))  # type: ignore[arg-type]
         time.sleep(0.0 if in_warmup() else row_s * np.count_nonzero(batch["lengths"]))

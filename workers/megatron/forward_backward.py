@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from dagrl.config import LossConfig
-from dagrl.rl.losses import LOSSES, POLICY, Denominators
+from dagrl.rl.algorithm import Algorithm
+from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.token_losses import Sequences
 from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
 from dagrl.workers.megatron.cuda_graphs import ModelPass
@@ -36,8 +36,7 @@ class MicrobatchLoss:
     `group`: the context-parallel workers, which hold parts of the same sequences; None if there is one.
     """
 
-    kind: str
-    config: LossConfig
+    algorithm: Algorithm
     denominators: Denominators
     layer: OutputLayer | None
     group: Any = None
@@ -47,10 +46,10 @@ class MicrobatchLoss:
         assert self.layer is not None, "the last pipeline stage has the output layer"
         logprobs, entropy = token_logprobs(hidden, microbatch.labels, self.layer)
         sequences = Sequences(microbatch.data["sequence_ids"], microbatch.sequences, self.group)
-        output = LOSSES[self.kind](logprobs, microbatch.data, self.config, self.denominators, sequences)
+        output = batch_loss(self.algorithm, logprobs, microbatch.data, self.denominators, sequences)
         metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
-        if self.kind == POLICY:
-            before = entropy if self.config.force_on_policy_ratio else microbatch.data.get("entropy")
+        if self.algorithm.learns_from == "samples":
+            before = microbatch.data.get("entropy") if "prev_logprobs" in self.algorithm.columns else entropy
             if before is not None:  # under the weights at the start of the batch
                 metrics["sums"][ENTROPY] = (before * microbatch.data["loss_mask"]).sum() / self.denominators.tokens
         return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), metrics

@@ -6,7 +6,6 @@ Imported only where Megatron is.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dagrl.config import Config, MegatronConfig
 from dagrl.config import OptimizerConfig as OptimizerSettings
-from dagrl.config.settings import samples_per_step
+from dagrl.config.settings import optimizer_steps
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.cpu import cuda_type_names
 from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
@@ -276,7 +275,7 @@ def make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
     """Returns a new schedule. `optimizer` is any object with `param_groups`."""
     megatron: MegatronConfig = settings.policy.megatron_cfg
     schedule, decay = megatron.scheduler, megatron.optimizer.weight_decay
-    steps = max(schedule.lr_decay_iters or _optimizer_steps(settings), schedule.lr_warmup_iters + 1)
+    steps = max(schedule.lr_decay_iters or optimizer_steps(settings), schedule.lr_warmup_iters + 1)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
@@ -290,13 +289,6 @@ def make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
         wd_incr_steps=0,
         wd_incr_style="constant",
     )
-
-
-def _optimizer_steps(settings: Config) -> int:
-    """Returns the optimizer steps of the whole run, or of its GRPO part, at whose start the schedule restarts."""
-    if settings.algorithm == "sft":
-        return settings.sft.max_num_steps
-    return settings.grpo.max_num_steps * math.ceil(samples_per_step(settings) / settings.policy.train_global_batch_size)
 
 
 def create_state(inner: torch.optim.Optimizer) -> None:

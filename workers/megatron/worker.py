@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.config import Json
-from dagrl.config.settings import uses_reference
-from dagrl.errors import ConfigError, RunError
+from dagrl.config.settings import shares_logprobs, uses_reference
+from dagrl.errors import RunError
 from dagrl.machine import DeviceMemory
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice, expand
+from dagrl.rl.algorithm import Algorithm, algorithm_for
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
@@ -39,32 +40,32 @@ class MegatronWorker(MegatronWorkerBase):
     """A train worker: steps, log-probabilities, offloading, refits and checkpoints of its part of the policy."""
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        """Runs one optimizer step on the shard's rows (`tokens`, `lengths`, `loss_mask`; for GRPO log-probabilities).
+        """Runs one optimizer step on the shard's rows: `tokens`, `lengths`, `loss_mask`, and what the loss reads.
 
-        `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of the global batch; optional `lr` replaces the
-        schedule's; optional `parts` is the number of earlier `accumulate_gradients` with other rows of that batch. A warm-up
-        replay does everything except the update.
+        `loss` names the algorithm (`algorithm_for`). `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of
+        the global batch; optional `lr` replaces the schedule's; optional `parts` is the number of earlier
+        `accumulate_gradients` with other rows of that batch. A warm-up replay does everything except the update.
         """
         from dagrl.rl.losses import divided, loss_denominator
         from dagrl.workers.megatron.forward_backward import run_losses
         from dagrl.workers.megatron.throughput import throughput_metrics
 
         trainer, rate = self._ready("weights", "gradients"), batch.number("lr") if "lr" in batch.scalars else None
-        batch = self._with_kept(batch)
+        algorithm = algorithm_for(loss, self.config)
+        batch = self._with_kept(batch, algorithm)
         denominators, before = _denominators(batch), self._take_accumulated(batch)
         started = time.perf_counter()
         with self._running(training=True):
             for microbatches in self._microbatches(batch, "train"):
                 trainer.offloader.begin_due()
                 if before.parts:
-                    trainer.scale_gradients(1 / loss_denominator(loss, self.config.loss_fn, denominators))
+                    trainer.scale_gradients(1 / loss_denominator(algorithm, denominators))
                 else:
                     trainer.zero_gradients()
-                losses = run_losses(
-                    trainer.chunks, trainer.model_pass, microbatches, self._microbatch_loss(denominators, loss), True
-                )
+                scored = self._microbatch_loss(algorithm, denominators)
+                losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
             shared = trainer.step(rate, apply=not in_warmup())
-            early = divided(before.metrics, loss, self.config.loss_fn, denominators)
+            early = divided(before.metrics, algorithm, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
         whole = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
         figures = throughput_metrics(
@@ -82,15 +83,15 @@ class MegatronWorker(MegatronWorkerBase):
         from dagrl.workers.megatron.forward_backward import accumulate_losses
 
         trainer, before = self._ready("weights", "gradients"), self._take_accumulated(batch)
-        batch = self._with_kept(batch)
+        algorithm = algorithm_for(loss, self.config)
+        batch = self._with_kept(batch, algorithm)
         started = time.perf_counter()
         with self._running(training=True):
             for microbatches in self._microbatches(batch, "train"):
                 if not before.parts:
                     trainer.zero_gradients()
-                losses = accumulate_losses(
-                    trainer.chunks, trainer.model_pass, microbatches, self._microbatch_loss(UNDIVIDED, loss)
-                )
+                undivided = self._microbatch_loss(algorithm, UNDIVIDED)
+                losses = accumulate_losses(trainer.chunks, trainer.model_pass, microbatches, undivided)
             metrics = losses.read()
         if not in_warmup():
             self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
@@ -106,16 +107,11 @@ class MegatronWorker(MegatronWorkerBase):
 
         from dagrl.workers.megatron.forward_backward import run_losses
 
-        trainer = self._ready("weights")
+        trainer, algorithm = self._ready("weights"), algorithm_for(loss, self.config)
         with self._running(), torch.no_grad():
             for microbatches in self._microbatches(batch, "train"):
-                losses = run_losses(
-                    trainer.chunks,
-                    trainer.model_pass,
-                    microbatches,
-                    self._microbatch_loss(_denominators(batch), loss),
-                    False,
-                )
+                scored = self._microbatch_loss(algorithm, _denominators(batch))
+                losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, False)
             metrics = losses.read()
         return metrics if self._reports else StepMetrics()
 
@@ -138,14 +134,14 @@ class MegatronWorker(MegatronWorkerBase):
     def keep_logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> None:
         """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`.
 
-        With `grpo.overlap_logprobs` a row may be trained on by another shard, so every shard gets the rows of all.
+        Where a row may be trained on by another shard (`shares_logprobs`), every shard gets the rows of all.
         """
         from dagrl.workers.megatron.microbatches import gather_shard_rows
 
         columns = self._logprobs(batch, model, self._ready().model_pass)
         if not columns:
             return
-        if self.config.grpo.overlap_logprobs and self.context.layout.dp > 1:
+        if shares_logprobs(self.config) and self.context.layout.dp > 1:
             batch, columns = gather_shard_rows(batch, columns, self._parallel_rank())
         if in_warmup():
             return
@@ -158,22 +154,17 @@ class MegatronWorker(MegatronWorkerBase):
     def kept_logprobs(self) -> dict[str, dict[int, Array]]:
         """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
 
-        Given by one worker of the shard (last stage, tp 0, cp 0), and with `grpo.overlap_logprobs` by the first shard only,
-        which holds all rows. Empty on the others.
+        Given by one worker of the shard (last stage, tp 0, cp 0); by the first shard only if that holds all rows
+        (`shares_logprobs`). Empty on the others.
         """
         place = self.context.coordinates
-        repeated = self.config.grpo.overlap_logprobs and place.dp
+        repeated = shares_logprobs(self.config) and place.dp
         return {} if place.tp or place.cp or repeated else self._kept.columns()
 
-    def _with_kept(self, batch: Batch) -> Batch:
-        """Adds the log-probabilities that this worker keeps. Only the last stage, which computes the loss, keeps any."""
-        loss, last = self.config.loss_fn, self.context.coordinates.pp == self.context.layout.pp - 1
-        needed = {
-            "prev_logprobs": not loss.force_on_policy_ratio,
-            "reference_logprobs": uses_reference(self.config),
-        }
-        checked = last and not in_warmup()
-        return self._kept.join(batch, [name for name, wanted in needed.items() if wanted and checked])
+    def _with_kept(self, batch: Batch, algorithm: Algorithm) -> Batch:
+        """Adds the columns that this worker keeps. Only the last stage, which computes the loss, keeps any."""
+        last = self.context.coordinates.pp == self.context.layout.pp - 1
+        return self._kept.join(batch, algorithm.columns, required=last and not in_warmup())
 
     def _logprobs(self, batch: Batch, model: Literal["policy", "reference"], model_pass: ModelPass) -> list[Tensor]:
         """Returns log-probabilities and entropy [rows, tokens] on the last stage (0 in padding), else an empty list."""
@@ -261,7 +252,7 @@ class MegatronWorker(MegatronWorkerBase):
     def snapshot_reference(self) -> None:
         """Keeps a copy of the current weights as the reference policy, where `policy.reference_weights` says.
 
-        With LoRA there is no copy: the reference policy is the base model, also after steps of SFT. With
+        With LoRA there is no copy: the reference policy is the base model, also after earlier steps. With
         `policy.reference_model_name` it loads that model instead, once.
         """
         from dagrl.workers.megatron.reference_model import ReferenceModel
@@ -444,18 +435,15 @@ class MegatronWorker(MegatronWorkerBase):
         groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
         return ParallelRank(self.context.layout, self.context.coordinates, *groups, self._device)
 
-    def _microbatch_loss(self, denominators: Denominators, loss: str) -> MicrobatchLoss:
+    def _microbatch_loss(self, algorithm: Algorithm, denominators: Denominators) -> MicrobatchLoss:
         from megatron.core import parallel_state
 
-        from dagrl.rl.losses import LIKELIHOOD, LOSSES
         from dagrl.workers.megatron.forward_backward import MicrobatchLoss
 
-        if loss not in LOSSES:
-            raise ConfigError(f"loss {loss!r} is unknown; choose one of {sorted(LOSSES)}")
-        temperature = 1.0 if loss == LIKELIHOOD else self._temperature  # demonstrations are not sampled
+        temperature = self._temperature if algorithm.learns_from == "samples" else 1.0
         layer = self._ready().model.output_layer(temperature, self.config.policy.logprob_chunk_size)
         group = parallel_state.get_context_parallel_group() if self.context.layout.cp > 1 else None
-        return MicrobatchLoss(loss, self.config.loss_fn, denominators, layer, group)
+        return MicrobatchLoss(algorithm, denominators, layer, group)
 
     @contextmanager
     def _merged(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import has_fp8_kv_cache
+from dagrl.config.settings import has_fp8_kv_cache, recomputes_kv_cache
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice
@@ -235,7 +235,7 @@ class VllmWorker:
         else:
             # Entries of an FP8 cache were divided by the previous scales.
             new_scales = has_fp8_kv_cache(self.config)
-            recompute = new_scales or self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+            recompute = new_scales or recomputes_kv_cache(self.config)
             engine.set_version(version, recompute=recompute)
             self.version = version
         self._torn = None

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
-from dagrl.rl.advantages import advantages as compute_advantages
+from dagrl.rl.algorithm import advantages_of, algorithm_of
 from dagrl.rl.rewards import shuffled
 from dagrl.rl.rollout.episodes import Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -43,7 +43,8 @@ def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.
     values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
     if config.reward.shuffle:
         values[valid] = shuffled(values[valid], config.seed, step)
-    table = compute_advantages(config, values.reshape(len(groups), -1), valid.reshape(len(groups), -1))
+    tables = (column.reshape(len(groups), -1) for column in (values, valid))
+    table = advantages_of(algorithm_of(config), *tables)
     return table.reshape(-1).astype(np.float32)
 
 

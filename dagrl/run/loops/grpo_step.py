@@ -1,4 +1,4 @@
-"""What a GRPO step consists of, for both loops: log-probabilities, optimizer steps, the refit, records."""
+"""What a step on generated samples consists of, for both loops: log-probabilities, optimizer steps, the refit, records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import uses_reference
+from dagrl.config.settings import algorithm_name, uses_reference
 from dagrl.refit import RefitReport
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.rewards import RewardRunner
@@ -78,10 +78,10 @@ def start_policy(session: Session, experience: Experience) -> None:
         checkpoints.state = replace(checkpoints.state, counters=counters)
     calibrate_on_prompts(config, replays, session.inputs.prompts)
     refit(replays, experience, session.step)
-    progress.step(session.step - first, total, {}, stage="grpo")
+    progress.step(session.step - first, total, {}, stage=algorithm_name(config))
     if session.step == first and config.grpo.val_at_start:
         progress.status("validating")
-        session.record_initial_validation("grpo", experience.validate(may_stop=resumed is None))
+        session.record_initial_validation(algorithm_name(config), experience.validate(may_stop=resumed is None))
     if resumed is not None:
         experience.restore(checkpoints.state.counters, resumed.directory)
     replays.close_step(tokens=0)  # none of this is part of the first step
@@ -159,8 +159,9 @@ def finish_step(session: Session, experience: Experience, metrics: dict[str, flo
         session.recorder.progress.status("validating")
         metrics |= experience.validate()
     metrics |= session.replays.close_step(tokens=int(metrics["trained_tokens"]))
-    state = TrainState(step, _counters(config, experience), ranking_metric(config, "grpo", metrics))
-    session.finish_step("grpo", position, total, metrics, state)
+    stage = algorithm_name(config)
+    state = TrainState(step, _counters(config, experience), ranking_metric(config, stage, metrics))
+    session.finish_step(stage, position, total, metrics, state)
 
 
 @contextmanager

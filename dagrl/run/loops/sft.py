@@ -1,4 +1,7 @@
-"""The SFT loop: draw demonstrations, replay one optimizer step, validate from time to time. Read it from top to bottom."""
+"""The SFT loop: draw demonstrations, replay one optimizer step, validate from time to time. Read it from top to bottom.
+
+It is the whole run of an algorithm that learns from demonstrations, and the stage `sft` before others.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from dagrl.config import Config, Json
+from dagrl.config.settings import algorithm_name, generates
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Demonstration, collate
 from dagrl.run.checkpoint_saver import ranking_metric
@@ -18,32 +22,35 @@ from dagrl.telemetry.metrics import VALIDATION
 
 
 def run_sft(config: Config, last_step: int | None = None) -> None:
-    """Runs supervised fine-tuning, from the start or the newest checkpoint to the final policy, or `last_step`."""
+    """Runs the loop over demonstrations, from the start or the newest checkpoint to the final policy, or `last_step`."""
     with run_session(config, sft_plans, last_step) as session:
         train_sft(session)
 
 
 def train_sft(session: Session) -> None:
     """Runs the SFT steps that are left. They are steps 1 to `sft.max_num_steps` of the run."""
+    stage = "sft" if generates(session.config) else algorithm_name(session.config)
     config, state = session.config, session.checkpoints.state
     train, validation = session.inputs.demonstrations, session.inputs.validation_demonstrations
     sampler = open_sampler(train, config.data)
     if "sft_sampler" in state.counters:
         sampler.restore(cast("Mapping[str, Json]", state.counters["sft_sampler"]))
     total = config.sft.max_num_steps
-    session.recorder.progress.step(min(session.step, total), total, {}, stage="sft")
+    session.recorder.progress.step(min(session.step, total), total, {}, stage=stage)
     if session.step == 0 and config.sft.val_at_start and validation:
-        session.record_initial_validation("sft", evaluate(session, validation, may_stop=True))
+        session.record_initial_validation(stage, evaluate(session, validation, may_stop=True))
         session.replays.close_step(tokens=0)  # not part of the first step
     while session.step < total:
         step = session.step + 1
         batch = collate([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
-        metrics = replay_batch(session.replays, "sft_step", batch.with_scalars(**learning_rate(config)), step=step).flat()
+        metrics = replay_batch(
+            session.replays, "demonstration_step", batch.with_scalars(**learning_rate(config)), step=step
+        ).flat()
         if validation and (step == total or (config.sft.val_period and step % config.sft.val_period == 0)):
             metrics |= evaluate(session, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
-        state = TrainState(step, {"sft_sampler": sampler.state()}, ranking_metric(config, "sft", metrics))
-        session.finish_step("sft", step, total, metrics, state)
+        state = TrainState(step, {"sft_sampler": sampler.state()}, ranking_metric(config, stage, metrics))
+        session.finish_step(stage, step, total, metrics, state)
 
 
 def evaluate(session: Session, validation: list[Demonstration], *, may_stop: bool = False) -> dict[str, float]:
@@ -67,8 +74,8 @@ def evaluate(session: Session, validation: list[Demonstration], *, may_stop: boo
 def learning_rate(config: Config) -> dict[str, float]:
     """Returns the fixed SFT learning rate as a scalar of the batch; empty if the schedule sets the rate.
 
-    The schedule of a GRPO run spans the GRPO steps, so an SFT stage before it has a fixed rate.
+    The schedule spans the steps of the run's algorithm, so an SFT stage before it has a fixed rate.
     """
     if config.sft.lr is not None:
         return {"lr": config.sft.lr}
-    return {} if config.algorithm == "sft" else {"lr": config.policy.megatron_cfg.optimizer.lr}
+    return {"lr": config.policy.megatron_cfg.optimizer.lr} if generates(config) else {}

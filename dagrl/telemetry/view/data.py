@@ -126,7 +126,8 @@ def token_kl(logprobs: npt.ArrayLike, train_logprobs: npt.ArrayLike) -> npt.NDAr
 
 
 def _stages(config: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("sft",) if config["algorithm"] == "sft" else ("sft", "grpo")
+    """The sections with the numbers of steps. A run of an algorithm that generates has `policy.generation`."""
+    return ("sft", "grpo") if config["algorithm"] != "sft" and config["policy"].get("generation") else ("sft",)
 
 
 def _sample_summary(row: Summary, number: int) -> Summary:

@@ -37,7 +37,7 @@ def test_the_report_is_mermaid_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", GRPO]) == 0
     comments, _, chart = capsys.readouterr().out.partition("flowchart LR\n")
     assert all(line.startswith("%% ") for line in comments.splitlines())
-    names = ["sft_step", "evaluate", "train_step", "logprobs", "reference_logprobs", "generate", "refit"]
+    names = ["demonstration_step", "evaluate", "train_step", "logprobs", "reference_logprobs", "generate", "refit"]
     assert [line.split()[2].rstrip(":") for line in comments.splitlines() if line.startswith("%% phase")] == names
     assert all(f'subgraph p{index}["{name}' in chart for index, name in enumerate(names))
     assert "buckets of a shard (sequences x tokens): 64 x 16" in comments
@@ -65,7 +65,7 @@ def test_markdown_is_fenced(tmp_path: Path) -> None:
 
 def test_sft_has_no_generation_and_no_refit() -> None:
     reports = phase_reports(load_config(SFT))
-    assert [report.plan.name for report in reports] == ["sft_step", "evaluate"]
+    assert [report.plan.name for report in reports] == ["demonstration_step", "evaluate"]
     assert all(set(report.drawing.graph.widths) == {"train"} for report in reports)
 
 
@@ -151,7 +151,9 @@ def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mistakes() -> None:
     config = load_config(SFT)
-    with pytest.raises(ConfigError, match="--phase evalute: algorithm 'sft' replays sft_step, evaluate; did you mean"):
+    with pytest.raises(
+        ConfigError, match="--phase evalute: algorithm 'sft' replays demonstration_step, evaluate; did you mean"
+    ):
         inspect_config(config, "evalute")
     with pytest.raises(ConfigError, match=r"-o picture.png: the suffix '.png' is unknown; use .mmd"):
         inspect_config(config, None, Path("picture.png"))

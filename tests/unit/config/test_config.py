@@ -61,7 +61,10 @@ def test_every_error_is_listed_with_its_location(small: Path) -> None:
     assert len(lines) == 4
     assert f"policy.modelname ({small}, line 4); did you mean 'policy.model_name'" in lines[2]
     assert f"sft.lr ({small}, line 7): found -1; expected: greater than 0" in lines
-    assert "algorithm (command line): found 'ppo'; expected: 'sft' or 'grpo'" in lines
+    assert (
+        "algorithm (command line): found 'ppo'; expected: 'sft', 'grpo' or the import path 'module:Class' of your own"
+        in lines
+    )
     assert "missing key policy.random_init.hf_config (command line); it is required" in lines
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from dagrl.config import Config
 from dagrl.errors import ConfigError, DataError
-from dagrl.rl.advantages import advantages, batch_advantages, check_advantage, group_advantages, zero_variance_groups
+from dagrl.rl.advantages import batch_advantages, group_advantages, zero_variance_groups
+from dagrl.rl.algorithm import advantages_of, algorithm_of
+from dagrl.rl.trial import try_advantages
 
 
 def test_group_mean_baseline() -> None:
@@ -124,8 +126,8 @@ def of_another_shape(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
 
 def test_a_users_function_sees_no_reward_of_an_invalid_completion() -> None:
     config = config_of(name=f"{__name__}:scaled", args={"factor": 2.0})
-    check_advantage(config)
-    found = advantages(config, [[1.0, 2.0], [3.0, 50.0]], [[True, True], [True, False]])
+    try_advantages(algorithm_of(config))
+    found = advantages_of(algorithm_of(config), [[1.0, 2.0], [3.0, 50.0]], [[True, True], [True, False]])
     np.testing.assert_array_equal(found, [[2.0, 4.0], [6.0, 0.0]])
 
 
@@ -139,11 +141,11 @@ def test_a_users_function_sees_no_reward_of_an_invalid_completion() -> None:
 )
 def test_an_advantage_that_cannot_be_is_an_error_before_the_run(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_advantage(config_of(**keys))
+        try_advantages(algorithm_of(config_of(**keys)))
 
 
 def test_advantages_over_the_batch_need_the_whole_batch() -> None:
     config = config_of(name="batch")
     early = config.model_copy(update={"grpo": config.grpo.model_copy(update={"overlap_training": True})})
     with pytest.raises(ConfigError, match="overlap_training"):
-        check_advantage(early)
+        try_advantages(algorithm_of(early))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import DataError
-from dagrl.rl.losses import LOSSES, Denominators, LossOutput, kl_estimate, row_sums
+from dagrl.rl.losses import Denominators, LossOutput, kl_estimate, row_sums
+from tests.unit.rl.losses_by_kind import LOSSES
 
 Data = dict[str, Tensor]
 ROWS, TOKENS = 6, 8

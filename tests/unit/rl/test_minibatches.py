@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from dagrl.config import Config
-from dagrl.rl.losses import LOSSES, Denominators
+from dagrl.rl.losses import Denominators
 from dagrl.run.loops.grpo_step import optimize
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics, join_optimizer_steps, merge_step_metrics
+from tests.unit.rl.losses_by_kind import LOSSES
 
 CONFIG = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {"train_global_batch_size": 4}})
 

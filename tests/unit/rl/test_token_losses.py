@@ -11,8 +11,11 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import ConfigError
-from dagrl.rl.losses import LOSSES, Denominators, row_sums
-from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate, token_loss, try_token_loss
+from dagrl.rl.algorithm import algorithm_of
+from dagrl.rl.losses import Denominators, row_sums
+from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate, token_loss
+from dagrl.rl.trial import try_loss
+from tests.unit.rl.losses_by_kind import LOSSES, config_of
 
 ROWS, WIDTH = 6, 9
 CLIP = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}
@@ -128,20 +131,11 @@ def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
     logits, teacher = torch.randn(2, 7, generator=draw).double()
     logits.requires_grad_()
     policy, target = logits.log_softmax(0), teacher.log_softmax(0)
-    once = {name: torch.zeros(1, 7).double() for name in ("generation_logprobs", "advantages")}
     mask, ids = torch.ones(1, 7).double(), torch.zeros(1, 7, dtype=torch.int64)
     old = policy.detach()[None]
-    batch = TokenBatch(
-        policy[None],
-        old,
-        once["generation_logprobs"],
-        target[None],
-        once["advantages"],
-        mask,
-        Sequences(ids, 1),
-        LossConfig(),
-    )
-    cost, means = evaluate(token_loss(LossConfig(name="distill")), batch)
+    columns = {"prev_logprobs": old, "reference_logprobs": target[None]}
+    batch = TokenBatch(policy[None], mask, columns, Sequences(ids, 1), LossConfig())
+    cost, means = evaluate(token_loss(LossConfig(name="distill")), batch, "distill")
     (found,) = torch.autograd.grad((cost * old.exp()).sum(), logits, retain_graph=True)
     divergence = (policy.exp() * (policy - target)).sum()
     (gradient,) = torch.autograd.grad(divergence, logits)
@@ -150,9 +144,9 @@ def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
 
 
 def test_distillation_needs_a_reference_policy() -> None:
-    try_token_loss(LossConfig(name="distill"))
+    try_loss_of(LossConfig(name="distill"))
     with pytest.raises(ConfigError, match=r"policy\.reference_model_name"):
-        try_token_loss(LossConfig(name="distill"), reference=False)
+        try_loss_of(LossConfig(name="distill", **NO_KL))
 
 
 def test_clip_metrics_count_tokens_whose_cost_the_clip_changed() -> None:
@@ -214,6 +208,10 @@ def test_sequences_are_judged_by_the_product_of_their_ratios_as_in_trl() -> None
     assert 0 < kept.sum() < ROWS
 
 
+def try_loss_of(loss_fn: LossConfig) -> None:
+    try_loss(algorithm_of(config_of(loss_fn)))
+
+
 def own(batch: TokenBatch, *, slope: float = 1.0) -> Tensor:
     """A user's loss."""
     return -slope * batch.advantages * torch.sigmoid(batch.log_ratio)
@@ -238,7 +236,7 @@ def failing(batch: TokenBatch) -> Tensor:
 def test_a_users_loss_is_called_with_its_arguments() -> None:
     logprobs, data = random_data()
     config = LossConfig(name=f"{__name__}:own", args={"slope": 3.0}, **NO_KL)
-    try_token_loss(config)
+    try_loss_of(config)
     mask = data["loss_mask"]
     output = LOSSES["policy"](logprobs, data, config, Denominators(float(mask.sum()), float(ROWS)))
     cost = -3.0 * data["advantages"] * (logprobs - data["prev_logprobs"]).sigmoid()
@@ -260,7 +258,7 @@ def test_a_users_loss_is_called_with_its_arguments() -> None:
 )
 def test_a_loss_that_cannot_train_is_an_error_before_training(name: str, args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        try_token_loss(LossConfig(name=name, args=args))
+        try_loss_of(LossConfig(name=name, args=args))
 
 
 def test_a_shipped_loss_resolves_by_name() -> None:

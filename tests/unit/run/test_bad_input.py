@@ -397,7 +397,7 @@ TABLE = [
     ),
     Row(
         "worker without a method of a phase",
-        ("phase 'sft_step'", "train worker has no method 'train_step'"),
+        ("phase 'demonstration_step'", "train worker has no method 'train_step'"),
         ("policy.worker=tests.unit.run.test_bad_input:Untrained", "checkpointing.export_hf=false", "sft.max_num_steps=1"),
     ),
     Row(

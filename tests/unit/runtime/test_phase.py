@@ -578,7 +578,7 @@ from dagrl.graphs import generate, logprobs, refit, train
 from tests.unit.runtime.phase_worker import Both
 
 roles = {name: Role(name, ParallelLayout(dp=2, tp=2), methods_of(Both)) for name in ("train", "generation")}
-for item in (train.sft_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
+for item in (train.demonstration_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
     graph = item.trace(roles, 2)
     graph.validate()
     assert mermaid([Drawing(graph)])

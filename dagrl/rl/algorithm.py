@@ -1,0 +1,132 @@
+"""Algorithms: what a training method consists of. Choose one by `algorithm`, or write your own in one file.
+
+    class Centered(Algorithm):
+        columns = ("prev_logprobs",)
+
+        def advantages(self, rewards, valid):  # [prompts, completions]
+            return rewards - rewards.mean(axis=1, keepdims=True)
+
+        def loss(self, batch):  # tensors [b, t]
+            return -batch.advantages * torch.exp(batch.log_ratio)
+
+`algorithm: my_file:Centered` trains with it, packed, in every layout, with early and asynchronous work: none of these
+belongs to an algorithm. `dagrl.rl.algorithms` has the shipped ones; `dagrl.rl.losses` averages what `loss` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.config import ALGORITHMS, Config
+from dagrl.config.settings import load_algorithm
+from dagrl.errors import ConfigError
+from dagrl.imports import load_class, running
+from dagrl.rl.advantages import GROUP, Floats, checked_advantages, checked_rewards, configured_advantages
+
+if TYPE_CHECKING:
+    from dagrl.rl.token_losses import TokenBatch, TokenResult
+
+KEY = "algorithm"
+
+LIKELIHOOD, POLICY = "likelihood", "policy"
+"""The kinds of loss that a phase names: of demonstrations, and of the run's algorithm."""
+
+COLUMN_PHASES: Mapping[str, str] = MappingProxyType(
+    {"prev_logprobs": "logprobs", "reference_logprobs": "reference_logprobs"}
+)
+"""The columns that an algorithm may ask for, and the phase that computes each."""
+
+
+class Algorithm:
+    """A training method. Derive from it, or from a shipped one.
+
+    Workers and the driver make instances of their own when they need one, so they should be cheap and keep no state.
+    """
+
+    learns_from: ClassVar[Literal["samples", "demonstrations"]] = "samples"
+    """`samples`: completions that the policy generates and a reward function scores. `demonstrations`: the data."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What phases compute for the rows of a batch before its optimizer step. Override it, also by a class attribute.
+
+        `prev_logprobs`: the policy's log-probabilities; `reference_logprobs`: the reference policy's. Batches of samples
+        also have `advantages` and `generation_logprobs`.
+        """
+        return ("prev_logprobs",)
+
+    @property
+    def average(self) -> Literal["tokens", "sequences", "sums"]:
+        """How costs become the loss of the global batch. Override it, also by a class attribute.
+
+        `tokens`: their mean. `sequences`: the mean over each sequence's tokens, then over sequences. `sums`: the sum over
+        each sequence's tokens, then the mean over sequences.
+        """
+        return "tokens"
+
+    @property
+    def independent_groups(self) -> bool:
+        """Whether a group's advantages depend on its own rewards alone, so that `grpo.overlap_training` may begin with it.
+
+        False for an override of `advantages`, unless that says so by a class attribute.
+        """
+        return type(self).advantages is Algorithm.advantages and self.config.advantage.name == GROUP
+
+    def advantages(self, rewards: Floats, valid: npt.NDArray[np.bool_]) -> npt.ArrayLike:
+        """Returns the advantage of each completion, from rewards and validity: arrays [prompts, completions].
+
+        By default as `advantage.name` says. Gets all groups of a batch, except where `grpo.overlap_training` is on.
+        """
+        return configured_advantages(self.config, rewards, valid)
+
+    def loss(self, batch: TokenBatch) -> TokenResult:
+        """Returns the cost of each token [b, t], and optionally further values [b, t] whose means become metrics."""
+        raise NotImplementedError
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """Returns the run's algorithm, a new instance. Raises ConfigError if `algorithm` names none."""
+    return cast(Algorithm, load_algorithm(config))
+
+
+def algorithm_for(loss: str, config: Config) -> Algorithm:
+    """Returns the algorithm behind the `loss` that a phase names.
+
+    Demonstrations are learned by the run's algorithm if it learns from them, or else by `sft`.
+    """
+    own = algorithm_of(config)
+    if loss == POLICY or (loss == LIKELIHOOD and own.learns_from == "demonstrations"):
+        return own
+    if loss != LIKELIHOOD:
+        raise ConfigError(f"loss {loss!r} is unknown; choose one of {LIKELIHOOD}, {POLICY}")
+    return cast(Algorithm, load_class(ALGORITHMS["sft"], KEY)(config))
+
+
+def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
+    """Returns the algorithm's advantages: `[prompts, completions]` float64, 0 where not `valid`.
+
+    Raises ConfigError if a user's method fails, or returns another shape or values that are not finite.
+    """
+    table, mask = checked_rewards(rewards), np.asarray(valid, np.bool_)
+    with running(algorithm.config.algorithm, KEY):
+        found = algorithm.advantages(np.where(mask, table, 0.0), mask)
+    return checked_advantages(found, mask, f"{KEY}: {algorithm.config.algorithm}")
+
+
+def column_phases(algorithm: Algorithm) -> tuple[str, ...]:
+    """Returns the phases that compute the algorithm's columns. Raises ConfigError for a column that no phase computes."""
+    unknown = [name for name in algorithm.columns if name not in COLUMN_PHASES]
+    if unknown:
+        raise ConfigError(
+            f"algorithm {algorithm.config.algorithm} has the column {unknown[0]!r}, which no phase computes; expected: "
+            f"{', '.join(COLUMN_PHASES)}"
+        )
+    return tuple(COLUMN_PHASES[name] for name in algorithm.columns)

@@ -1,0 +1,1 @@
+"""The algorithms that are shipped. Each is a class as in a user's own file (`dagrl.rl.algorithm`)."""

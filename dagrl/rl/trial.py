@@ -1,0 +1,63 @@
+"""Tries an algorithm on a few random rows before a run starts, so that a mistake in a user's file costs no start."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dagrl.config import ALGORITHMS, Config
+from dagrl.errors import ConfigError
+from dagrl.imports import running
+from dagrl.rl import advantages
+from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, column_phases
+from dagrl.rl.losses import Denominators, batch_loss, row_sums
+from dagrl.rl.token_losses import KEY as LOSS_KEY
+
+ROWS, TOKENS = 2, 5
+
+
+def try_algorithm(config: Config) -> None:
+    """Raises ConfigError if the algorithm's loss or advantages fail, or give values that nothing can be learned from."""
+    algorithm = algorithm_of(config)
+    column_phases(algorithm)
+    try_loss(algorithm)
+    if algorithm.learns_from == "samples":
+        try_advantages(algorithm)
+
+
+def try_loss(algorithm: Algorithm) -> None:
+    """Runs the loss on random tokens. Raises ConfigError if it fails, or if its values or gradients are not finite."""
+    name, key = algorithm.config.algorithm, KEY
+    if name in ALGORITHMS and algorithm.learns_from == "samples":
+        name, key = algorithm.config.loss_fn.name, LOSS_KEY
+    generator = torch.Generator().manual_seed(0)
+    given = {"samples": ("generation_logprobs",), "demonstrations": ()}[algorithm.learns_from]
+    data = {column: _logprobs(generator) for column in (*algorithm.columns, *given)}
+    data["loss_mask"] = torch.ones(ROWS, TOKENS)
+    if algorithm.learns_from == "samples":
+        data["advantages"] = torch.tensor([[1.0], [-0.5]]).expand(ROWS, TOKENS)
+    logprobs = _logprobs(generator).requires_grad_()
+    with running(name, key):
+        output = batch_loss(algorithm, logprobs, data | row_sums(data), Denominators(ROWS * TOKENS, ROWS))
+        if not output.loss.requires_grad:
+            raise ConfigError(f"{key}: {name} does not depend on `batch.logprobs`, so nothing would train")
+        (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    if not (output.loss.isfinite() and gradient.isfinite().all()):
+        raise ConfigError(f"{key}: {name} gives costs or gradients that are not finite for ordinary log-probabilities")
+
+
+def _logprobs(generator: torch.Generator) -> torch.Tensor:
+    return -torch.rand(ROWS, TOKENS, generator=generator) - 0.1
+
+
+def try_advantages(algorithm: Algorithm) -> None:
+    """Computes advantages of random rewards. Raises ConfigError if that fails, or needs a batch that is not complete."""
+    config = algorithm.config
+    rewards = np.random.default_rng(0).random((2, max(config.grpo.num_generations_per_prompt, 2)))
+    advantages_of(algorithm, rewards, np.ones_like(rewards, np.bool_))
+    if config.grpo.overlap_training and not algorithm.independent_groups:
+        raise ConfigError(
+            f"grpo.overlap_training trains on groups before the batch is complete, but {advantages.KEY} "
+            f"{config.advantage.name!r} of {KEY} {config.algorithm} may need the whole batch; set grpo.overlap_training to "
+            f"false, {advantages.KEY} to {advantages.GROUP}, or the class attribute `independent_groups` of your own to True"
+        )

@@ -1,0 +1,158 @@
+"""Algorithms of the user's: what they declare decides what runs, and what cannot train is an error before a start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import dagrl
+from dagrl import Algorithm, TokenBatch
+from dagrl.config import ALGORITHMS, Config
+from dagrl.config.settings import algorithm_name, generates, layouts, uses_reference
+from dagrl.errors import ConfigError
+from dagrl.examples.own_algorithm import WEIGHT, KlInReward
+from dagrl.rl.algorithm import algorithm_for, algorithm_of
+from dagrl.rl.losses import Denominators, batch_loss
+from dagrl.rl.trial import try_algorithm
+from dagrl.run.plans import logprob_phases
+from tests.unit.rl.test_token_losses import random_data
+
+REPOSITORY = Path(dagrl.__file__).parents[1]
+
+
+def config_of(algorithm: str | type, **sections: Any) -> Config:
+    name = algorithm if isinstance(algorithm, str) else f"{algorithm.__module__}:{algorithm.__name__}"
+    policy = {"generation": {}, "megatron_cfg": {"data_parallel_size": 2}}
+    return Config.model_validate({"name": "t", "algorithm": name, "data": {}, "policy": policy, **sections})
+
+
+class Weighted(Algorithm):
+    """Demonstrations, each sequence with the same weight."""
+
+    learns_from = "demonstrations"
+    columns = ()
+    average = "sequences"
+
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return -batch.logprobs
+
+
+class WithoutItsColumn(Algorithm):
+    columns = ()
+
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return -batch.advantages * torch.exp(batch.log_ratio)
+
+
+class WithoutAReference(Algorithm):
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return batch.logprobs - batch.reference_logprobs
+
+
+class WithAnUnknownColumn(Algorithm):
+    columns = ("prev_logprobs", "entropies")
+
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return -batch.logprobs
+
+
+class OfAnotherShape(Algorithm):
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return -batch.logprobs.sum(dim=1)
+
+
+class NotFinite(Algorithm):
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return torch.log(batch.logprobs)  # of negative numbers
+
+
+class WithBadAdvantages(Algorithm):
+    def advantages(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        return rewards.mean(axis=1)
+
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return -batch.logprobs
+
+
+class Unbuildable(Algorithm):
+    def __init__(self, config: Config) -> None:
+        raise KeyError("beta")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        (WithoutItsColumn, "reads the column 'prev_logprobs', but .* name it in the algorithm's `columns`"),
+        (
+            WithoutAReference,
+            "reads the column 'reference_logprobs', but the batch has only prev_logprobs, generation_logprobs",
+        ),
+        (WithAnUnknownColumn, "has the column 'entropies', which no phase computes; expected: prev_logprobs, "),
+        (
+            OfAnotherShape,
+            r"OfAnotherShape returned \[2\] for 'loss'; expected: a tensor of the shape of the tokens, \[2, 5\]",
+        ),
+        (NotFinite, "NotFinite gives costs or gradients that are not finite"),
+        (WithBadAdvantages, r"WithBadAdvantages returned advantages of shape \[2\].*expected: a finite advantage for each"),
+        (Unbuildable, "Unbuildable raised KeyError: 'beta'"),
+        (Algorithm, "raised NotImplementedError"),
+        (Path, "pathlib:Path is not an algorithm; derive the class from dagrl.Algorithm"),
+    ],
+)
+def test_what_cannot_train_is_an_error_before_a_start(algorithm: type, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        try_algorithm(config_of(algorithm))
+
+
+def test_columns_decide_which_phases_run() -> None:
+    config = config_of(KlInReward, loss_fn={"reference_policy_kl_penalty": 0.0})
+    try_algorithm(config)
+    assert logprob_phases(config) == ("logprobs", "reference_logprobs") and uses_reference(config)
+    assert logprob_phases(config_of("grpo", loss_fn={"reference_policy_kl_penalty": 0.0})) == ("logprobs",)
+    forced = {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True}
+    assert logprob_phases(config_of("grpo", loss_fn=forced)) == ()
+
+
+def test_what_it_learns_from_decides_which_workers_run() -> None:
+    assert [list(layouts(config_of(algorithm))) for algorithm in (Weighted, "sft", KlInReward)] == [
+        ["train"],
+        ["train"],
+        ["train", "generation"],
+    ]
+    assert [algorithm_name(config_of(algorithm)) for algorithm in ("grpo", KlInReward)] == ["grpo", "KlInReward"]
+
+
+def test_an_example_equals_its_formula() -> None:
+    logprobs, data = random_data()
+    mask = data["loss_mask"]
+    output = batch_loss(
+        algorithm_of(config_of(KlInReward)), logprobs, data, Denominators(float(mask.sum()), float(len(mask)))
+    )
+    distance = data["prev_logprobs"] - data["reference_logprobs"]
+    cost = -(data["advantages"] - WEIGHT * distance) * (logprobs - data["prev_logprobs"]).exp()
+    torch.testing.assert_close(output.loss, ((cost * mask).sum(1) / mask.sum(1)).mean())
+    torch.testing.assert_close(output.sums["own/distance"], (distance * mask).sum() / mask.sum())
+
+
+def test_demonstrations_are_learned_by_the_run_s_algorithm_or_by_sft() -> None:
+    assert type(algorithm_for("likelihood", config_of(Weighted))) is Weighted
+    assert algorithm_for("likelihood", config_of("grpo")).learns_from == "demonstrations"
+    assert type(algorithm_for("policy", config_of(KlInReward))) is KlInReward
+    assert not generates(config_of(Weighted))
+    with pytest.raises(ConfigError, match="loss 'grpo' is unknown; choose one of likelihood, policy"):
+        algorithm_for("grpo", config_of("grpo"))
+
+
+@pytest.mark.parametrize("room", ["workers", "graphs", "dagrl/runtime"])
+def test_workers_phases_and_the_runtime_name_no_algorithm(room: str) -> None:
+    names = re.compile(rf"(?<![a-z])({'|'.join(ALGORITHMS)})(?![a-z])", re.IGNORECASE)
+    files = list((REPOSITORY / room).rglob("*.py"))
+    assert files
+    found = [f"{file}: {line}" for file in files for line in file.read_text().splitlines() if names.search(line)]
+    assert not found
