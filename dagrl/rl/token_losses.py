@@ -218,7 +218,10 @@ def _resolved(name: str) -> TokenLossFunction:
 
 
 def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Calls a loss by its import path or `name`. Raises ConfigError if its result has another shape than the tokens."""
+    """Calls the loss that messages call `name`.
+
+    Raises ConfigError if its result has another shape than the tokens, or if it does not depend on the model.
+    """
     result = function(batch)
     loss, means = result if isinstance(result, tuple) else (result, {})
     for part, value in {"loss": loss, **means}.items():
@@ -228,4 +231,6 @@ def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple
                 f"{name} returned {found} for {part!r}; expected: a tensor of the shape of the tokens, "
                 f"{list(batch.logprobs.shape)}"
             )
+    if batch.logprobs.requires_grad and not loss.requires_grad:
+        raise ConfigError(f"{name} does not depend on `batch.logprobs`, so nothing would train")
     return loss, means

@@ -39,8 +39,6 @@ def try_loss(algorithm: Algorithm) -> None:
     logprobs = _logprobs(generator).requires_grad_()
     with running(name, key):
         output = batch_loss(algorithm, logprobs, data | row_sums(data), Denominators(ROWS * TOKENS, ROWS))
-        if not output.loss.requires_grad:
-            raise ConfigError(f"{key}: {name} does not depend on `batch.logprobs`, so nothing would train")
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
     if not (output.loss.isfinite() and gradient.isfinite().all()):
         raise ConfigError(f"{key}: {name} gives costs or gradients that are not finite for ordinary log-probabilities")

@@ -199,7 +199,7 @@ def test_resuming_without_the_needed_reference_policy_is_an_error() -> None:
     check_reference(configuration(penalty=0.0), without)
     check_reference(configuration(), Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: True})))
     check_reference(configuration(), Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
-    with pytest.raises(ConfigError, match=r"penalty is 0\.01, but step_00000003 has no reference policy"):
+    with pytest.raises(ConfigError, match=r"penalty is 0\.01\), but step_00000003 has none"):
         check_reference(configuration(), without)
 
 
