@@ -118,7 +118,8 @@ def batch_loss(
     sums |= {"loss": loss.detach(), "valid_tokens": mask.sum()}
     if "generation_logprobs" not in data:
         return LossOutput(loss, sums)
-    known = batch.with_columns(prev_logprobs=data.get("prev_logprobs", logprobs.detach()))
+    before = data["prev_logprobs"] if "prev_logprobs" in algorithm.columns else logprobs.detach()
+    known = batch.with_columns(prev_logprobs=before)
     difference = logprob_difference(known.columns, mask, denominators)
     ratio = torch.exp(known.log_ratio.detach()) * (mask > 0)
     return LossOutput(loss, {**sums, **difference.sums}, {**difference.maxima, "max_probs_ratio": ratio.amax()})

@@ -126,8 +126,10 @@ def token_kl(logprobs: npt.ArrayLike, train_logprobs: npt.ArrayLike) -> npt.NDAr
 
 
 def _stages(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The sections with the numbers of steps. A run of an algorithm that generates has `policy.generation`."""
-    return ("sft", "grpo") if config["algorithm"] != "sft" and config["policy"].get("generation") else ("sft",)
+    """The sections with the numbers of steps. A run of a user's algorithm that generates has `policy.generation`."""
+    own = ":" in config["algorithm"]
+    generates = config["policy"].get("generation") is not None if own else config["algorithm"] == "grpo"
+    return ("sft", "grpo") if generates else ("sft",)
 
 
 def _sample_summary(row: Summary, number: int) -> Summary:
