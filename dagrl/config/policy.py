@@ -249,6 +249,10 @@ class VllmConfig(Section):
     async_scheduling: bool | None = None
     """Prepare the next engine step while the current one computes. null: where vLLM can, with `tensor_parallel_size` 1."""
 
+    num_scheduler_steps: PositiveInt | None = None
+    """Decode steps for each run of vLLM's scheduler, while every request decodes. A sequence may compute that many tokens
+    less one after its end. Always 1 with `stop_strings`. null: 8 on GPUs, else 1."""
+
     enable_prefix_caching: bool = True
     """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""
 

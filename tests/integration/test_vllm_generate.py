@@ -27,9 +27,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
+@pytest.fixture(scope="module", params=[(1, 1), (1, 4), (2, 4)], ids=["tp1", "tp1, bursts", "tp2, bursts"])
 def engine(request: pytest.FixtureRequest, vllm_ranks: Ranks, checkpoint: Path) -> Iterator[Engine]:
-    with vllm_ranks.engine(make_config(checkpoint, FEW_TOKENS), request.param) as engine:
+    tp, steps = request.param
+    options = {"vllm_cfg": {**FEW_TOKENS["vllm_cfg"], "num_scheduler_steps": steps}}
+    with vllm_ranks.engine(make_config(checkpoint, options), tp) as engine:
         yield engine
 
 

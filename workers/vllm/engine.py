@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dagrl.errors import DataError, RunError
 from dagrl.rl.generation import FinishedRequest, Generated, RequestProgress, checksum, pack_generated
 from dagrl.workers.vllm import features
+from dagrl.workers.vllm.bursts import Bursts
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreOutput
 
     from dagrl.workers.vllm.peers import Peers
 
@@ -52,9 +56,16 @@ class _Running:
 class QuantumEngine:
     """Tracks requests around a vLLM engine. Of the weights it knows only the version."""
 
-    def __init__(self, engine: LLMEngine, sampling: Callable[[Request], SamplingParams], peers: Peers | None = None) -> None:
-        """`peers` are the engine's tensor-parallel ranks, if there are several."""
+    def __init__(
+        self,
+        engine: LLMEngine,
+        sampling: Callable[[Request], SamplingParams],
+        peers: Peers | None = None,
+        burst_steps: int = 1,
+    ) -> None:
+        """`peers` are the engine's tensor-parallel ranks, if there are several. `burst_steps`: see `Bursts`."""
         self._engine = engine
+        self._bursts = Bursts(engine.engine_core.engine_core, burst_steps) if burst_steps > 1 else None
         self._peers = peers
         self._sampling = sampling
         self._vocabulary = int(engine.model_config.get_vocab_size())
@@ -119,14 +130,22 @@ class QuantumEngine:
         finished: list[FinishedRequest] = []
         steps = 0
         while self._running and steps < engine_steps:
-            steps += 1
-            finished += self._take(self._engine.step(), steps, last=steps == engine_steps)
+            outputs, taken = self._step(engine_steps - steps)
+            steps += taken
+            finished += self._take(outputs, steps, last=steps == engine_steps)
             if self._running and not self._engine.has_unfinished_requests():
                 raise RunError(f"vLLM has lost requests {sorted(self._running)[:5]}; restart the generation workers")
             if time.perf_counter() >= until:
                 break
         self._stepping = False
         return finished, steps
+
+    def _step(self, most: int) -> tuple[Sequence[RequestOutput], int]:
+        """Returns the outputs of an engine step, and how many steps of the model it began: at most `most`."""
+        if self._bursts is None:
+            return self._engine.step(), 1
+        self._bursts.limit = most
+        return self._engine.step(), self._bursts.taken
 
     def drain(self) -> None:
         """Completes the steps in flight. The next quantum returns what finishes."""
@@ -239,6 +258,8 @@ class QuantumEngine:
         # The version is part of the cache key, so a request never matches a prefix computed by older weights.
         prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {self._version}"}
         self._engine.add_request(name, prompt, self._sampling(request))
+        state: Any = next(reversed(self._engine.output_processor.request_states.values()))
+        state.logprobs_processor = SampledLogprobs()
         self._running[name] = _Running(request, RequestProgress(request.request_id), [(self._version, 0)])
 
     def _finish(self, output: RequestOutput) -> FinishedRequest:
@@ -248,15 +269,14 @@ class QuantumEngine:
         return FinishedRequest(
             request_id=running.request.request_id,
             tokens=tokens,
-            logprobs=list(_sampled_logprobs(completion)),
+            logprobs=_flat(completion.logprobs),
             versions=_token_versions(running.starts, len(tokens)),
             finish_reason=str(completion.finish_reason),
         )
 
     def _partial(self, running: _Running, state: Any) -> FinishedRequest:
         tokens = [] if state is None else [int(token) for token in state.detokenizer.output_token_ids]
-        table = state.logprobs_processor.logprobs if tokens else []
-        logprobs = [float(entry[token].logprob) for token, entry in zip(tokens, table, strict=True)]
+        logprobs = _flat(state.logprobs_processor.logprobs) if tokens else []
         versions = _token_versions(running.starts, len(tokens))
         return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished")
 
@@ -279,10 +299,25 @@ class QuantumEngine:
         return [running.progress for running in self._running.values()]
 
 
-def _sampled_logprobs(completion: CompletionOutput) -> Iterator[float]:
-    assert completion.logprobs is not None, "every request asks for logprobs"
-    for token, position in zip(completion.token_ids, completion.logprobs, strict=True):
-        yield position[token].logprob
+class SampledLogprobs:
+    """The log-probabilities of a request's tokens, kept as vLLM's sampler made them.
+
+    Stands in for vLLM's processor, which makes a dictionary of objects for every token. It has what vLLM reads of that.
+    """
+
+    prompt_logprobs = prompt_token_id_logprobs = cumulative_logprob = None
+
+    def __init__(self) -> None:
+        self.logprobs: list[np.ndarray[Any, Any]] = []
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        """Adds those of the tokens that a step made. The sampled token is in the first column."""
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs.logprobs[:, 0])
+
+
+def _flat(parts: Any) -> list[float]:
+    return [value for part in parts for value in part.tolist()]
 
 
 def _token_versions(starts: Sequence[tuple[int, int]], length: int) -> list[int]:

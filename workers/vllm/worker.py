@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GPU_BURST_STEPS = 8
+"""Steps of a burst by default: bookkeeping takes an eighth, and a sequence computes at most 7 tokens after its end."""
+
 
 class VllmWorker:
     """Generates in quanta. `dagrl.runtime.worker` documents the methods that the runtime calls."""
@@ -106,11 +109,18 @@ class VllmWorker:
         self._destinations = self._find_destinations(model, llm)
         max_model_len = int(llm.model_config.max_model_len)
         sampling = Sampling.of(self.generation, _eos_token_ids(self._hf_config), max_model_len)
-        self._engine = QuantumEngine(llm, sampling, self._peers(llm))
+        self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps())
         if self._device.type == "cuda":
             import torch
 
             self._stream = torch.cuda.current_stream(self._device)
+
+    def _burst_steps(self) -> int:
+        """Steps of the model for each run of vLLM's scheduler: one if a string may end a request, which is found later."""
+        asked = self.generation.vllm_cfg.num_scheduler_steps
+        if self.generation.stop_strings:
+            return 1
+        return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 
     def shutdown(self) -> None:
         """Ends the engine and leaves its process group and the refit channel."""

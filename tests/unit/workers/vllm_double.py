@@ -6,6 +6,8 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 
 class AsyncEngineDouble:
     """Stands in for `vllm.LLMEngine` and its `EngineCore`: each step returns what the previous one generated.
@@ -36,6 +38,7 @@ class AsyncEngineDouble:
         if not self.forgets:
             self.left[request_id], self.made[request_id] = params, 0
             self.salts[request_id] = prompt["cache_salt"]
+        self.output_processor.request_states[f"{request_id}-0"] = state_of(request_id, [])
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.left) or bool(self.batch_queue)
@@ -83,7 +86,7 @@ class AsyncEngineDouble:
 
     def _output(self, name: str) -> Any:
         tokens = list(range(self.made[name]))
-        logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
+        logprobs = [np.full(len(tokens), -1.0, np.float32)]
         completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length")
         return SimpleNamespace(finished=True, request_id=name, outputs=[completion])
 
@@ -94,7 +97,7 @@ def states_of(vllm: AsyncEngineDouble) -> dict[str, Any]:
 
 
 def state_of(name: str, tokens: list[int]) -> Any:
-    logprobs = [{token: SimpleNamespace(logprob=-float(token)), 9: SimpleNamespace(logprob=-9.0)} for token in tokens]
+    logprobs = [np.array([-float(token)], np.float32) for token in tokens]
     return SimpleNamespace(
         external_req_id=name,
         detokenizer=SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens)),

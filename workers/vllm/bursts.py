@@ -1,0 +1,191 @@
+"""Bursts: several decode steps for each run of vLLM's scheduler.
+
+vLLM's scheduler and its bookkeeping take about 25 microseconds of Python per request and step. With hundreds of short
+sequences and a small model that is more than the GPU needs. While all requests decode, one run of the scheduler is good for
+several steps: each step adds one token to each request, in memory that can be reserved before. vLLM called this multi-step
+scheduling before its present engine.
+
+A burst looks to the scheduler like one step that made several tokens of each request, as speculative decoding does, and to
+the model runner like that many steps. A request that ends inside a burst is computed to the burst's end; what was made after
+its end is dropped. Samples and log-probabilities are those of single steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dagrl.errors import RunError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import ModelRunnerOutput
+
+ONCE: dict[str, Any] = {
+    "finished_req_ids": set(),
+    "preempted_req_ids": set(),
+    "free_encoder_mm_hashes": [],
+    "new_block_ids_to_zero": None,
+    "kv_cache_block_copies": None,
+}
+"""Fields of a scheduler's output that the first step of a burst carries out for all, with their values in later steps."""
+
+
+class Bursts:
+    """Wraps the scheduler and the executor of an engine in this process, so that each decode step becomes a burst.
+
+    Bursts have at most `steps` steps, and at most `limit`, which the caller sets before each engine step. `taken` is the
+    number of steps that the last one began. Every rank of an engine decides the same, from the scheduler's state.
+    """
+
+    def __init__(self, core: EngineCore, steps: int) -> None:
+        self.limit, self.taken = steps, 1
+        self._steps = steps
+        self._scheduler: Any = core.scheduler
+        executor: Any = core.model_executor
+        self._block_size = int(core.vllm_config.cache_config.block_size)
+        self._asynchronous = bool(core.vllm_config.scheduler_config.async_scheduling)
+        self._later: list[SchedulerOutput] = []
+        self._burst: SchedulerOutput | None = None
+        self._first: SchedulerOutput | None = None
+        self._schedule, self._execute, self._sample = (
+            self._scheduler.schedule,
+            executor.execute_model,
+            executor.sample_tokens,
+        )
+        self._scheduler.schedule, executor.execute_model, executor.sample_tokens = (
+            self.schedule,
+            self.execute_model,
+            self.sample_tokens,
+        )
+
+    def schedule(self, *args: Any) -> SchedulerOutput:
+        """Schedules a step or a burst."""
+        scheduler, steps = self._scheduler, self._possible()
+        lookahead = scheduler.num_lookahead_tokens
+        scheduler.num_lookahead_tokens = lookahead + steps - 1  # reserves memory for the tokens of all steps
+        try:
+            output: SchedulerOutput = self._schedule(*args)
+        finally:
+            scheduler.num_lookahead_tokens = lookahead
+        self._later, self.taken = [], 1
+        if steps == 1 or not _only_decodes(output):
+            return output
+        self._first, self._later, self.taken = output, [_later_step(output, number) for number in range(1, steps)], steps
+        self._advance(output, steps - 1)
+        tokens = dict.fromkeys(output.num_scheduled_tokens, steps)
+        self._burst = dataclasses.replace(
+            output, num_scheduled_tokens=tokens, total_num_scheduled_tokens=steps * len(tokens)
+        )
+        return self._burst
+
+    def execute_model(self, output: SchedulerOutput, non_block: bool = False) -> Any:
+        """Executes the model for a step, or for the first step of a burst."""
+        first = self._first if output is self._burst else output
+        self._first = self._burst = None
+        return self._execute(first, non_block=non_block)
+
+    def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
+        """Samples, and does the later steps of a burst. The GPU runs behind: no step waits for the tokens of another."""
+        made = [self._sample(grammar, non_block=non_block)]
+        later, self._later = self._later, []
+        for output in later:
+            self._execute(output, non_block=non_block)
+            made.append(self._sample(None, non_block=non_block))
+        if not later:
+            return made[0]
+        return _JoinedFuture(made) if non_block else _joined(made)
+
+    def _possible(self) -> int:
+        """The length of the next burst: 1 while a request waits for a slot or is prefilled, or if memory is short."""
+        scheduler, running = self._scheduler, self._scheduler.running
+        waiting = scheduler.waiting or getattr(scheduler, "skipped_waiting", None)
+        if not running or (waiting and len(running) < scheduler.max_num_running_reqs):
+            return 1
+        if any(request.is_prefill_chunk for request in running):
+            return 1
+        longest = max(request.num_computed_tokens for request in running)
+        left = max(request.max_tokens - request.num_output_tokens - request.num_output_placeholders for request in running)
+        steps = min(self._steps, self.limit, left, scheduler.max_model_len - 1 - longest)
+        pool, groups = scheduler.kv_cache_manager.block_pool, len(scheduler.kv_cache_config.kv_cache_groups)
+        needed = groups * len(running) * (1 + steps // self._block_size)
+        return steps if steps > 1 and pool.get_num_free_blocks() >= needed else 1
+
+    def _advance(self, output: SchedulerOutput, tokens: int) -> None:
+        """Counts the tokens of later steps as those of the first one were."""
+        for name in output.num_scheduled_tokens:
+            request = self._scheduler.requests[name]
+            request.num_computed_tokens += tokens
+            request.num_in_flight_tokens += tokens
+            if self._asynchronous:
+                request.num_output_placeholders += tokens
+
+
+def _only_decodes(output: SchedulerOutput) -> bool:
+    """Whether each scheduled request continues by one token."""
+    return (
+        0 < output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
+        and not output.scheduled_new_reqs
+        and not output.scheduled_cached_reqs.resumed_req_ids
+        and not output.scheduled_spec_decode_tokens
+        and not output.has_structured_output_requests
+        and len(output.scheduled_cached_reqs.req_ids) == len(output.num_scheduled_tokens)
+    )
+
+
+def _later_step(output: SchedulerOutput, number: int) -> SchedulerOutput:
+    """The step `number` steps after `output`, with the same requests."""
+    cached = output.scheduled_cached_reqs
+    continued = dataclasses.replace(
+        cached,
+        all_token_ids={},
+        new_block_ids=[None] * len(cached.req_ids),
+        num_computed_tokens=[tokens + number for tokens in cached.num_computed_tokens],
+        num_output_tokens=[tokens + number for tokens in cached.num_output_tokens],
+    )
+    known = {name: value for name, value in ONCE.items() if hasattr(output, name)}
+    return dataclasses.replace(output, scheduled_cached_reqs=continued, **known)
+
+
+def _joined(outputs: Sequence[ModelRunnerOutput | None]) -> ModelRunnerOutput:
+    """One output with the tokens of all steps. Raises RunError if vLLM computed other requests than it was told."""
+    steps = [output for output in outputs if output is not None]
+    first = steps[0]
+    if len(steps) < len(outputs) or any(step.req_ids != first.req_ids for step in steps):
+        raise RunError("the steps of a burst did not compute the same requests; restart the generation workers")
+    tokens = [[step[0] for step in request] for request in zip(*(step.sampled_token_ids for step in steps), strict=True)]
+    logprobs = first.logprobs
+    if logprobs is not None:
+        parts = [step.logprobs for step in steps if step.logprobs is not None]
+        logprobs = logprobs._replace(
+            logprob_token_ids=_by_request([part.logprob_token_ids for part in parts]),
+            logprobs=_by_request([part.logprobs for part in parts]),
+            sampled_token_ranks=_by_request([part.sampled_token_ranks for part in parts]),
+            cu_num_generated_tokens=list(range(0, len(steps) * len(tokens) + 1, len(steps))),
+        )
+    return dataclasses.replace(first, sampled_token_ids=tokens, logprobs=logprobs)
+
+
+def _by_request(steps: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Joins arrays [requests, ...] of steps into [requests * steps, ...], request by request."""
+    joined = np.stack(steps, axis=1)
+    return joined.reshape(-1, *joined.shape[2:])
+
+
+class _JoinedFuture(Future[Any]):
+    """The output of a burst, joined when it is asked for."""
+
+    def __init__(self, parts: Sequence[Future[Any]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def result(self, timeout: float | None = None) -> Any:
+        return _joined([part.result(timeout) for part in self._parts])
