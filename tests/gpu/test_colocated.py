@@ -42,6 +42,21 @@ OVERRIDES = (
 )
 
 
+def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
+    """On a GPU with room for both roles nothing moves, and the engines agree as they do with exchanges."""
+    auto = ("policy.generation.colocated.exchange=auto", "sft.max_num_steps=0", f"output_dir={tmp_path}")
+    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, *auto])
+    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
+        free = torch.cuda.mem_get_info()[0]
+        train_grpo(session, reward)
+        assert abs(torch.cuda.mem_get_info()[0] - free) < KV_CACHE / 4
+        lines = [line for line in read_metrics(session.recorder.paths.metrics) if line["stage"] == "grpo" and "loss" in line]
+    assert len(lines) == 5
+    for line in lines:
+        assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
+        assert "timing_s/exchange" not in line
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda level: f"sleep level {level}")
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     output = tmp_path_factory.mktemp("runs")
@@ -60,21 +75,6 @@ def test_engines_agree_in_every_step(session: Session) -> None:
     for line in lines:
         assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
         assert float(line["timing_s/exchange"]) > 0  # type: ignore[arg-type]
-
-
-def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
-    """On a GPU with room for both roles nothing moves, and the engines agree as they do with exchanges."""
-    auto = ("policy.generation.colocated.exchange=auto", "sft.max_num_steps=0", f"output_dir={tmp_path}")
-    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, *auto])
-    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
-        free = torch.cuda.mem_get_info()[0]
-        train_grpo(session, reward)
-        assert abs(torch.cuda.mem_get_info()[0] - free) < KV_CACHE / 4
-        lines = [line for line in read_metrics(session.recorder.paths.metrics) if line["stage"] == "grpo" and "loss" in line]
-    assert len(lines) == 5
-    for line in lines:
-        assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
-        assert "timing_s/exchange" not in line
 
 
 def test_memory_changes_hands(session: Session) -> None:
