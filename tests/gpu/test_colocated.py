@@ -47,6 +47,7 @@ def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
     auto = ("policy.generation.colocated.exchange=auto", "sft.max_num_steps=0", f"output_dir={tmp_path}")
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, *auto])
     with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
+        session.replays.hold("generation", keep_generation_weights=True)  # warm-up ended with generation asleep
         free = torch.cuda.mem_get_info()[0]
         train_grpo(session, reward)
         assert abs(torch.cuda.mem_get_info()[0] - free) < KV_CACHE / 4

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GPU_BURST_STEPS = 8
-"""Steps of a burst by default: bookkeeping takes an eighth, and a sequence computes at most 7 tokens after its end."""
+GPU_BURST_STEPS = 16
+"""Steps of a burst by default: bookkeeping takes a sixteenth, and a sequence computes at most 15 tokens after its end."""
 
 
 class VllmWorker:
