@@ -23,6 +23,18 @@ def reference_logprobs(train: Shard, batch: Input) -> Value:
 
 
 @phase(inputs=INPUTS)
+def teacher_logprobs(teacher: Shard, batch: Input) -> Value:
+    """Returns log-probabilities under the teacher, on workers of its own, to the driver."""
+    return teacher.reduce("merge_rows", teacher.map("logprobs", batch))
+
+
+@phase(inputs={"lengths": Field("int64", "row"), "row_ids": Field("int64", "row"), "reference_logprobs": Field("float32")})
+def keep_reference_logprobs(train: Shard, batch: Input) -> Value:
+    """Gives the train workers log-probabilities of a reference policy that others computed, for `train_step`."""
+    return join(train.map("keep_columns", batch))
+
+
+@phase(inputs=INPUTS)
 def logprob_rows(train: Shard, batch: Input) -> Value:
     """Returns log-probabilities and entropy under the current weights to the driver."""
     return train.reduce("merge_rows", train.map("logprobs", batch, model="policy"))

@@ -6,9 +6,11 @@ from dagrl.config.algorithm import (
     AsyncGrpoConfig,
     GrpoConfig,
     LossConfig,
+    PpoConfig,
     RewardShapingConfig,
     SftConfig,
 )
+from dagrl.config.models import CriticConfig, TeacherConfig
 from dagrl.config.policy import (
     ColocatedConfig,
     DistributedDataParallelConfig,
@@ -58,6 +60,7 @@ __all__ = [
     "ClusterConfig",
     "ColocatedConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
     "DataSourceConfig",
     "DistributedDataParallelConfig",
@@ -78,6 +81,7 @@ __all__ = [
     "PeftConfig",
     "PhasesConfig",
     "PolicyConfig",
+    "PpoConfig",
     "ProcessConfig",
     "RandomInit",
     "RefitConfig",
@@ -87,6 +91,7 @@ __all__ = [
     "SchedulerConfig",
     "SequencePackingConfig",
     "SftConfig",
+    "TeacherConfig",
     "TimeoutConfig",
     "TokenizerConfig",
     "TrackioConfig",

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from dagrl.config.section import Json, Section, derived
 
 ALGORITHMS: Mapping[str, str] = MappingProxyType(
-    {"sft": "dagrl.rl.algorithms.sft:Sft", "grpo": "dagrl.rl.algorithms.grpo:Grpo"}
+    {"sft": "dagrl.rl.algorithms.sft:Sft", "grpo": "dagrl.rl.algorithms.grpo:Grpo", "ppo": "dagrl.rl.algorithms.ppo:Ppo"}
 )
 """The import paths of the algorithms that are shipped, by name."""
 
@@ -195,6 +195,23 @@ class GrpoConfig(Section):
 
     max_val_samples: PositiveInt = 256
     """Maximum number of samples per validation."""
+
+
+class PpoConfig(Section):
+    """Proximal policy optimization with a critic: algorithm `ppo`. Batches and steps are those of `grpo`."""
+
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of a reward, per token."""
+
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of generalized advantage estimation (arXiv:1506.02438). 1: returns less values; 0: one-step errors."""
+
+    whiten_advantages: bool = True
+    """Give advantages mean 0 and variance 1 over the tokens of the batch."""
+
+    kl_in_reward: bool = False
+    """Subtract `loss_fn.reference_policy_kl_penalty` times the KL of each token from its reward, in place of adding it to the
+    loss."""
 
 
 class SftConfig(Section):

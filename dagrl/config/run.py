@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dagrl.config.algorithm import AdvantageConfig, GrpoConfig, LossConfig, SftConfig, known_algorithm
+from dagrl.config.algorithm import AdvantageConfig, GrpoConfig, LossConfig, PpoConfig, SftConfig, known_algorithm
+from dagrl.config.models import CriticConfig, TeacherConfig
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.section import PathText, Section, Seed, derived
 from dagrl.config.task import DataConfig, EnvironmentConfig, RewardConfig
@@ -66,6 +67,18 @@ class PhasesConfig(Section):
 
     reference_logprobs: str = "dagrl.graphs.logprobs:reference_logprobs"
     """Log-probabilities under the reference policy."""
+
+    teacher_logprobs: str = "dagrl.graphs.logprobs:teacher_logprobs"
+    """Log-probabilities under the teacher, on workers of its own."""
+
+    keep_reference_logprobs: str = "dagrl.graphs.logprobs:keep_reference_logprobs"
+    """Gives the teacher's log-probabilities to the train workers."""
+
+    critic_values: str = "dagrl.graphs.critic:critic_values"
+    """The critic's values."""
+
+    critic_step: str = "dagrl.graphs.critic:critic_step"
+    """One optimizer step of the critic."""
 
     logprob_inference_prep: str = "dagrl.graphs.prepare:logprob_inference_prep"
     """Prepares the train workers for log-probabilities."""
@@ -309,7 +322,7 @@ class Config(Section):
     """Name of the run and of its directory in `output_dir`."""
 
     algorithm: Annotated[str, AfterValidator(known_algorithm)]
-    """The training algorithm: `sft`, `grpo`, or the import path `module:Class` of your own (`dagrl.rl.algorithm`)."""
+    """The training algorithm: `sft`, `grpo`, `ppo`, or the import path `module:Class` of your own (`dagrl.rl.algorithm`)."""
 
     seed: Seed = 0
     """Seed of sampling, and of everything without a seed of its own."""
@@ -343,6 +356,15 @@ class Config(Section):
 
     grpo: GrpoConfig = GrpoConfig()
     """The GRPO loop."""
+
+    ppo: PpoConfig = PpoConfig()
+    """Advantages and rewards of algorithm `ppo`."""
+
+    critic: CriticConfig = CriticConfig()
+    """The critic of algorithm `ppo`."""
+
+    teacher: TeacherConfig | None = None
+    """A reference policy on workers of its own. null: on the train workers (`policy.reference_model_name`), if any."""
 
     sft: SftConfig = SftConfig()
     """Supervised fine-tuning. With algorithm `grpo`: a short SFT first, if `sft.max_num_steps` is not 0."""

@@ -26,6 +26,9 @@ class AlgorithmTraits(Protocol):
     @property
     def columns(self) -> tuple[str, ...]: ...
 
+    @property
+    def critic(self) -> bool: ...
+
 
 def check_settings(config: Config) -> None:
     """Checks the configuration without looking at the machine. Raises a UserError that says what to change."""

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 KEY = "algorithm"
 
-LIKELIHOOD, POLICY = "likelihood", "policy"
-"""The kinds of loss that a phase names: of demonstrations, and of the run's algorithm."""
+LIKELIHOOD, POLICY, VALUE = "likelihood", "policy", "value"
+"""The kinds of loss that a phase names: of demonstrations, of the run's algorithm, and of a critic's values."""
+
+_SHARED = {LIKELIHOOD: ALGORITHMS["sft"], VALUE: "dagrl.rl.algorithms.ppo:Values"}
+"""The import paths of what learns the kinds of loss that are not the run's algorithm's own."""
 
 COLUMN_PHASES: Mapping[str, str] = MappingProxyType(
     {"prev_logprobs": "logprobs", "reference_logprobs": "reference_logprobs"}
@@ -50,6 +53,9 @@ class Algorithm:
 
     learns_from: ClassVar[Literal["samples", "demonstrations"]] = "samples"
     """`samples`: completions that the policy generates and a reward function scores. `demonstrations`: the data."""
+
+    critic: ClassVar[bool] = False
+    """Whether a critic (`critic`) learns next to the policy. `token_advantages` then gets its values."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -87,6 +93,14 @@ class Algorithm:
         """
         return configured_advantages(self.config, rewards, valid)
 
+    def token_advantages(self, rewards: Floats, values: Floats, mask: Floats) -> tuple[npt.ArrayLike, npt.ArrayLike]:
+        """With a critic: returns the advantage of each token, and the return that the critic learns for it.
+
+        Arrays [rows, tokens]. `rewards`: what `advantages` returns, at each row's last token, less any KL penalty in the
+        reward; `values` of the states before tokens; `mask`: 1 on tokens of the policy.
+        """
+        raise NotImplementedError
+
     def loss(self, batch: TokenBatch) -> TokenResult:
         """Returns the cost of each token [b, t], and optionally further values [b, t] whose means become metrics."""
         raise NotImplementedError
@@ -105,9 +119,9 @@ def algorithm_for(loss: str, config: Config) -> Algorithm:
     own = algorithm_of(config)
     if loss == POLICY or (loss == LIKELIHOOD and own.learns_from == "demonstrations"):
         return own
-    if loss != LIKELIHOOD:
-        raise ConfigError(f"loss {loss!r} is unknown; choose one of {LIKELIHOOD}, {POLICY}")
-    return cast(Algorithm, load_class(ALGORITHMS["sft"], KEY)(config))
+    if loss not in _SHARED:
+        raise ConfigError(f"loss {loss!r} is unknown; choose one of {POLICY}, {', '.join(_SHARED)}")
+    return cast(Algorithm, load_class(_SHARED[loss], KEY)(config))
 
 
 def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:

@@ -81,12 +81,14 @@ class MegatronPool:
             self.processes.append(process)
 
     @contextmanager
-    def group(self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0) -> Iterator[Group]:
-        """Sets up workers and shuts them down at the end."""
+    def group(
+        self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0, kind: str = "policy"
+    ) -> Iterator[Group]:
+        """Sets up workers (`megatron_worker.KINDS`) and shuts them down at the end."""
         group = Group(self.connections[: layout.world_size], layout)
         address = f"127.0.0.1:{reserve_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, timeout_s) for rank in range(layout.world_size)]
-        group.call("new", per_rank=[(context, config, address) for context in contexts])
+        group.call("new", per_rank=[(context, config, address, kind) for context in contexts])
         try:
             yield group
         finally:
@@ -106,7 +108,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tests.integration.megatron_worker import TestedWorker
+    from tests.integration.megatron_worker import KINDS
 
     worker: Any = None
     while (message := connection.recv()) is not None:
@@ -114,8 +116,8 @@ def _serve(connection: Connection) -> None:
         token = _current.set(ReplayContext("test", 0, warmup))
         try:
             if method == "new":
-                context, config, address = args
-                worker, value = TestedWorker(context, config), None
+                context, config, address, kind = args
+                worker, value = KINDS[kind](context, config), None
                 worker.setup(address)
             else:
                 value = getattr(worker, method)(*args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from dagrl.refit.slices import Box
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.megatron import MegatronTeacherWorker, MegatronValueWorker, MegatronWorker
 
 
 class TestedWorker(MegatronWorker):
@@ -276,3 +276,14 @@ class TestedWorker(MegatronWorker):
             (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().clone().numpy())
             for piece in expand(self.weight_slices())
         ]
+
+
+class TestedValueWorker(TestedWorker, MegatronValueWorker):
+    """A critic worker with the methods for tests."""
+
+
+class TestedTeacherWorker(TestedWorker, MegatronTeacherWorker):
+    """A teacher worker with the methods for tests."""
+
+
+KINDS = {"policy": TestedWorker, "value": TestedValueWorker, "teacher": TestedTeacherWorker}

@@ -21,6 +21,12 @@ CHECKPOINT_KEYS = frozenset(
 )
 """Keys that describe the checkpoint, not the model. Train and generation workers may differ in them."""
 
+SCALAR_HEAD = "scalar_head"
+"""A key of ours: the model ends in one number per token, the value of a critic or the score of a reward model, in place of
+logits. The parameter is `SCORE`, as in transformers' `ForSequenceClassification` with one label."""
+
+SCORE = "score.weight"
+
 MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen2_moe": {"num_key_value_heads": 16},
@@ -35,6 +41,11 @@ MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
 
 They apply to a missing key, not to one that is null.
 """
+
+
+def with_scalar_head(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns the configuration of the same model with a scalar head."""
+    return {**hf_config, SCALAR_HEAD: True}
 
 
 def with_defaults(hf_config: Mapping[str, Json]) -> dict[str, Json]:
@@ -126,8 +137,13 @@ class ModelConfig:
         return self.size("vocab_size", least=1)
 
     @property
+    def scalar(self) -> bool:
+        """Whether the model has a scalar head in place of the vocabulary's."""
+        return self.flag(SCALAR_HEAD)
+
+    @property
     def tied(self) -> bool:
-        return self.flag("tie_word_embeddings")
+        return self.flag("tie_word_embeddings") and not self.scalar
 
     @property
     def qk_norm(self) -> bool:

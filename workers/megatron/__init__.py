@@ -1,6 +1,8 @@
-"""Megatron-Core train workers. Importing this is cheap; Megatron itself is imported when a worker is set up."""
+"""Megatron-Core workers. Importing this is cheap; Megatron itself is imported when a worker is set up."""
 
 from dagrl.workers.megatron.architecture import check_layout
+from dagrl.workers.megatron.teacher_worker import MegatronTeacherWorker
+from dagrl.workers.megatron.value_worker import MegatronValueWorker
 from dagrl.workers.megatron.worker import MegatronWorker
 
-__all__ = ["MegatronWorker", "check_layout"]
+__all__ = ["MegatronTeacherWorker", "MegatronValueWorker", "MegatronWorker", "check_layout"]

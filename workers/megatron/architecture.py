@@ -12,7 +12,7 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import moe
-from dagrl.workers.families.hf_config import ModelConfig, check_query_groups, with_defaults
+from dagrl.workers.families.hf_config import SCALAR_HEAD, ModelConfig, check_query_groups, with_defaults
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -39,13 +39,17 @@ _COMPUTED = {
     "experts_per_token": "num_experts_per_tok",
     "expert_ffn": "moe_intermediate_size",
     "normalize_expert_weights": "norm_topk_prob",
+    "scalar": SCALAR_HEAD,
 }
 """Keys of `config.json` for the fields of `Architecture`, except the positions, which do not affect the computation."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral decoder. `moe_layers[i]` says whether layer i has experts."""
+    """Sizes of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral decoder. `moe_layers[i]` says whether layer i has experts.
+
+    A `scalar` model gives one number per token in place of logits.
+    """
 
     model_type: str
     layers: int
@@ -64,6 +68,7 @@ class Architecture:
     expert_ffn: int = 0
     normalize_expert_weights: bool = True
     moe_layers: tuple[bool, ...] = ()
+    scalar: bool = False
 
     @property
     def computed(self) -> dict[str, Json]:
@@ -104,10 +109,11 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         head_dim=_size(hf_config, "head_dim", hidden // heads),
         ffn=_size(hf_config, "intermediate_size"),
         vocabulary=_size(hf_config, "vocab_size"),
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        tied=ModelConfig(hf_config).tied,
         norm_eps=_number(hf_config, "rms_norm_eps", 1e-5 if hf_config["model_type"] == "mixtral" else 1e-6),
         rope=_rope(hf_config),
         max_positions=_size(hf_config, "max_position_embeddings", 32768),
+        scalar=ModelConfig(hf_config).scalar,
     )
     check_query_groups(dense.heads, dense.kv_heads)
     model = _with_experts(dense, hf_config) if dense.model_type in moe.FAMILY.model_types else dense

@@ -43,7 +43,7 @@ def token_flops(model: Architecture) -> float:
     dense = 3 * model.hidden * model.ffn  # gate, up and down
     routed = 3 * model.hidden * model.expert_ffn * model.experts_per_token
     layers = model.layers * attention + (model.layers - experts) * dense + experts * routed
-    return OPERATIONS * float(layers + model.hidden * model.vocabulary)
+    return OPERATIONS * float(layers + model.hidden * (1 if model.scalar else model.vocabulary))
 
 
 def sequence_flops(model: Architecture, length: int) -> float:

@@ -31,7 +31,9 @@ LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class MicrobatchLoss:
-    """Computes a microbatch's share of the loss from its last hidden states. `layer` is None on earlier stages.
+    """Computes a microbatch's share of the loss from its last hidden states, or from the numbers of a scalar head.
+
+    `layer` is None for a scalar head, and on earlier stages, which compute no loss.
 
     `group`: the context-parallel workers, which hold parts of the same sequences; None if there is one.
     """
@@ -41,10 +43,14 @@ class MicrobatchLoss:
     layer: OutputLayer | None
     group: Any = None
 
-    def __call__(self, microbatch: Microbatch, hidden: Tensor) -> LossResult:
-        """Returns the loss, a count of 0 (so Megatron does not divide), and the metrics. `hidden` [b, s, hidden size]."""
-        assert self.layer is not None, "the last pipeline stage has the output layer"
-        logprobs, entropy = token_logprobs(hidden, microbatch.labels, self.layer)
+    def __call__(self, microbatch: Microbatch, output: Tensor) -> LossResult:
+        """Returns the loss, a count of 0 (so Megatron does not divide), and the metrics.
+
+        `output` [b, s, hidden size], or [b, s] of a scalar head, whose numbers take the place of log-probabilities.
+        """
+        logprobs, entropy = output, None
+        if self.layer is not None:
+            logprobs, entropy = token_logprobs(output, microbatch.labels, self.layer)
         sequences = Sequences(microbatch.data["sequence_ids"], microbatch.sequences, self.group)
         output = batch_loss(self.algorithm, logprobs, microbatch.data, self.denominators, sequences)
         metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
@@ -52,7 +58,7 @@ class MicrobatchLoss:
             before = microbatch.data.get("entropy") if "prev_logprobs" in self.algorithm.columns else entropy
             if before is not None:  # under the weights at the start of the batch
                 metrics["sums"][ENTROPY] = (before * microbatch.data["loss_mask"]).sum() / self.denominators.tokens
-        return output.loss, torch.zeros((), dtype=torch.int, device=hidden.device), metrics
+        return output.loss, torch.zeros((), dtype=torch.int, device=output.device), metrics
 
 
 def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
@@ -100,14 +106,31 @@ def accumulate_losses(chunks: list[Any], model_pass: ModelPass, batch: Microbatc
 def run_logprobs(chunks: list[Any], model_pass: ModelPass, batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:
     """Returns token-aligned log-probabilities and entropy [rows, width] on the last stage, else an empty list."""
 
-    def score(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def columns(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         assert layer is not None, "the last pipeline stage has the output layer"
-        nothing = torch.zeros((), device=hidden.device)
-        return nothing, nothing.int(), token_logprobs(hidden, microbatch.labels, layer)
+        return token_logprobs(hidden, microbatch.labels, layer)
+
+    return run_columns(chunks, model_pass, batch, columns)
+
+
+def run_columns(
+    chunks: list[Any],
+    model_pass: ModelPass,
+    batch: Microbatches,
+    columns: Callable[[Microbatch, Tensor], tuple[Tensor, ...]],
+) -> list[Tensor]:
+    """Returns what `columns` computes from each microbatch's output, token-aligned [rows, width], on the last stage.
+
+    `columns` returns tensors [b, s] whose entry at a token belongs to the next one. Other stages get an empty list.
+    """
+
+    def score(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        nothing = torch.zeros((), device=output.device)
+        return nothing, nothing.int(), columns(microbatch, output)
 
     with torch.no_grad():
         parts = _run(chunks, model_pass, batch, score, forward_only=True)
-        return [batch.assemble(columns) for columns in zip(*parts, strict=True)]
+        return [batch.assemble(column) for column in zip(*parts, strict=True)]
 
 
 def _run(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.refit.slices import WeightSlice, expand, volume
+from dagrl.workers.families.hf_config import SCORE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +53,8 @@ def load_hf(
 ) -> None:
     """Fills `tensors` from the safetensors files in `directory`. Elements without a slice (vocabulary padding) become 0.
 
-    Raises CheckpointError unless the files have exactly the parameters of `shapes`, with those shapes.
+    So does a scalar head that the files lack. Raises CheckpointError unless the files have exactly the other parameters of
+    `shapes`, with those shapes.
     """
     slices = list(expand(slices))
     _check_covered_here(slices, tensors)
@@ -63,6 +65,11 @@ def load_hf(
         pieces.setdefault(piece.name, []).append(piece)
     for path, names in _by_file(pieces, shapes, directory).items():
         _load_file(path, [piece for name in names for piece in pieces[name]], shapes, tensors)
+
+
+def has_scalar_head(directory: str | Path) -> bool:
+    """Whether the checkpoint has a scalar head."""
+    return SCORE in _files(Path(directory))
 
 
 def local_view(tensor: Tensor, piece: WeightSlice) -> Tensor:
@@ -89,6 +96,8 @@ def _by_file(names: Iterable[str], shapes: ParameterShapes, directory: str | Pat
     _check_names(files, shapes, directory)
     by_file: dict[Path, list[str]] = {}
     for name in names:
+        if name == SCORE and name not in files:
+            continue  # a language model, which gets a scalar head of its own
         by_file.setdefault(_file_of(name, files, directory), []).append(name)
     return by_file
 

@@ -69,6 +69,35 @@ class HiddenStatesModel(GPTModel):  # type: ignore[misc]
         return hidden
 
 
+class ScalarHead(torch.nn.Linear):
+    """The output layer of a model with one number per token."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns float32 numbers [s, b] of `hidden` [s, b, hidden size]."""
+        return (hidden.float() @ self.weight.float().T).squeeze(-1)
+
+
+class ScalarHeadModel(HiddenStatesModel):
+    """A model that gives one number per token [b, s] in place of hidden states: a critic, or a reward model."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.post_process:
+            self.output_layer = ScalarHead(self.config)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        # All tensor-parallel workers compute the same numbers, so each has the whole gradient and not a share of a sum.
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        numbers: Tensor = self.output_layer(hidden_states)
+        return numbers.T.contiguous()
+
+
 class PositionRotary(torch.nn.Module):
     """Rotary embedding of given positions. Megatron's counts every row from 0."""
 
@@ -105,13 +134,19 @@ class ModelChunks:
         return VocabularyShard(rank * columns, held, parallel_state.get_tensor_model_parallel_group() if size > 1 else None)
 
     def output_layer(self, temperature: float, chunk_tokens: int | None) -> OutputLayer | None:
-        """Returns this rank's rows of the output layer, or None if another pipeline stage has it."""
+        """Returns this rank's rows of the output layer; None if another pipeline stage has it, or for a scalar head."""
         last = self.chunks[-1]
-        return (
-            OutputLayer(last.output_weight(), self.vocabulary_shard, temperature, chunk_tokens)
-            if last.post_process
-            else None
-        )
+        if not last.post_process or self.architecture.scalar:
+            return None
+        return OutputLayer(last.output_weight(), self.vocabulary_shard, temperature, chunk_tokens)
+
+    def init_scalar_head(self, deviation: float, seed: int) -> None:
+        """Draws a scalar head from a normal distribution, the same on every worker that holds it."""
+        last = self.chunks[-1]
+        if last.post_process:
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.empty(last.output_weight().shape).normal_(0, deviation, generator=generator)
+            last.output_weight().data.copy_(drawn)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns parameters by Megatron's name, with the prefix `vp{stage}.` if there are virtual stages. No adapters."""
@@ -268,7 +303,8 @@ def _build_chunk(
     architecture: Architecture, config: TransformerConfig, layout: ParallelLayout, stage: int
 ) -> HiddenStatesModel:
     virtual = stage if layout.vpp > 1 else None
-    model = HiddenStatesModel(
+    kind = ScalarHeadModel if architecture.scalar else HiddenStatesModel
+    model = kind(
         config=config,
         transformer_layer_spec=layer_specs(config, virtual),
         vocab_size=padded_vocabulary(architecture.vocabulary, layout.tp),

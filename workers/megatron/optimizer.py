@@ -38,7 +38,9 @@ CLIP_EPSILON = 1e-6  # added to the norm before the limit is divided by it, as i
 
 @dataclass
 class Trainer:
-    """A model wrapped for training. `skipped_steps` counts steps skipped for zero or non-finite gradients.
+    """A model wrapped for training, or, without an optimizer, one that only runs forward (`frozen_trainer`).
+
+    `skipped_steps` counts steps skipped for zero or non-finite gradients.
 
     `offloader` moves parts of its state to the host and back; `model_pass` runs one microbatch through the model.
     """
@@ -70,13 +72,14 @@ class Trainer:
     def offload(self, what: Sequence[str]) -> None:
         """Move parts of the state to the host and free their device memory."""
         self.forget_recordings()
-        if "gradients" in what:
+        if "gradients" in what and self.optimizer is not None:
             self.optimizer.zero_grad()  # the optimizer's own copies
         self.offloader.offload(what)
 
     def finish_param_gather(self) -> None:
         """Completes the all-gather of parameters that an overlapped step left to the next forward pass. A collective."""
-        if not self.settings.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
+        overlaps = self.settings.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
+        if not overlaps or self.optimizer is None:
             return
         for chunk in self.chunks:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -142,6 +145,8 @@ class Trainer:
 
     def optimizers(self) -> list[Any]:
         """Returns Megatron's optimizers, which it chains: one for dense parameters, one for experts."""
+        if self.optimizer is None:
+            return []
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
     def weight_tensors(self) -> list[torch.Tensor]:
@@ -150,6 +155,8 @@ class Trainer:
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Returns Megatron's gradient buffers. `main_grad` of every parameter is a view of one."""
+        if self.optimizer is None:
+            return []
         return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     def optimizer_tensors(self) -> list[torch.Tensor]:
@@ -216,7 +223,7 @@ def make_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -
     if wanted.overlap_grad_reduce:  # as in megatron/training/training.py
         no_sync = [chunk.no_sync for chunk in chunks]
         model.config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    if wanted.overlap_param_gather:
+    if wanted.overlap_param_gather and not model.architecture.scalar:
         _wait_for_output_weight(chunks[-1])
     with cuda_type_names(), _torch_adam():
         optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)
@@ -224,6 +231,13 @@ def make_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -
     for inner in trainer.inner_optimizers():
         create_state(inner)
     return trainer
+
+
+def frozen_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -> Trainer:
+    """Returns a trainer without gradients and optimizer, for a model that only runs forward."""
+    for chunk in model.chunks:
+        chunk.requires_grad_(False)
+    return Trainer(model, list(model.chunks), None, None, settings, layout)
 
 
 def _wait_for_output_weight(chunk: Any) -> None:

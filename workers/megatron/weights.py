@@ -12,7 +12,7 @@ from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
 from dagrl.workers.families.family import Family
-from dagrl.workers.families.hf_config import ModelConfig
+from dagrl.workers.families.hf_config import SCORE, ModelConfig
 from dagrl.workers.families.megatron import MegatronModules, MegatronRank, padded_vocabulary, replicated
 
 
@@ -47,7 +47,9 @@ def _stage(family: Family, model: ModelConfig, rank: MegatronRank, stage: int) -
         yield from family.megatron_layer(model, rank, layer, f"{names.layer}.{layer}.", f"{prefix}decoder.layers.{local}.")
     if is_last:
         yield replicated(names.norm, f"{prefix}decoder.{names.megatron_norm}.weight", model.hidden)
-    if is_last and not (model.tied and is_first):  # on a single stage both share one tensor
+    if is_last and model.scalar:
+        yield replicated(SCORE, f"{prefix}output_layer.weight", 1, model.hidden)
+    elif is_last and not (model.tied and is_first):  # on a single stage both share one tensor
         yield from _vocabulary(model, rank, names.embedding if model.tied else names.head, f"{prefix}output_layer.weight")
 
 

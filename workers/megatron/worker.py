@@ -151,6 +151,26 @@ class MegatronWorker(MegatronWorkerBase):
         else:
             self._kept.keep(batch, reference_logprobs=logprobs)
 
+    def keep_columns(self, batch: Batch) -> None:
+        """Keeps the token fields of `batch` for the `train_step` of the rows with the same `row_ids`.
+
+        Where a row may be trained on by another shard (`shares_logprobs`), every shard gets the rows of all.
+        """
+        import torch
+
+        from dagrl.workers.megatron.microbatches import gather_shard_rows
+
+        names = [name for name, field in batch.fields.items() if field.ndim == 2]
+        if shares_logprobs(self.config) and self.context.layout.dp > 1:
+            with self._running():
+                columns = [torch.tensor(batch[name], device=self._device) for name in names]
+                batch, columns = gather_shard_rows(batch, columns, self._parallel_rank())
+                batch = batch.with_fields(
+                    **{name: column.cpu().numpy() for name, column in zip(names, columns, strict=True)}
+                )
+        if not in_warmup():
+            self._kept.keep(batch, **{name: batch[name] for name in names})
+
     def kept_logprobs(self) -> dict[str, dict[int, Array]]:
         """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
 

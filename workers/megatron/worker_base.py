@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json
@@ -47,6 +47,8 @@ class MegatronWorkerBase:
     """Holds one rank's part of the policy, by `context.layout`. `config.policy.model_name` is a Hugging Face directory."""
 
     requires = ("megatron",)
+    trains = True
+    """Whether the model has gradients and an optimizer."""
 
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.context = context
@@ -116,6 +118,11 @@ class MegatronWorkerBase:
         return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if has_fp8_kv_cache(config) else ())]
 
     @staticmethod
+    def model_config(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Returns the configuration of the model that the class builds from a checkpoint with this `config.json`."""
+        return hf_config
+
+    @staticmethod
     def environment(config: Config) -> dict[str, str]:
         """Returns environment variables that must be set before torch is imported."""
         threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
@@ -128,7 +135,7 @@ class MegatronWorkerBase:
         """
         from dagrl.workers.megatron.hf_load import read_hf_config
 
-        self._hf_config = read_hf_config(self._source)
+        self._hf_config = self.model_config(read_hf_config(self._source))
         check_layout(self._hf_config, self.context.layout)
         if self.config.policy.megatron_cfg.cuda_graphs and self._device.type == "cpu":
             raise ConfigError("policy.megatron_cfg.cuda_graphs is true, and this worker has no GPU; set it to false")
@@ -146,9 +153,9 @@ class MegatronWorkerBase:
 
         cpu.adapt()
         from dagrl.workers.megatron.groups import start_checkpoint_group, start_groups
-        from dagrl.workers.megatron.hf_load import load_hf
+        from dagrl.workers.megatron.hf_load import has_scalar_head, load_hf
         from dagrl.workers.megatron.model import build_model
-        from dagrl.workers.megatron.optimizer import make_trainer
+        from dagrl.workers.megatron.optimizer import frozen_trainer, make_trainer
         from dagrl.workers.megatron.weights import parameter_shapes
 
         gc.freeze()  # full collections skip all imports; they run at different times on each worker
@@ -159,9 +166,12 @@ class MegatronWorkerBase:
             model = build_model(architecture, self.config.policy, self.context.layout, self._device)
             shapes = parameter_shapes(self._hf_config)
             load_hf(self._source, self._slices_of(self.context.rank), shapes, model.tensors())
+            if architecture.scalar and not has_scalar_head(self._source):
+                deviation = self._hf_config.get("initializer_range", 0.02)
+                model.init_scalar_head(float(cast(float, deviation)), self.config.seed)
             self._adapters = self._make_adapters(model, shapes)
             self._kv_scales = self._make_kv_scales(model)
-            return make_trainer(model, self.config, self.context.layout)
+            return (make_trainer if self.trains else frozen_trainer)(model, self.config, self.context.layout)
 
     def abort(self) -> None:
         """Aborts this worker's collectives and channel, so that peers waiting for it raise."""

@@ -31,8 +31,14 @@ class Grpo(Algorithm):
         """The policy's log-probabilities, unless they are those of training itself, and the reference policy's."""
         loss, policy = self.config.loss_fn, self.config.policy
         own = () if loss.force_on_policy_ratio else ("prev_logprobs",)
-        reference = loss.reference_policy_kl_penalty > 0 or policy.reference_model_name is not None
+        named = policy.reference_model_name is not None or self.config.teacher is not None
+        reference = named or loss.reference_policy_kl_penalty > 0
         return (*own, "reference_logprobs") if reference else own
+
+    @property
+    def penalty(self) -> float:
+        """The weight of the KL to the reference policy in the loss."""
+        return self.config.loss_fn.reference_policy_kl_penalty
 
     @property
     def average(self) -> Literal["tokens", "sequences", "sums"]:
@@ -57,9 +63,9 @@ class Grpo(Algorithm):
             costs = costs * corrected
         divisor = config.sequence_length_divisor if self.average == "sums" else None
         terms = {"policy_loss": costs}
-        if config.reference_policy_kl_penalty:
+        if self.penalty:
             terms[KL] = kl_penalty(batch)
-            costs = costs + config.reference_policy_kl_penalty * terms[KL]
+            costs = costs + self.penalty * terms[KL]
         if divisor is not None:
             costs, terms = costs / divisor, {name: value / divisor for name, value in terms.items()}
         return costs, {**means, **ratios, **terms}

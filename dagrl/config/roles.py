@@ -1,0 +1,53 @@
+"""The worker groups of a run, and the configuration that the workers of each get.
+
+A worker reads its model, layout and batches from `policy`. The workers of the critic and of the teacher get a configuration
+in which `policy` has theirs (`role_config`), so one worker class serves all roles.
+"""
+
+from __future__ import annotations
+
+from dagrl.config import Config, CriticConfig, PolicyConfig, TeacherConfig
+
+TRAIN, GENERATION, CRITIC, TEACHER = "train", "generation", "critic", "teacher"
+
+
+def uses_critic(config: Config) -> bool:
+    """Whether the run has a critic."""
+    return load_algorithm(config).critic
+
+
+def own_section(config: Config, role: str) -> CriticConfig | TeacherConfig | None:
+    """Returns the section of a role with a model of its own, if the run has it."""
+    if role == CRITIC and uses_critic(config):
+        return config.critic
+    return config.teacher if role == TEACHER else None
+
+
+def role_config(config: Config, role: str) -> Config:
+    """Returns the configuration that the workers of `role` get."""
+    section = own_section(config, role)
+    if section is None:
+        return config
+    return config.model_copy(update={"policy": _policy_of(section, config.policy)})
+
+
+def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:
+    """The policy's section with the model, layout and batches of `section`; what that leaves open is the policy's."""
+    own = {
+        "model_name": section.model_name,
+        "precision": section.precision,
+        "sequence_packing": section.sequence_packing,
+    }
+    if isinstance(section, CriticConfig):
+        own |= {
+            "train_global_batch_size": section.train_global_batch_size,
+            "train_micro_batch_size": section.train_micro_batch_size,
+            "logprob_batch_size": section.value_batch_size,
+        }
+    else:
+        own["logprob_batch_size"] = section.logprob_batch_size
+    update: dict[str, object] = {name: value for name, value in own.items() if value is not None}
+    if section.model_name is not None:
+        update["random_init"] = None
+    update |= {"worker": section.worker, "megatron_cfg": section.megatron_cfg, "reference_model_name": None}
+    return policy.model_copy(update=update)

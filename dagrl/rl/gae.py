@@ -1,0 +1,67 @@
+"""Generalized advantage estimates of PPO, on the driver: from rewards and a critic's values to advantages and returns.
+
+All arrays are token aligned, [rows, tokens]; `mask` is 1 on the tokens that the policy made. Tokens of an environment lie
+between them and are skipped: the state after a policy token is the one before the next policy token.
+
+Sources: Schulman et al. 2015, "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+arXiv:1506.02438, equations 11 and 16; Ouyang et al. 2022 (InstructGPT), arXiv:2203.02155, for the reward at the last token
+and the KL penalty in the reward. verl's `compute_gae_advantage_return` computes the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance, as in verl's `masked_whiten`."""
+
+
+def rewards_at_end(rewards: npt.ArrayLike, mask: npt.ArrayLike) -> Floats:
+    """Returns each row's reward [rows] at its last token in the mask, 0 elsewhere. Rows without a token get none."""
+    inside = np.asarray(mask) > 0
+    found = np.zeros(inside.shape)
+    rows = np.flatnonzero(inside.any(axis=1))
+    last = inside.shape[1] - 1 - np.argmax(inside[:, ::-1], axis=1)
+    found[rows, last[rows]] = np.asarray(rewards, np.float64)[rows]
+    return found
+
+
+def advantages_and_returns(
+    rewards: npt.ArrayLike, values: npt.ArrayLike, mask: npt.ArrayLike, *, gamma: float, lam: float
+) -> tuple[Floats, Floats]:
+    """Returns advantages and the returns that the critic learns, both 0 outside the mask.
+
+    With the error d_t = r_t + gamma V_(t+1) - V_t, advantages are A_t = d_t + gamma lam A_(t+1), and returns A_t + V_t. The
+    state after the last token has the value 0.
+    """
+    reward, value = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
+    inside = np.asarray(mask) > 0
+    advantages = np.zeros(inside.shape)
+    following, advantage = np.zeros(len(inside)), np.zeros(len(inside))
+    for token in range(inside.shape[1] - 1, -1, -1):
+        here = inside[:, token]
+        error = reward[:, token] + gamma * following - value[:, token]
+        advantage = np.where(here, error + gamma * lam * advantage, advantage)
+        following = np.where(here, value[:, token], following)
+        advantages[:, token] = np.where(here, advantage, 0.0)
+    return advantages, np.where(inside, advantages + value, 0.0)
+
+
+def whitened(advantages: npt.ArrayLike, mask: npt.ArrayLike) -> Floats:
+    """Returns advantages with mean 0 and variance 1 (n - 1) over the mask, 0 outside. Fewer than two tokens become 0."""
+    inside, table = np.asarray(mask) > 0, np.asarray(advantages, np.float64)
+    chosen = table[inside]
+    if len(chosen) < 2:
+        return np.zeros(table.shape)
+    return np.where(inside, (table - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + WHITEN_EPSILON), 0.0)
+
+
+def explained_variance(returns: npt.ArrayLike, values: npt.ArrayLike, mask: npt.ArrayLike) -> float:
+    """Returns the share of the returns' variance that the values explain: 1 if they are equal, 0 for a constant value."""
+    inside = np.asarray(mask) > 0
+    target, value = np.asarray(returns, np.float64)[inside], np.asarray(values, np.float64)[inside]
+    spread = float(target.var()) if len(target) else 0.0
+    return 1.0 - float((target - value).var()) / spread if spread > 0 else 0.0

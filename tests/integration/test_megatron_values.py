@@ -1,0 +1,163 @@
+"""Critic and teacher workers in parallel layouts: values, losses and gradients of Hugging Face models in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.split import split_rows
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, shard_batches, train
+
+CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any], dict[str, Any]]] = {
+    "dp2": ("qwen3", ParallelLayout(dp=2), {}, {}),
+    "tp2cp2-packed": ("qwen3", ParallelLayout(tp=2, cp=2), PACKED, {}),
+    "tp2pp2-sequence-parallel": ("qwen3_tied", ParallelLayout(tp=2, pp=2), {}, {"sequence_parallel": True}),
+    "dp2pp2-packed": ("qwen3_moe", ParallelLayout(dp=2, pp=2), PACKED, {}),
+}
+CLIP = 0.5  # the default of `critic.value_clip`
+
+
+def value_batch() -> Batch:
+    """Old values and returns: some values have moved beyond the clip."""
+    batch, generator = reference.make_batch(), np.random.default_rng(5)
+    fields = {name: generator.normal(0, 1, batch["loss_mask"].shape).astype(np.float32) for name in ("values", "returns")}
+    return batch.with_fields(**fields)
+
+
+class Critic(torch.nn.Module):
+    """A Hugging Face decoder and a linear layer on its last hidden states."""
+
+    def __init__(self, directory: Path, head: Tensor) -> None:
+        from transformers import AutoModel
+
+        super().__init__()
+        self.model = AutoModel.from_pretrained(directory, dtype=torch.float32)
+        self.score = torch.nn.Parameter(head.clone())
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Returns values [rows, width]: at each token that of the hidden state before it."""
+        rows = []
+        for tokens, length in zip(batch["tokens"], batch["lengths"].tolist(), strict=True):
+            hidden = self.model(torch.tensor(tokens[:length])[None]).last_hidden_state[0]
+            rows.append(torch.nn.functional.pad((hidden @ self.score.T)[:-1, 0], (1, batch.tokens - length)))
+        return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What plain torch gives: values, losses of `STEPS` steps, and the first step's gradients."""
+
+    values: Any
+    losses: list[float]
+    gradients: Mapping[str, Any]
+
+
+def plain_torch(directory: Path, head: Any, batch: Batch, config: Config) -> Truth:
+    """The formula of verl's `compute_value_loss`, written apart, and AdamW."""
+    critic, wanted = Critic(directory, torch.tensor(head)), config.policy.megatron_cfg.optimizer
+    groups = [
+        {"params": [one for one in critic.parameters() if one.ndim > 1], "weight_decay": wanted.weight_decay},
+        {"params": [one for one in critic.parameters() if one.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+    mask, old, returns = (torch.tensor(batch[name]) for name in ("loss_mask", "values", "returns"))
+    first, losses, gradients = None, [], {}
+    for _ in range(reference.STEPS):
+        optimizer.zero_grad()
+        values = critic(batch)
+        first = values.detach().numpy() if first is None else first
+        clipped = values.clamp(old - CLIP, old + CLIP)
+        cost = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+        loss = 0.5 * (cost * mask).sum() / mask.sum()
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {
+            "score.weight" if name == "score" else name: parameter.grad.clone().numpy()
+            for name, parameter in critic.named_parameters()
+        }
+        optimizer.step()
+    return Truth(first, losses, gradients)
+
+
+def own_values(group: Group, batch: Batch) -> Any:
+    """Returns the values of the whole batch [rows, tokens], from the one reporting worker of each shard."""
+    shards, rows = shard_batches(batch, group.layout), split_rows(batch["lengths"], group.layout.dp)
+    parts = group.call("values", per_rank=[(shards[group.layout.coordinates(rank).dp],) for rank in range(group.layout.world_size)])
+    found = np.zeros((batch.rows, batch.tokens), np.float32)
+    for shard, positions in enumerate(rows):
+        given = [part for rank, part in enumerate(parts) if group.layout.coordinates(rank).dp == shard and part is not None]
+        assert len(given) == 1
+        found[positions] = given[0]["values"][: len(positions)]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_critic_is_that_of_plain_torch(case: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    model, layout, packing, megatron = CASES[case]
+    config = reference.make_config(tiny_models[model], megatron_cfg=dict(megatron), optimizer=UNCLIPPED, **packing)
+    batch = value_batch()
+    with megatron_pool.group(layout, config, kind="value") as group:
+        head = reference.assemble(group.call("weights"))["score.weight"]
+        values = own_values(group, batch)
+        train(group, batch, "value", warmup=True)  # gradients, but no update
+        gradients = reference.assemble(group.call("gradients"))
+        steps = [train(group, batch, "value") for _ in range(reference.STEPS)]
+    assert head.shape == (1, 64) and 0.01 < head.std() < 0.04  # the usual range of transformers: 0.02
+    expected = plain_torch(tiny_models[model], head, batch, config)
+    inside = np.arange(batch.tokens)[None] < batch["lengths"][:, None]
+    np.testing.assert_allclose(values, expected.values * inside, atol=1e-5, rtol=0)
+    np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
+    assert expected.losses[-1] < expected.losses[0]
+    found = {name: value for name, value in gradients.items() if ".experts." not in name}  # named otherwise in transformers
+    assert "score.weight" in found
+    for name, gradient in found.items():
+        wanted = expected.gradients[name]
+        scale = float(np.abs(wanted).max()) or 1.0
+        np.testing.assert_allclose(gradient / scale, wanted / scale, atol=2e-4, rtol=0, err_msg=name)
+
+
+def test_a_critic_resumes_in_another_layout(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED)
+    batch, directory = value_batch(), str(tmp_path / "critic")
+    with megatron_pool.group(ParallelLayout(tp=2), config, kind="value") as group:
+        train(group, batch, "value")
+        group.call("save_checkpoint", directory, {})
+        values, step = own_values(group, batch), train(group, batch, "value")
+    with megatron_pool.group(ParallelLayout(pp=2), config, kind="value") as group:
+        assert np.abs(own_values(group, batch) - values).max() > 1e-4
+        group.call("load_checkpoint", directory)
+        np.testing.assert_allclose(own_values(group, batch), values, atol=1e-5)
+        assert train(group, batch, "value")["loss"] == pytest.approx(step["loss"], abs=1e-5)
+    with (
+        megatron_pool.group(ParallelLayout(), config) as group,
+        pytest.raises(WorkerError, match="scalar_head = True"),
+    ):
+        group.call("load_checkpoint", directory)
+
+
+def test_a_teacher_has_weights_alone(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = reference.make_config(tiny_models["llama"], **PACKED)
+    batch = reference.make_batch()
+    with megatron_pool.group(ParallelLayout(tp=2, pp=2), config, kind="teacher") as group:
+        found = logprobs(group, batch)["logprobs"]
+        resident = group.call("resident_bytes")
+    model = AutoModelForCausalLM.from_pretrained(tiny_models["llama"], dtype="float32")
+    expected = reference.hf_logprobs(model, batch)[0].detach().numpy()
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert all(parts["weights"] > 0 and parts["gradients"] == parts["optimizer"] == 0 for parts in resident)

@@ -1,0 +1,61 @@
+"""Advantages of a critic: closed forms, sums by definition, tokens of an environment, whitening."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagrl.rl.gae import advantages_and_returns, explained_variance, rewards_at_end, whitened
+
+
+def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Schulman et al. 2015, equation 16: the discounted sum of the errors, each written out."""
+    following = [*values[1:], 0.0]
+    errors = [reward + gamma * after - value for reward, after, value in zip(rewards, following, values, strict=True)]
+    return [
+        sum((gamma * lam) ** (later - now) * errors[later] for later in range(now, len(errors)))
+        for now in range(len(errors))
+    ]
+
+
+@given(seed=st.integers(0, 2**16), gamma=st.floats(0.5, 1.0), lam=st.floats(0.0, 1.0))
+def test_advantages_are_the_discounted_sums_of_errors_over_the_policys_tokens(seed: int, gamma: float, lam: float) -> None:
+    draw = np.random.default_rng(seed)
+    mask = (draw.random((3, 9)) < 0.6).astype(np.float32)  # prompts, padding and an environment's tokens anywhere
+    rewards, values = draw.normal(size=(2, 3, 9))
+    advantages, returns = advantages_and_returns(rewards, values, mask, gamma=gamma, lam=lam)
+    for row in range(3):
+        inside = mask[row] > 0
+        expected = by_definition(rewards[row][inside].tolist(), values[row][inside].tolist(), gamma, lam)
+        np.testing.assert_allclose(advantages[row][inside], expected, atol=1e-12)
+        np.testing.assert_allclose(returns[row][inside], expected + values[row][inside], atol=1e-12)
+    assert not advantages[mask == 0].any() and not returns[mask == 0].any()
+
+
+def test_a_reward_at_the_end_is_every_tokens_return() -> None:
+    """With gamma and lambda 1 the advantage is the reward minus the value, whatever the critic says of later tokens."""
+    mask = np.array([[0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+    rewards = rewards_at_end([2.0, -1.0, 5.0], mask)
+    assert rewards.tolist() == [[0, 0, 0, 0, 2, 0], [0, 0, 0, 0, 0, -1], [0] * 6]
+    values = np.random.default_rng(0).normal(size=mask.shape)
+    advantages, returns = advantages_and_returns(rewards, values, mask, gamma=1.0, lam=1.0)
+    np.testing.assert_allclose(returns, mask * np.array([[2.0], [-1.0], [5.0]]), atol=1e-12)
+    np.testing.assert_allclose(advantages, mask * (returns - values), atol=1e-12)
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one() -> None:
+    mask = np.random.default_rng(1).random((4, 7)) < 0.5
+    found = whitened(np.random.default_rng(2).normal(3, 5, mask.shape), mask)
+    assert found[mask].mean() == pytest.approx(0, abs=1e-12)
+    assert found[mask].var(ddof=1) == pytest.approx(1, abs=1e-6)
+    assert not found[~mask].any()
+    assert not whitened([[3.0, 4.0]], [[1, 0]]).any()
+
+
+def test_the_variance_that_values_explain() -> None:
+    returns, mask = np.array([[1.0, 2.0, 9.0]]), np.array([[1, 1, 0]])
+    assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(returns, np.zeros((1, 3)), mask) == 0.0
+    assert explained_variance(np.ones((1, 3)), returns, mask) == 0.0

@@ -1,0 +1,66 @@
+"""MegatronValueWorker: one rank of a critic, which gives a value for each token.
+
+It is a `MegatronWorker` whose model has a scalar head (`dagrl.workers.megatron.model.ScalarHeadModel`) in place of the
+vocabulary's: same layouts, microbatches, optimizer and checkpoints. It starts from a language model with a fresh head, or
+from a checkpoint that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dagrl.config import Config, Json
+from dagrl.errors import ConfigError
+from dagrl.runtime.shapes import Batch
+from dagrl.workers.families.hf_config import with_scalar_head
+from dagrl.workers.megatron.worker import MegatronWorker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dagrl.workers.megatron.microbatches import Microbatch
+
+
+class MegatronValueWorker(MegatronWorker):
+    """A critic worker: values of tokens, and steps on them."""
+
+    @staticmethod
+    def model_config(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Returns the configuration of the model with a scalar head."""
+        return with_scalar_head(hf_config)
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
+        if config.policy.megatron_cfg.peft.enabled:
+            raise ConfigError(
+                "critic.megatron_cfg.peft.enabled is true, but adapters alone would leave the fresh value head as it is; "
+                "set it to false"
+            )
+        MegatronWorker.check(config, with_scalar_head(hf_config))
+
+    def values(self, batch: Batch) -> Batch | None:
+        """Returns `values` [rows, tokens] float32: at each token that of the state before it; 0 at entry 0 and in padding.
+
+        Given by one worker of the shard (last stage, tp 0, cp 0); None on the others.
+        """
+        import torch
+
+        from dagrl.workers.megatron.forward_backward import run_columns
+
+        trainer = self._ready("weights")
+        with self._running():
+            for microbatches in self._microbatches(batch, "logprob"):
+                columns = run_columns(trainer.chunks, trainer.model_pass, microbatches, _values)
+        if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
+            return None
+        lengths = torch.tensor(batch["lengths"], device=self._device)
+        inside = torch.arange(batch.tokens, device=self._device) < lengths[:, None]
+        values = torch.where(inside, columns[0], 0.0).cpu().numpy()
+        return Batch({"lengths": batch["lengths"], "values": values}, batch.scalars)
+
+
+def _values(microbatch: Microbatch, values: Tensor) -> tuple[Tensor]:
+    """The model's output is the values already."""
+    return (values,)
