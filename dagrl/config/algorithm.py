@@ -210,7 +210,7 @@ class PpoConfig(Section):
     """Give advantages mean 0 and variance 1 over the tokens of the batch."""
 
     kl_in_reward: bool = False
-    """Subtract `loss_fn.reference_policy_kl_penalty` times the KL of each token from its reward, in place of adding it to the
+    """Subtract `loss_fn.reference_policy_kl_penalty` times the KL of each token from its reward, and do not add it to the
     loss."""
 
 

@@ -1,4 +1,4 @@
-"""The worker groups of a run, and the configuration that the workers of each get.
+"""The configuration that the workers of each group get.
 
 A worker reads its model, layout and batches from `policy`. The workers of the critic and of the teacher get a configuration
 in which `policy` has theirs (`role_config`), so one worker class serves all roles.
@@ -7,13 +7,9 @@ in which `policy` has theirs (`role_config`), so one worker class serves all rol
 from __future__ import annotations
 
 from dagrl.config import Config, CriticConfig, PolicyConfig, TeacherConfig
+from dagrl.config.settings import uses_critic
 
-TRAIN, GENERATION, CRITIC, TEACHER = "train", "generation", "critic", "teacher"
-
-
-def uses_critic(config: Config) -> bool:
-    """Whether the run has a critic."""
-    return load_algorithm(config).critic
+CRITIC, TEACHER = "critic", "teacher"
 
 
 def own_section(config: Config, role: str) -> CriticConfig | TeacherConfig | None:

@@ -71,6 +71,10 @@ def layouts(config: Config) -> dict[str, ParallelLayout]:
     groups = {"train": _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
     if generates(config):
         groups["generation"] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
+    if uses_critic(config):
+        groups["critic"] = _layout("critic.megatron_cfg", config.critic.megatron_cfg)
+    if uses_teacher(config) and config.teacher is not None:
+        groups["teacher"] = _layout("teacher.megatron_cfg", config.teacher.megatron_cfg)
     return groups
 
 
@@ -137,6 +141,16 @@ def samples_per_step(config: Config) -> int:
 def uses_reference(config: Config) -> bool:
     """Whether the algorithm reads log-probabilities of a reference policy."""
     return "reference_logprobs" in load_algorithm(config).columns
+
+
+def uses_critic(config: Config) -> bool:
+    """Whether a critic learns next to the policy."""
+    return load_algorithm(config).critic
+
+
+def uses_teacher(config: Config) -> bool:
+    """Whether the reference policy is on workers of its own."""
+    return config.teacher is not None and uses_reference(config)
 
 
 def shares_logprobs(config: Config) -> bool:

@@ -94,7 +94,9 @@ def plain_torch(directory: Path, head: Any, batch: Batch, config: Config) -> Tru
 def own_values(group: Group, batch: Batch) -> Any:
     """Returns the values of the whole batch [rows, tokens], from the one reporting worker of each shard."""
     shards, rows = shard_batches(batch, group.layout), split_rows(batch["lengths"], group.layout.dp)
-    parts = group.call("values", per_rank=[(shards[group.layout.coordinates(rank).dp],) for rank in range(group.layout.world_size)])
+    parts = group.call(
+        "values", per_rank=[(shards[group.layout.coordinates(rank).dp],) for rank in range(group.layout.world_size)]
+    )
     found = np.zeros((batch.rows, batch.tokens), np.float32)
     for shard, positions in enumerate(rows):
         given = [part for rank, part in enumerate(parts) if group.layout.coordinates(rank).dp == shard and part is not None]

@@ -1,6 +1,6 @@
 """TRL's own GRPO and RLOO losses are ours, in value and gradient, on packed and split random samples.
 
-TRL computes its loss in a method of its trainers. Here it runs on a trainer without a model, whose log-probabilities are given.
+TRL computes its loss in a method of its trainers. Here it runs on a trainer without a model, with given log-probabilities.
 """
 
 from __future__ import annotations
