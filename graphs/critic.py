@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dagrl.graphs.logprobs import INPUTS
-from dagrl.graphs.train import SFT_INPUTS
+from dagrl.graphs.train import ROWS
 from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.runtime.shapes import Field
 
-CRITIC_INPUTS = {**SFT_INPUTS, "values": Field("float32"), "returns": Field("float32")}
+CRITIC_INPUTS = {**ROWS, "values": Field("float32"), "returns": Field("float32")}
 
 
 @phase(inputs=INPUTS)

@@ -97,13 +97,14 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
 
     `hf_config` is the model's `config.json`. None: read it from where the configuration says.
     """
-    described = [getattr(worker, "describe", None) for worker in worker_classes(config).values()]
-    if None in described:
+    workers, groups = worker_classes(config), layouts(config)
+    described = {role: getattr(workers[role], "describe", None) for role in ("train", "generation")}
+    if None in described.values():
         return None
     hf_config = _model(config) if hf_config is None else hf_config
     sources, destinations = (
-        _descriptions(partial(describe, config, hf_config, layout), layout)
-        for describe, layout in zip(described, layouts(config).values(), strict=True)
+        _descriptions(partial(describe, config, hf_config, groups[role]), groups[role])
+        for role, describe in described.items()
         if describe is not None
     )
     shared = is_colocated(config)  # and then on one host

@@ -42,6 +42,10 @@ class CriticConfig(Section):
     warmup_steps: NonNegativeInt = 0
     """Steps of the run in which only the critic learns."""
 
+    colocated: bool = False
+    """Place its workers on the GPUs of the train workers, next to their memory. false: on GPUs of its own. Not with
+    `policy.generation.colocated`."""
+
     megatron_cfg: MegatronConfig = MegatronConfig()
     """Its Megatron workers."""
 
@@ -66,6 +70,10 @@ class TeacherConfig(Section):
 
     sequence_packing: SequencePackingConfig | None = None
     """Several sequences per row. null: `policy.sequence_packing`."""
+
+    colocated: bool = False
+    """Place its workers on the GPUs of the train workers, next to their memory. false: on GPUs of its own. Not with
+    `policy.generation.colocated`."""
 
     megatron_cfg: MegatronConfig = MegatronConfig()
     """Its Megatron workers."""

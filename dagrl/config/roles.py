@@ -6,15 +6,17 @@ in which `policy` has theirs (`role_config`), so one worker class serves all rol
 
 from __future__ import annotations
 
-from dagrl.config import Config, CriticConfig, PolicyConfig, TeacherConfig
-from dagrl.config.settings import uses_critic
+from dagrl.config.models import CriticConfig, TeacherConfig
+from dagrl.config.policy import PolicyConfig
+from dagrl.config.run import Config
 
 CRITIC, TEACHER = "critic", "teacher"
+"""The roles with a model of their own. Each is the key of its section, too."""
 
 
 def own_section(config: Config, role: str) -> CriticConfig | TeacherConfig | None:
-    """Returns the section of a role with a model of its own, if the run has it."""
-    if role == CRITIC and uses_critic(config):
+    """Returns the section of a role with a model of its own; None for the others."""
+    if role == CRITIC:
         return config.critic
     return config.teacher if role == TEACHER else None
 
@@ -29,20 +31,18 @@ def role_config(config: Config, role: str) -> Config:
 
 def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:
     """The policy's section with the model, layout and batches of `section`; what that leaves open is the policy's."""
-    own = {
+    own: dict[str, object] = {
         "model_name": section.model_name,
         "precision": section.precision,
         "sequence_packing": section.sequence_packing,
     }
     if isinstance(section, CriticConfig):
-        own |= {
-            "train_global_batch_size": section.train_global_batch_size,
-            "train_micro_batch_size": section.train_micro_batch_size,
-            "logprob_batch_size": section.value_batch_size,
-        }
+        own["train_global_batch_size"] = section.train_global_batch_size
+        own["train_micro_batch_size"] = section.train_micro_batch_size
+        own["logprob_batch_size"] = section.value_batch_size
     else:
         own["logprob_batch_size"] = section.logprob_batch_size
-    update: dict[str, object] = {name: value for name, value in own.items() if value is not None}
+    update = {name: value for name, value in own.items() if value is not None}
     if section.model_name is not None:
         update["random_init"] = None
     update |= {"worker": section.worker, "megatron_cfg": section.megatron_cfg, "reference_model_name": None}

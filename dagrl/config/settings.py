@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Literal, Protocol, cast
 
 from dagrl.config import ALGORITHMS, Config, GenerationConfig, MegatronConfig, PolicyConfig, ProcessConfig, VllmConfig
-from dagrl.errors import ConfigError, LayoutError
+from dagrl.config.roles import CRITIC, TEACHER, own_section, role_config
+from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.imports import load_class, running
 from dagrl.runtime.layout import ParallelLayout
 
@@ -45,6 +47,7 @@ def check_settings(config: Config) -> None:
     _check_shared_gpus(config)
     _check_cuda_graphs(config)
     _check_communication(config)
+    _check_models(config)
 
 
 def load_algorithm(config: Config) -> AlgorithmTraits:
@@ -71,10 +74,8 @@ def layouts(config: Config) -> dict[str, ParallelLayout]:
     groups = {"train": _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
     if generates(config):
         groups["generation"] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
-    if uses_critic(config):
-        groups["critic"] = _layout("critic.megatron_cfg", config.critic.megatron_cfg)
-    if uses_teacher(config) and config.teacher is not None:
-        groups["teacher"] = _layout("teacher.megatron_cfg", config.teacher.megatron_cfg)
+    for role in model_roles(config):
+        groups[role] = _layout(f"{role}.megatron_cfg", role_config(config, role).policy.megatron_cfg)
     return groups
 
 
@@ -119,8 +120,9 @@ def takes_turns(config: Config) -> bool:
 
 def device_count(config: Config) -> int:
     """GPUs of a run, or workers if there are no GPUs. Colocated roles share theirs."""
-    sizes = [layout.world_size for layout in layouts(config).values()]
-    return max(sizes) if is_colocated(config) else sum(sizes)
+    sizes, sharing = {role: layout.world_size for role, layout in layouts(config).items()}, sharing_roles(config)
+    together = max((sizes[role] for role in sharing), default=0)
+    return together + sum(size for role, size in sizes.items() if role not in sharing)
 
 
 def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
@@ -151,6 +153,24 @@ def uses_critic(config: Config) -> bool:
 def uses_teacher(config: Config) -> bool:
     """Whether the reference policy is on workers of its own."""
     return config.teacher is not None and uses_reference(config)
+
+
+def holds_reference(config: Config) -> bool:
+    """Whether the train workers hold the reference policy."""
+    return config.teacher is None and uses_reference(config)
+
+
+def model_roles(config: Config) -> tuple[str, ...]:
+    """Returns the roles with a model of their own, next to the policy."""
+    return (*((CRITIC,) if uses_critic(config) else ()), *((TEACHER,) if uses_teacher(config) else ()))
+
+
+def sharing_roles(config: Config) -> tuple[str, ...]:
+    """Returns the roles whose workers are on the train workers' GPUs, these among them; empty if there are none."""
+    sections = {role: own_section(config, role) for role in model_roles(config)}
+    others = [role for role, section in sections.items() if section is not None and section.colocated]
+    others += ["generation"] if is_colocated(config) else []
+    return ("train", *others) if others else ()
 
 
 def shares_logprobs(config: Config) -> bool:
@@ -394,6 +414,49 @@ def _check_colocated(config: Config) -> None:
             "reference policy on the GPU during generation; set policy.reference_weights to host, or "
             "policy.generation.colocated.exchange to never"
         )
+
+
+def _check_models(config: Config) -> None:
+    """Checks the models next to the policy: whether anything uses them, where they are, and their batches."""
+    if config.teacher is not None and config.policy.reference_model_name is not None:
+        raise ConfigError(
+            "teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: the "
+            "teacher has workers of its own, policy.reference_model_name is on the train workers"
+        )
+    if config.teacher is not None and not uses_reference(config):
+        raise ConfigError(
+            f"teacher is set, but algorithm {config.algorithm} does not read 'reference_logprobs'; leave teacher out, or "
+            "add the column to the algorithm's `columns`"
+        )
+    if config.ppo.kl_in_reward and not uses_critic(config):
+        raise ConfigError(
+            f"ppo.kl_in_reward is true, but algorithm {config.algorithm} has no critic; set it to false, or algorithm=ppo"
+        )
+    if config.ppo.kl_in_reward and config.loss_fn.force_on_policy_ratio:
+        raise ConfigError(
+            "ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true, but the KL of a token needs its "
+            "log-probability before the step; set one to false"
+        )
+    for role in model_roles(config):
+        _check_role(config, role)
+
+
+def _check_role(config: Config, role: str) -> None:
+    section, own = own_section(config, role), role_config(config, role)
+    if section is not None and section.colocated and is_colocated(config):
+        raise ConfigError(
+            f"{role}.colocated and policy.generation.colocated.enabled are both true, but only two groups can share GPUs; "
+            "set one to false"
+        )
+    try:
+        _check_microbatches(own.policy, bucket_widths(own.policy)[-1])
+        _check_communication(own)
+        _check_cuda_graphs(own)
+        if role == CRITIC:
+            _check_batches(own)
+            _check_rates(own)
+    except UserError as error:
+        raise type(error)(re.sub(r"\bpolicy\.(?!generation)", f"{role}.", str(error))) from error
 
 
 def _check_shared_gpus(config: Config) -> None:

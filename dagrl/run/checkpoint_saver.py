@@ -25,11 +25,11 @@ DriverPart = Callable[[Path], None]
 
 @dataclass
 class CheckpointSaver:
-    """Saves one checkpoint at a time into `store`."""
+    """Saves one checkpoint at a time into `store`: the state of each of `groups` in a directory of its role's name."""
 
     config: Config
     store: CheckpointStore
-    train: WorkerGroup
+    groups: Mapping[str, WorkerGroup]
     _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
 
     def save(self, state: TrainState, parts: Sequence[DriverPart]) -> None:
@@ -37,8 +37,8 @@ class CheckpointSaver:
         self.finish()
         background = self.config.checkpointing.async_save
         with self.store.writing(state) as directory:
-            arguments = (str(directory / "train"), {}, *([True] if background else []))
-            self.train.call("save_checkpoint", *arguments, deadline=self.config.timeouts.checkpoint)
+            for role, group in self.groups.items():
+                self._call(group, "save_checkpoint", str(directory / role), {}, *([True] if background else []))
             for write in parts:
                 write(directory)
         if background:
@@ -48,8 +48,7 @@ class CheckpointSaver:
 
     def poll(self) -> None:
         """Publishes the pending checkpoint if all workers have written it."""
-        deadline = self.config.timeouts.checkpoint
-        if self._pending is not None and all(self.train.call("checkpoint_written", deadline=deadline)):
+        if self._pending is not None and all(all(self._call(group, "checkpoint_written")) for group in self.groups.values()):
             self.finish()
 
     def finish(self) -> None:
@@ -58,12 +57,27 @@ class CheckpointSaver:
             return
         (state, directory), self._pending = self._pending, None
         with self.store.discarding(directory):
-            self.train.call("finish_checkpoint", deadline=self.config.timeouts.checkpoint)
+            for group in self.groups.values():
+                self._call(group, "finish_checkpoint")
         self._publish(state, directory)
+
+    def load(self, directory: Path) -> None:
+        """Loads a checkpoint's state into the workers. Raises CheckpointError if it lacks that of a role."""
+        for role, group in self.groups.items():
+            if not (directory / role).is_dir():
+                raise CheckpointError(
+                    f"{directory} has no state of the {role} workers: it was saved by a run without them. Start a new run, "
+                    "or resume with the algorithm that saved it"
+                )
+            self._call(group, "load_checkpoint", str(directory / role))
+
+    def _call(self, group: WorkerGroup, method: str, *arguments: object) -> list[object]:
+        return group.call(method, *arguments, deadline=self.config.timeouts.checkpoint)
 
     def _publish(self, state: TrainState, directory: Path) -> None:
         with self.store.discarding(directory):
-            require_shared(directory / "train")
+            for role in self.groups:
+                require_shared(directory / role)
         self.store.publish(state, directory)
 
 
@@ -87,8 +101,7 @@ class Checkpoints:
         if self.resumed is None:
             return
         self.replays.hold("train", keep_generation_weights=True)
-        directory, deadline = self.resumed.directory / "train", self.saver.config.timeouts.checkpoint
-        self.saver.train.call("load_checkpoint", str(directory), deadline=deadline)
+        self.saver.load(self.resumed.directory)
         self.state = self.resumed.state
         self.saved_step = self.state.step
 

@@ -14,7 +14,15 @@ from typing import TypeVar, cast
 from pydantic import BaseModel
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
-from dagrl.config.settings import generates, generation_config, is_colocated, samples_per_step, uses_reference
+from dagrl.config.settings import (
+    generates,
+    generation_config,
+    is_colocated,
+    model_roles,
+    samples_per_step,
+    uses_critic,
+    uses_reference,
+)
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count, gpus, host_memory
 from dagrl.run.cluster import gpus_per_worker
@@ -172,13 +180,15 @@ def _use_all_gpus(derived: Derived) -> None:
 
 
 def _may_share(config: Config) -> bool:
-    """Whether train and generation workers may take turns on their GPUs."""
+    """Whether train and generation workers may take turns on their GPUs, and no other roles need some."""
     kept = config.policy.reference_weights == "device" and uses_reference(config)
     ahead = config.grpo.async_grpo.enabled or config.grpo.overlap_logprobs
-    return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs)
+    return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs or model_roles(config))
 
 
 def _set_rates(derived: Derived) -> None:
+    if uses_critic(derived.config):
+        derived.set("critic.megatron_cfg.optimizer.lr", 1e-5, "the usual rate of a critic")
     if not derived.open(f"{TRAIN}.optimizer.lr"):
         return
     if derived.config.policy.megatron_cfg.peft.enabled:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from dagrl.config import Config
+from dagrl.config.roles import own_section
+from dagrl.config.settings import model_roles
 from dagrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -32,11 +34,17 @@ def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
         key = "policy.reference_model_name"
         directory, origins[key] = _download(policy.reference_model_name, MODEL_FILES, key)
         policy = policy.model_copy(update={"reference_model_name": str(directory)})
+    sections: dict[str, object] = {}
+    for role in model_roles(config):
+        section, key = own_section(config, role), f"{role}.model_name"
+        if section is not None and section.model_name is not None and is_hub_id(section.model_name):
+            directory, origins[key] = _download(section.model_name, MODEL_FILES, key)
+            sections[role] = section.model_copy(update={"model_name": str(directory)})
     if policy.tokenizer.name is not None and is_hub_id(policy.tokenizer.name):
         key = "policy.tokenizer.name"
         directory, origins[key] = _download(policy.tokenizer.name, TOKENIZER_FILES, key)
         policy = policy.model_copy(update={"tokenizer": policy.tokenizer.model_copy(update={"name": str(directory)})})
-    return config.model_copy(update={"policy": policy}), origins
+    return config.model_copy(update={"policy": policy, **sections}), origins
 
 
 def is_hub_id(name: str) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from dagrl.config import Json, PolicyConfig, RandomInit
+from dagrl.config import Config, Json, PolicyConfig, RandomInit
+from dagrl.config.roles import own_section
+from dagrl.config.settings import model_roles
 from dagrl.errors import ConfigError
 from dagrl.files import replace_directory
 
@@ -110,17 +113,32 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
     return description
 
 
-def check_reference_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raises ConfigError unless the model `policy.reference_model_name` has the tokens of the policy's tokenizer."""
-    if policy.reference_model_name is None:
-        return
-    key = "policy.reference_model_name"
-    directory = _existing_directory(policy.reference_model_name, key)
+def role_description(config: Config, role: str, hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Returns the `config.json` of a role's model. `hf_config` is the policy's."""
+    section = own_section(config, role)
+    if section is None or section.model_name is None:
+        return hf_config
+    key = f"{role}.model_name"
+    return _read_description(_existing_directory(section.model_name, key), key)
+
+
+def check_other_tokenizers(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ConfigError unless all models next to the policy have the tokens of the policy's tokenizer."""
+    names = {"policy.reference_model_name": config.policy.reference_model_name}
+    for role in model_roles(config):
+        section = own_section(config, role)
+        names[f"{role}.model_name"] = None if section is None else section.model_name
+    for key, name in names.items():
+        if name is not None:
+            _check_tokenizer(_existing_directory(name, key), key, tokenizer)
+
+
+def _check_tokenizer(directory: Path, key: str, tokenizer: PreTrainedTokenizerFast) -> None:
     rows, tokens = _read_description(directory, key).get("vocab_size"), token_count(tokenizer)
     if isinstance(rows, int) and rows < tokens:
         raise ConfigError(
             f"{key}: the model in {directory} has rows for {rows} tokens, but the policy's tokenizer has {tokens}; "
-            "choose a reference with the policy's tokenizer"
+            "choose one with the policy's tokenizer"
         )
     if not any((directory / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
         return  # weights alone: nothing to compare
@@ -128,7 +146,7 @@ def check_reference_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokeniz
     if differing := sorted(token for token, number in ours.items() if theirs.get(token) != number):
         raise ConfigError(
             f"{key}: the tokenizer in {directory} has other numbers for {len(differing)} of the policy's {len(ours)} "
-            f"tokens, such as {differing[0]!r}, so log-probabilities cannot be compared; choose one with its tokenizer"
+            f"tokens, such as {differing[0]!r}, so it would read other texts; choose one with its tokenizer"
         )
 
 

@@ -11,14 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dagrl.config import Config
-from dagrl.config.settings import bucket_widths, generates, generation_config, has_fp8_kv_cache, samples_per_step
-from dagrl.rl.algorithm import algorithm_of, column_phases
+from dagrl.config.roles import CRITIC, TEACHER, role_config
+from dagrl.config.settings import (
+    bucket_widths,
+    generates,
+    generation_config,
+    has_fp8_kv_cache,
+    samples_per_step,
+    uses_critic,
+    uses_teacher,
+)
+from dagrl.rl.algorithm import COLUMN_PHASES, algorithm_of, column_phases
 from dagrl.rl.generation import FIRST_QUANTUM
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.runtime.shapes import Bucket, Scalar
 
 CHUNKS = 8
 """Early work on a batch is done in chunks of at least 1/CHUNKS of it. Each chunk has a fixed cost, such as a weight swap."""
+
+REFERENCE_LOGPROBS = COLUMN_PHASES["reference_logprobs"]
 
 STEP: Mapping[str, Scalar] = {"step": 0}
 """Scalars of the phases that compute or use log-probabilities."""
@@ -68,14 +79,41 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
         plans.append(PhasePlan("accumulate_gradients", chunks, scalars=STEP))
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
+    if uses_teacher(config):
+        plans += teacher_plans(config, rows)
+    if uses_critic(config):
+        plans += critic_plans(config)
     if has_fp8_kv_cache(config):
         plans.append(PhasePlan("calibrate_kv_scales", train_buckets(config, samples)))
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
 
 
 def logprob_phases(config: Config) -> tuple[str, ...]:
-    """The phases whose results the loss uses."""
-    return column_phases(algorithm_of(config))
+    """The phases on the train workers whose results the loss uses. A teacher on workers of its own is not among them."""
+    phases = column_phases(algorithm_of(config))
+    return tuple(name for name in phases if name != REFERENCE_LOGPROBS or not uses_teacher(config))
+
+
+def teacher_plans(config: Config, rows: tuple[Bucket, ...]) -> list[PhasePlan]:
+    """The phases of a teacher on workers of its own. `rows`: the buckets in which train workers get its results."""
+    own = chunk_buckets(role_config(config, TEACHER), early=config.grpo.overlap_logprobs)
+    return [
+        PhasePlan("teacher_logprobs", own, row_bytes(own, columns=2)),
+        PhasePlan("keep_reference_logprobs", rows, scalars=STEP),
+    ]
+
+
+def critic_plans(config: Config) -> list[PhasePlan]:
+    """The phases of a critic."""
+    own = role_config(config, CRITIC)
+    values = train_buckets(own, samples_per_step(config))
+    steps = train_buckets(own, own.policy.train_global_batch_size)
+    return [PhasePlan("critic_values", values, row_bytes(values, columns=1)), PhasePlan("critic_step", steps)]
+
+
+def row_bytes(buckets: tuple[Bucket, ...], columns: int) -> int:
+    """Bytes of a result with `columns` float32 values for each token of a shard."""
+    return max(bucket.sequences * (4 * columns * bucket.tokens + 8) for bucket in buckets) + OVERHEAD_BYTES
 
 
 def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:

@@ -13,13 +13,15 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import ClusterConfig, Config, FunctionConfig, Json, PhasesConfig
+from dagrl.config.roles import role_config
 from dagrl.config.settings import (
     bucket_widths,
     check_settings,
+    device_count,
     generates,
     generation_config,
-    is_colocated,
     layouts,
+    model_roles,
     width_key,
 )
 from dagrl.data import load_splits
@@ -37,11 +39,12 @@ from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
 from dagrl.run.hub import with_local_models
 from dagrl.run.model import (
-    check_reference_tokenizer,
+    check_other_tokenizers,
     checkpoint_bytes,
     load_tokenizer,
     make_random_model,
     model_description,
+    role_description,
     token_count,
 )
 from dagrl.run.plans import run_plans
@@ -103,7 +106,7 @@ def preflight(config: Config) -> Inputs:
     config = derived.config
     tokenizer = load_tokenizer(config.policy)
     derive_chat(derived, tokenizer.chat_template is not None)
-    check_reference_tokenizer(config.policy, tokenizer)
+    check_other_tokenizers(config, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
     _try_algorithm(config)
@@ -169,6 +172,8 @@ def _worker_keys(config: Config) -> dict[str, tuple[str, str]]:
     keys = {"train": ("policy.worker", config.policy.worker)}
     if generates(config):
         keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
+    for role in model_roles(config):
+        keys[role] = (f"{role}.worker", role_config(config, role).policy.worker)
     return keys
 
 
@@ -227,8 +232,8 @@ def _check_outputs(config: Config) -> None:
 def _check_machine(config: Config) -> None:
     """Checks the number of workers against this machine. A running cluster is checked when it is joined."""
     groups = layouts(config)
-    together = max if is_colocated(config) and gpus_per_worker(config.cluster) else sum
-    workers = together(layout.world_size for layout in groups.values())
+    everyone = sum(layout.world_size for layout in groups.values())
+    workers = device_count(config) if gpus_per_worker(config.cluster) else everyone
     sizes = " + ".join(f"{layout.world_size} {role} ({layout.describe()})" for role, layout in groups.items())
     most, reason = _most_workers(config)
     if most is not None and workers > most:
@@ -264,17 +269,21 @@ def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[
         key, path = keys[role]
         with running(f"{path}.check", key):
             try:
-                getattr(worker, "check", _accept)(config, hf_config)
+                described = role_description(config, role, hf_config)
+                getattr(worker, "check", _accept)(role_config(config, role), described)
             except UserError as error:
                 raise type(error)(f"{role} workers: {error}") from error
 
 
 def _check_positions(inputs: Inputs) -> None:
-    positions, widest = inputs.hf_config.get("max_position_embeddings"), bucket_widths(inputs.config.policy)[-1]
-    if isinstance(positions, int) and positions < widest:
-        raise ConfigError(
-            f"the model has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
-        )
+    widest = bucket_widths(inputs.config.policy)[-1]
+    for role in ("policy", *model_roles(inputs.config)):
+        positions = role_description(inputs.config, role, inputs.hf_config).get("max_position_embeddings")
+        if isinstance(positions, int) and positions < widest:
+            whose = "the model" if role == "policy" else f"the {role}"
+            raise ConfigError(
+                f"{whose} has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
+            )
 
 
 def _accept(config: Config, hf_config: Mapping[str, Json]) -> None:

@@ -56,15 +56,19 @@ class RolloutLog:
         self._writing.result()
 
     def _kept(self) -> Kept:
-        """The columns of all workers; none from a worker class without the method."""
-        if METHOD not in self._train.role.methods:
-            return {}
-        joined: dict[str, dict[int, Array]] = defaultdict(dict)
-        found: Sequence[Mapping[str, Mapping[int, Array]]] = self._train.call(METHOD, deadline=self._deadline)
-        for columns in found:
-            for name, rows in columns.items():
-                joined[name].update(rows)
-        return joined
+        return kept_columns(self._train, self._deadline)
 
     def _write(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int) -> None:
         self._files.write(step, rollout_rows(groups, batch, kept, step, self._texts))
+
+
+def kept_columns(train: WorkerGroup, deadline: Deadline) -> Kept:
+    """Returns what all train workers keep for the current step; nothing from a worker class without the method."""
+    if METHOD not in train.role.methods:
+        return {}
+    joined: dict[str, dict[int, Array]] = defaultdict(dict)
+    found: Sequence[Mapping[str, Mapping[int, Array]]] = train.call(METHOD, deadline=deadline)
+    for columns in found:
+        for name, rows in columns.items():
+            joined[name].update(rows)
+    return joined

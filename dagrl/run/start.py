@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
+from dagrl.config.roles import CRITIC, own_section, role_config
 from dagrl.config.settings import (
     device_count,
     generates,
     generation_config,
     generation_dtype,
+    holds_reference,
     is_colocated,
     layouts,
-    uses_reference,
+    model_roles,
+    sharing_roles,
 )
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
@@ -108,11 +111,12 @@ def open_session(config: Config, plan: Plans, last_step: int | None = None) -> I
         progress.stage(f"Starting {_workers_text(config)}")
         groups = _start_groups(config, stack, stop)
         scheduler = stack.enter_context(Scheduler(groups, scheduler_options(config)))
-        train, generation = groups[0], groups[1] if len(groups) > 1 else None
+        by_role = {group.role.name: group for group in groups}
+        train, generation = by_role["train"], by_role.get("generation")
         clock = PhaseClock(trace)
-        shared = _shared_devices(config, groups, clock)
+        shared = _shared_devices(config, by_role, clock)
         replays = Replays(load_phases(config, plans), scheduler, clock, device_count(config), shared)
-        saver = CheckpointSaver(config, store, train)
+        saver = CheckpointSaver(config, store, {role: by_role[role] for role in ("train", CRITIC) if role in by_role})
         rollouts = _rollout_log(config, inputs, paths, train, resumed)
         if rollouts is not None:
             stack.enter_context(rollouts)
@@ -192,8 +196,12 @@ def with_absolute_paths(config: Config, model: Path) -> Config:
     names["megatron_cfg"] = config.policy.megatron_cfg.model_copy(update={"peft": peft})
     if config.policy.reference_model_name is not None:
         names["reference_model_name"] = str(Path(config.policy.reference_model_name).resolve())
-    policy = config.policy.model_copy(update=names)
-    return config.model_copy(update={"policy": policy})
+    sections: dict[str, object] = {"policy": config.policy.model_copy(update=names)}
+    for role in model_roles(config):
+        section = own_section(config, role)
+        if section is not None and section.model_name is not None:
+            sections[role] = section.model_copy(update={"model_name": str(Path(section.model_name).resolve())})
+    return config.model_copy(update=sections)
 
 
 def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
@@ -211,7 +219,7 @@ def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> 
 
 def check_reference(config: Config, resumed: Checkpoint) -> None:
     """Raises ConfigError if the run needs the first policy as a reference and the checkpoint does not have it."""
-    needed = uses_reference(config) and config.policy.reference_model_name is None
+    needed = holds_reference(config) and config.policy.reference_model_name is None
     if needed and resumed.state.counters.get(REFERENCE) is False:
         raise ConfigError(
             f"algorithm {config.algorithm} needs a reference policy (loss_fn.reference_policy_kl_penalty is "
@@ -221,12 +229,12 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
 
 
 def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
-    """Starts the train group and, in GRPO, the generation group.
+    """Starts the groups of all roles.
 
-    Both spend long on imports, so they start in parallel. On shared GPUs the train state is offloaded before generation
-    starts.
+    They spend long on imports, so they start in parallel. On GPUs shared with generation the train state is offloaded before
+    that starts.
     """
-    resources = shared_resources(config, stack) if is_colocated(config) else {}
+    resources = shared_resources(config, stack)
     groups: list[WorkerGroup] = []
     stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
 
@@ -235,7 +243,7 @@ def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[Wo
             role,
             worker_classes(config)[role],
             layouts(config)[role],
-            config,
+            role_config(config, role),
             protocols=required_protocols(config)[role],
             resources=resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))),
             seed=config.seed,
@@ -244,16 +252,16 @@ def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[Wo
             while_waiting=stop.check,
         )
 
+    roles = list(layouts(config))
     if is_colocated(config):
         groups.append(start("train"))
         groups[0].call("offload", TRAIN_PARTS)
-        groups.append(start("generation"))
-    else:
-        with ThreadPoolExecutor() as pool:
-            starting = [pool.submit(start, role) for role in layouts(config)]
-        groups += [future.result() for future in starting if future.exception() is None]
-        for future in starting:
-            future.result()  # raises the error of a group that did not start
+        roles.remove("train")
+    with ThreadPoolExecutor() as pool:
+        starting = [pool.submit(start, role) for role in roles]
+    groups += [future.result() for future in starting if future.exception() is None]
+    for future in starting:
+        future.result()  # raises the error of a group that did not start
     if config.logger.nvtx_enabled:
         for group in groups:
             group.call_function(enable_ranges)
@@ -261,21 +269,24 @@ def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[Wo
 
 
 def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
-    """Returns the Ray resources of each role that place equal ranks on the same GPU; empty without GPUs."""
-    if not gpus_per_worker(config.cluster):
+    """Returns the Ray resources of the roles that share GPUs: equal ranks are on the same GPU. Empty without GPUs."""
+    roles = sharing_roles(config)
+    if not roles or not gpus_per_worker(config.cluster):
         return {}
-    sizes = {role: layout.world_size for role, layout in layouts(config).items()}
-    bundles = GpuBundles(max(sizes.values()), config.timeouts.start_s)
+    bundles = GpuBundles(max(layouts(config)[role].world_size for role in roles), config.timeouts.start_s)
     stack.callback(bundles.release)
-    share = generation_config(config).colocated.train_share
-    return {role: Resources(num_gpus=share if role == "train" else 1 - share, bundles=bundles) for role in sizes}
+    shares = dict.fromkeys(roles, 1 / len(roles))
+    if is_colocated(config):
+        train = generation_config(config).colocated.train_share
+        shares = {"train": train, "generation": 1 - train}
+    return {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}
 
 
-def _shared_devices(config: Config, groups: Sequence[WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
+def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
     """The memory exchange between train and generation workers, if they share GPUs."""
     if not is_colocated(config):
         return None
-    train, generation = groups
+    train, generation = groups["train"], groups["generation"]
     colocated = generation_config(config).colocated
     return SharedDevices(train, generation, colocated.sleep_level, clock.measure, config.timeouts.replay, colocated.exchange)
 

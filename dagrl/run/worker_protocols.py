@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import generates, is_colocated, uses_reference
+from dagrl.config.roles import CRITIC, TEACHER
+from dagrl.config.settings import generates, holds_reference, is_colocated
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
@@ -144,8 +145,13 @@ def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:
         RolloutTrainWorker if generates(config) else TrainWorker: True,
         BackgroundSaver: saving.enabled and saving.async_save,
         HuggingFaceExporter: saving.export_hf,
-        ReferenceHolder: uses_reference(config),
+        ReferenceHolder: holds_reference(config),
         StateOffloader: is_colocated(config),
     }
     generation = (GenerationWorker, *((SleepingEngine,) if is_colocated(config) else ()))
-    return {"train": tuple(protocol for protocol, needed in chosen.items() if needed), "generation": generation}
+    return {
+        "train": tuple(protocol for protocol, needed in chosen.items() if needed),
+        "generation": generation,
+        CRITIC: (TrainWorker, *((BackgroundSaver,) if chosen[BackgroundSaver] else ())),
+        TEACHER: (),
+    }

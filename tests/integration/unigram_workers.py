@@ -32,6 +32,7 @@ from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.telemetry.metrics import ENTROPY, StepMetrics, merge_step_metrics
 
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
+TAUGHT = 11  # the token that the teacher prefers: the digit 7
 TRUTH = "truth.jsonl"  # next to the run: the logits of each version, as generation received them
 DIED = "died"  # next to the run: a worker was killed
 EXCHANGES = "exchanges.jsonl"  # next to the run: what each role gave up and took back, in order
@@ -48,7 +49,7 @@ class UnigramWorker:
 
         torch.set_num_threads(1)
         self.logits = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float32)
-        self.held = {"weights", "gradients", "optimizer"} if self.context.role == "train" else {"weights", "kv_cache"}
+        self.held = {"weights", "kv_cache"} if self.context.role == "generation" else {"weights", "gradients", "optimizer"}
 
     def exchanged(self, what: str, parts: list[str]) -> None:
         if self.context.rank == 0:
@@ -77,7 +78,7 @@ class UnigramTrainer(UnigramWorker):
 
     def setup(self, address: str) -> None:
         super().setup(address)
-        self.kept = KeptLogprobs()
+        self.kept, self.reference = KeptLogprobs(), self.logits.clone()
 
     def offload(self, parts: tuple[str, ...]) -> None:
         self.need(*parts)
@@ -167,6 +168,13 @@ class UnigramTrainer(UnigramWorker):
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
         return merge_step_metrics(parts)
 
+    def keep_columns(self, batch: Batch) -> None:
+        if not in_warmup():
+            self.kept.keep(batch, **{name: field for name, field in batch.fields.items() if field.ndim == 2})
+
+    def kept_logprobs(self) -> dict[str, dict[int, Any]]:
+        return self.kept.columns()
+
     def snapshot_reference(self) -> None:
         self.reference = self.logits.clone()
 
@@ -192,6 +200,74 @@ class UnigramTrainer(UnigramWorker):
         self.logits.copy_(torch.tensor(content["logits"]))
         self.reference = torch.tensor(content["reference"])
         return {}
+
+
+class UnigramCritic(UnigramWorker):
+    """The value of a state depends on its last token alone: `values` [SIZE], learned by plain gradient descent."""
+
+    def setup(self, address: str) -> None:
+        import torch
+
+        super().setup(address)
+        self.table = torch.zeros(SIZE)
+
+    def values(self, batch: Batch) -> Batch:
+        return Batch({"lengths": batch["lengths"], "values": self._values(self.table, batch).numpy()}, batch.scalars)
+
+    def _values(self, table: Any, batch: Batch) -> Any:
+        import torch
+
+        before = torch.tensor(np.pad(batch["tokens"][:, :-1], ((0, 0), (1, 0)))) % SIZE
+        return table[before]
+
+    def merge_rows(self, parts: list[Batch]) -> Batch:
+        return parts[0]
+
+    def train_step(self, batch: Batch, loss: str) -> StepMetrics:
+        import torch
+
+        from dagrl.rl.algorithm import algorithm_for
+        from dagrl.rl.losses import Denominators, batch_loss, row_sums
+
+        counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
+        data = {name: torch.tensor(array) for name, array in batch.fields.items()}
+        data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
+        leaf = self.table.clone().requires_grad_()
+        output = batch_loss(algorithm_for(loss, self.config), self._values(leaf, batch), data, counts)
+        output.loss.backward()
+        if not in_warmup():
+            self.table -= self.config.policy.megatron_cfg.optimizer.lr * leaf.grad
+        return StepMetrics({name: float(value) for name, value in output.sums.items()})
+
+    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
+        return merge_step_metrics(parts)
+
+    def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / "values.json").write_text(json.dumps(self.table.tolist()))
+
+    def load_checkpoint(self, directory: str) -> dict[str, Json]:
+        import torch
+
+        self.table.copy_(torch.tensor(json.loads((Path(directory) / "values.json").read_text())))
+        return {}
+
+
+class UnigramTeacher(UnigramWorker):
+    """It prefers sevens (token 11), whatever the policy learns."""
+
+    def setup(self, address: str) -> None:
+        super().setup(address)
+        self.logits[TAUGHT] = 3.0
+
+    def logprobs(self, batch: Batch) -> Batch:
+        import torch
+
+        values = torch.log_softmax(self.logits, 0).numpy()[np.array(batch["tokens"]) % SIZE]
+        return Batch({"lengths": batch["lengths"], "logprobs": values, "entropy": np.zeros_like(values)}, batch.scalars)
+
+    def merge_rows(self, parts: list[Batch]) -> Batch:
+        return parts[0]
 
 
 class UnigramGenerator(UnigramWorker):

@@ -52,13 +52,13 @@ class MicrobatchLoss:
         if self.layer is not None:
             logprobs, entropy = token_logprobs(output, microbatch.labels, self.layer)
         sequences = Sequences(microbatch.data["sequence_ids"], microbatch.sequences, self.group)
-        output = batch_loss(self.algorithm, logprobs, microbatch.data, self.denominators, sequences)
-        metrics = {"sums": dict(output.sums), "maxima": dict(output.maxima)}
+        found = batch_loss(self.algorithm, logprobs, microbatch.data, self.denominators, sequences)
+        metrics = {"sums": dict(found.sums), "maxima": dict(found.maxima)}
         if self.algorithm.learns_from == "samples":
             before = microbatch.data.get("entropy") if "prev_logprobs" in self.algorithm.columns else entropy
             if before is not None:  # under the weights at the start of the batch
                 metrics["sums"][ENTROPY] = (before * microbatch.data["loss_mask"]).sum() / self.denominators.tokens
-        return output.loss, torch.zeros((), dtype=torch.int, device=output.device), metrics
+        return found.loss, torch.zeros((), dtype=torch.int, device=output.device), metrics
 
 
 def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.config import Json
-from dagrl.config.settings import shares_logprobs, uses_reference
+from dagrl.config.settings import holds_reference, shares_logprobs
 from dagrl.errors import RunError
 from dagrl.machine import DeviceMemory
 from dagrl.refit import commit_together
@@ -371,7 +371,7 @@ class MegatronWorker(MegatronWorkerBase):
             self._finish_saving()
             reference, state = load_checkpoint(directory, trainer, self._identity, self._files_group)
             self._reference = None
-            if reference is not None and uses_reference(self.config) and self._reference_model is None:
+            if reference is not None and holds_reference(self.config) and self._reference_model is None:
                 self._keep_reference(reference)
         return state
 

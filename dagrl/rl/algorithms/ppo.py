@@ -58,10 +58,11 @@ class Values(Algorithm):
 
         values, clip = batch.logprobs, self.config.critic.value_clip
         returns, old = batch.column("returns"), batch.column("values")
-        error = values - returns
+        inside = batch.mask > 0
+        error = torch.where(inside, values - returns, 0.0)
         plain = bounded = error.square()
         if clip is not None:
             kept = torch.minimum(torch.maximum(values, old - clip), old + clip)
-            bounded = (kept - returns).square()
+            bounded = torch.where(inside, kept - returns, 0.0).square()
         means = {"value_mean": values, "value_error": error.abs(), "value_clip_ratio": (bounded > plain).to(values.dtype)}
         return torch.maximum(plain, bounded) / 2, means

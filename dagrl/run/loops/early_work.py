@@ -23,10 +23,11 @@ from dagrl.rl.rollout.batches import Key, row_ids, sample_keys, scored_batch
 from dagrl.rl.rollout.episodes import Episode, token_rows
 from dagrl.rl.rollout.experience import NextBatch
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops.logprobs import begin_logprobs, end_logprobs, logprob_batch, submit_logprobs
+from dagrl.run.loops.logprobs import begin_logprobs, collect_logprobs, end_logprobs, logprob_batch, submit_logprobs
 from dagrl.run.plans import least_chunk
 from dagrl.run.replays import Replays
 from dagrl.runtime.replay import Replay
+from dagrl.runtime.shapes import Batch
 
 
 @dataclass
@@ -44,6 +45,7 @@ class _Chunk:
     """Samples whose log-probabilities are being computed, and the replays that do so, by phase (possibly none)."""
 
     keys: Sequence[Key]
+    batch: Batch
     replays: Mapping[str, Replay]
 
 
@@ -100,13 +102,12 @@ class EarlyWork:
         keys = list(episodes)
         rows = token_rows(list(episodes.values())).with_fields(row_ids=row_ids(self._config, keys))
         batch = logprob_batch(rows, self._step)
-        self._chunk = _Chunk(keys, submit_logprobs(self._config, self._replays, batch))
+        self._chunk = _Chunk(keys, batch, submit_logprobs(self._config, self._replays, batch))
 
     def _read_chunk(self, chunk: _Chunk) -> None:
         self._chunk = None
         self._replays.exclude_wait("train")  # the results may have waited for the driver
-        for name, replay in chunk.replays.items():
-            self._replays.collect(name, replay)
+        collect_logprobs(self._replays, chunk.batch, chunk.replays)
         self._done.known.update(chunk.keys)
 
     def _advance_gradients(self, scored: Sequence[ScoredGroup]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import algorithm_name, uses_reference
+from dagrl.config.settings import algorithm_name, holds_reference, uses_critic
 from dagrl.refit import RefitReport
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.rewards import RewardRunner
@@ -21,6 +21,7 @@ from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoints import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate, calibrate_on_prompts
+from dagrl.run.loops.critic import CriticStep, learns_alone
 from dagrl.run.loops.early_work import Early
 from dagrl.run.loops.logprobs import ShardRows, compute_logprobs, split_minibatches
 from dagrl.run.loops.optimizer_step import Rest, replay_batch
@@ -71,7 +72,7 @@ def start_policy(session: Session, experience: Experience) -> None:
     resumed = checkpoints.resumed if "grpo_sampler" in checkpoints.state.counters else None
     if resumed is None:
         replays.hold("train", keep_generation_weights=True)
-        if uses_reference(config):
+        if holds_reference(config):
             session.train.call("snapshot_reference", deadline=config.timeouts.replay)
         session.train.call("reset_optimizer", deadline=config.timeouts.replay)
         counters = {**checkpoints.state.counters, **_counters(config, experience)}
@@ -89,7 +90,7 @@ def start_policy(session: Session, experience: Experience) -> None:
 
 def _counters(config: Config, experience: Experience) -> dict[str, Json]:
     """The GRPO part of the driver's state in a checkpoint."""
-    saved = uses_reference(config) and config.policy.reference_model_name is None
+    saved = holds_reference(config) and config.policy.reference_model_name is None
     return {**experience.state(), REFERENCE: saved}
 
 
@@ -98,14 +99,21 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Ear
     config, replays = session.config, session.replays
     keys, batch = sample_keys(groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
+    critic = CriticStep(session, batch) if uses_critic(config) else None
     compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
+    batch = batch if critic is None else critic.judged_batch()
     session.stop.check()  # the last point at which the weights are those of the last finished step
     assert early.accumulated <= {group for group, _ in keys}, "gradients of a group that is not in the batch"
     left = [row for row, (group, _) in enumerate(keys) if group not in early.accumulated]
     rest = Rest(left, early.parts) if early.parts else None
     log = session.recorder.rollouts
     with log.keeping(groups, batch, step) if log is not None else nullcontext():
-        metrics = optimize(config, replays, batch, step, splits, rest)
+        if critic is not None:
+            critic.start(step)
+        alone = critic is not None and learns_alone(config, step)
+        metrics = {} if alone else optimize(config, replays, batch, step, splits, rest)
+        if critic is not None:
+            metrics |= critic.finish(step)
     return metrics | calibrate(config, replays, batch) | {"trained_tokens": float(batch["lengths"].sum())}
 
 

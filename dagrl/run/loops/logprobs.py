@@ -11,11 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
+from dagrl.config.settings import uses_teacher
 from dagrl.run.plans import logprob_phases
 from dagrl.run.replays import Replays
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows
+
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""The phase of a teacher on workers of its own. Its result goes through the driver to the train workers."""
 
 ShardRows = Sequence[npt.NDArray[np.intp]]
 """The rows of each shard."""
@@ -45,10 +49,26 @@ def compute_logprobs(
     if len(missing) == batch.rows:
         begin_logprobs(config, replays, step)
     if missing:
-        rows = logprob_batch(batch.select(missing), step)
+        rows, shards = logprob_batch(batch.select(missing), step), _whole(config, splits)
+        teacher = _submit_teacher(config, replays, rows)
         for name in logprob_phases(config):
-            replays.replay(name, rows, rows=_whole(config, splits))
+            replays.replay(name, rows, rows=shards)
+        for name, replay in teacher.items():
+            keep_teacher(replays, rows, replays.collect(name, replay)[0], shards)
     end_logprobs(config, replays, step)
+
+
+def _submit_teacher(config: Config, replays: Replays, rows: Batch) -> dict[str, Replay]:
+    """Starts the log-probabilities of a teacher on workers of its own, if there is one; returns the replay by phase."""
+    if not uses_teacher(config):
+        return {}
+    return {TEACHER_LOGPROBS: replays.submit(TEACHER_LOGPROBS, Batch({name: rows[name] for name in ("tokens", "lengths")}))}
+
+
+def keep_teacher(replays: Replays, rows: Batch, found: Batch, shards: ShardRows | None = None) -> None:
+    """Gives the teacher's log-probabilities of `rows`, the result `found` of its phase, to the train workers."""
+    fields = {"lengths": rows["lengths"], "row_ids": rows["row_ids"], "reference_logprobs": found["logprobs"]}
+    replays.replay("keep_reference_logprobs", Batch(fields, rows.scalars), rows=shards)
 
 
 def _whole(config: Config, splits: Sequence[ShardRows] | None) -> ShardRows | None:
@@ -81,4 +101,13 @@ def end_logprobs(config: Config, replays: Replays, step: int) -> None:
 
 def submit_logprobs(config: Config, replays: Replays, batch: Batch) -> Mapping[str, Replay]:
     """Starts the log-probability phases on `batch` (see `logprob_batch`); returns their replays by phase."""
-    return {name: replays.submit(name, batch) for name in logprob_phases(config)}
+    own = {name: replays.submit(name, batch) for name in logprob_phases(config)}
+    return own | _submit_teacher(config, replays, batch)
+
+
+def collect_logprobs(replays: Replays, batch: Batch, started: Mapping[str, Replay]) -> None:
+    """Waits for the replays that `submit_logprobs` started on `batch`."""
+    for name, replay in started.items():
+        found = replays.collect(name, replay)[0]
+        if name == TEACHER_LOGPROBS:
+            keep_teacher(replays, batch, found)

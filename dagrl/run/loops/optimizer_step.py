@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dagrl.run.loops.logprobs import ShardRows
 from dagrl.run.replays import Replays
+from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS, StepMetrics, merge_step_metrics
 
@@ -31,13 +32,32 @@ def replay_batch(
     `shard_rows` are the rows of each shard, if the caller decides. With `rest`, only its rows are replayed, but losses are
     normalized over the whole batch.
     """
-    mask = batch["loss_mask"].astype("float64")
-    batch = batch.with_scalars(
-        global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
-    )
+    batch = _with_counts(batch)
     if rest is not None:
         batch = batch.select(rest.rows).with_scalars(parts=float(rest.parts))
-    metrics = merge_step_metrics(replays.replay(phase, batch, shard_rows))
+    return _merged(replays.replay(phase, batch, shard_rows), step)
+
+
+def submit_batch(replays: Replays, phase: str, batch: Batch) -> Replay:
+    """Starts what `replay_batch` does; `collect_batch` waits for it."""
+    return replays.submit(phase, _with_counts(batch))
+
+
+def collect_batch(replays: Replays, phase: str, replay: Replay, *, step: int) -> StepMetrics:
+    """Returns the metrics of a replay that `submit_batch` started."""
+    return _merged(replays.collect(phase, replay)[0], step)
+
+
+def _with_counts(batch: Batch) -> Batch:
+    """Adds what losses are divided by: the tokens in the loss, and the rows with at least one."""
+    mask = batch["loss_mask"].astype("float64")
+    return batch.with_scalars(
+        global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
+    )
+
+
+def _merged(parts: Iterable[StepMetrics], step: int) -> StepMetrics:
+    metrics = merge_step_metrics(parts)
     _warn_if_skipped(step, metrics.shared)
     return metrics
 

@@ -41,7 +41,7 @@ def make(tmp_path: Path, background: bool) -> tuple[CheckpointSaver, Writers]:
         {"name": "t", "algorithm": "sft", "data": {}, "policy": {}, "checkpointing": {"async_save": background}}
     )
     writers, store = Writers(), CheckpointStore(tmp_path / "checkpoints", keep_top_k=1)
-    return CheckpointSaver(config, store, cast(WorkerGroup, writers)), writers
+    return CheckpointSaver(config, store, {"train": cast(WorkerGroup, writers)}), writers
 
 
 def steps(saver: CheckpointSaver) -> list[int]:

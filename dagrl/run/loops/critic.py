@@ -1,0 +1,129 @@
+"""The critic's part of a step: values, the advantages of tokens from them, and its own optimizer steps.
+
+critic = CriticStep(session, batch)    # starts to compute values, while log-probabilities are computed
+batch = critic.judged_batch()          # with an advantage for each token
+critic.start(step)                     # optimizer steps, while the policy takes its own
+metrics |= critic.finish(step)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.config import Config
+from dagrl.config.roles import CRITIC, role_config
+from dagrl.errors import ConfigError
+from dagrl.imports import running
+from dagrl.rl.advantages import Floats
+from dagrl.rl.algorithm import KEY, algorithm_of
+from dagrl.rl.gae import explained_variance, rewards_at_end
+from dagrl.run.loops.optimizer_step import collect_batch, submit_batch
+from dagrl.run.rollout_log import kept_columns
+from dagrl.run.session import Session
+from dagrl.runtime.replay import Replay
+from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.metrics import COUNTS, KL, is_measured, join_optimizer_steps
+
+VALUES, STEP = "critic_values", "critic_step"
+PREFIX = "critic/"
+
+
+class CriticStep:
+    """The critic in one step on `batch`, whose `advantages` are the rewards of its rows until `judged_batch`."""
+
+    def __init__(self, session: Session, batch: Batch) -> None:
+        self._session, self._batch = session, batch
+        self._metrics: dict[str, float] = {}
+        rows = Batch({name: batch[name] for name in ("tokens", "lengths")})
+        self._values: Replay = session.replays.submit(VALUES, rows)
+        self._steps: list[Replay] = []
+
+    def judged_batch(self) -> Batch:
+        """Waits for the values. Returns the batch with the algorithm's advantages in place of rewards."""
+        config, batch = self._session.config, self._batch
+        values = self._session.replays.collect(VALUES, self._values)[0]["values"] * batch["loss_mask"]
+        rewards = self._token_rewards()
+        advantages, returns = token_advantages(config, rewards, values, batch["loss_mask"])
+        inside = batch["loss_mask"] > 0
+        self._metrics[PREFIX + "explained_variance"] = explained_variance(returns, values, inside)
+        self._metrics[PREFIX + "return_mean"] = float(returns[inside].mean()) if inside.any() else 0.0
+        names = ("tokens", "lengths", "loss_mask")
+        learned = {"values": values.astype(np.float32), "returns": returns.astype(np.float32)}
+        self._batch = Batch({**{name: batch[name] for name in names}, **learned})
+        return batch.with_fields(advantages=advantages.astype(np.float32))
+
+    def start(self, step: int) -> None:
+        """Starts the critic's optimizer steps on the batch."""
+        size = role_config(self._session.config, CRITIC).policy.train_global_batch_size
+        for start in range(0, self._batch.rows, size):
+            minibatch = self._batch.select(range(start, start + size)).with_scalars(step=step)
+            if minibatch["loss_mask"].any():
+                self._steps.append(submit_batch(self._session.replays, STEP, minibatch))
+
+    def finish(self, step: int) -> dict[str, float]:
+        """Waits for the optimizer steps, and returns the critic's metrics."""
+        parts = [collect_batch(self._session.replays, STEP, replay, step=step) for replay in self._steps]
+        found = join_optimizer_steps(parts).flat() if parts else {}
+        named = {PREFIX + name: value for name, value in found.items() if name not in COUNTS and not is_measured(name)}
+        return named | self._metrics
+
+    def _token_rewards(self) -> Floats:
+        """The reward of each row at its last token, less the KL penalty of each token where `ppo.kl_in_reward` is on."""
+        config, batch, mask = self._session.config, self._batch, self._batch["loss_mask"]
+        first = np.argmax(mask > 0, axis=1)
+        rewards = rewards_at_end(batch["advantages"][np.arange(batch.rows), first], mask)
+        if not config.ppo.kl_in_reward:
+            return rewards
+        kl = self._kl_penalty()
+        self._metrics[KL] = float(kl[mask > 0].mean()) if mask.any() else 0.0
+        penalized: Floats = rewards - config.loss_fn.reference_policy_kl_penalty * kl * mask
+        return penalized
+
+    def _kl_penalty(self) -> npt.NDArray[Any]:
+        """The KL estimate of each token, from the log-probabilities that the train workers keep."""
+        import torch
+
+        from dagrl.rl.losses import kl_penalty, rows_as_sequences
+        from dagrl.rl.token_losses import TokenBatch
+
+        kept = kept_columns(self._session.train, self._session.config.timeouts.replay)
+        tables = {
+            name: np.zeros(self._batch["loss_mask"].shape, np.float32) for name in ("prev_logprobs", "reference_logprobs")
+        }
+        for row, row_id in enumerate(self._batch["row_ids"].tolist()):
+            length = int(self._batch["lengths"][row])
+            for name, table in tables.items():
+                table[row, :length] = kept[name][row_id][:length]
+        columns = {name: torch.from_numpy(table) for name, table in tables.items()}
+        mask = torch.from_numpy(self._batch["loss_mask"])
+        sequences = rows_as_sequences(mask)
+        tokens = TokenBatch(columns["prev_logprobs"], mask, columns, sequences, self._session.config.loss_fn)
+        return kl_penalty(tokens).numpy()
+
+
+def learns_alone(config: Config, step: int) -> bool:
+    """Whether only the critic learns in step `step`."""
+    return step - config.sft.max_num_steps <= config.critic.warmup_steps
+
+
+def token_advantages(
+    config: Config, rewards: Floats, values: npt.NDArray[Any], mask: npt.NDArray[Any]
+) -> tuple[Floats, Floats]:
+    """Returns the algorithm's advantages and returns [rows, tokens], 0 outside the mask.
+
+    Raises ConfigError if a user's method fails, or returns other shapes or values that are not finite.
+    """
+    with running(config.algorithm, KEY):
+        found = algorithm_of(config).token_advantages(rewards, values.astype(np.float64), mask.astype(np.float64))
+    tables = [np.asarray(table, np.float64) for table in found]
+    if [table.shape for table in tables] != [mask.shape] * 2 or not all(np.isfinite(table).all() for table in tables):
+        shapes, finite = [list(table.shape) for table in tables], [bool(np.isfinite(table).all()) for table in tables]
+        raise ConfigError(
+            f"{KEY}: token_advantages of {config.algorithm} returned tables of shapes {shapes}, finite: {finite}; expected: "
+            f"finite advantages and returns, each {list(mask.shape)}"
+        )
+    advantages, returns = (np.where(mask > 0, table, 0.0) for table in tables)
+    return advantages, returns

@@ -1,0 +1,152 @@
+"""PPO with a critic, and a teacher on workers of its own, in both loops, with the unigram model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import Config
+from dagrl.errors import CheckpointError, StopRequestedError
+from dagrl.rl.rollout.batches import train_batch
+from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.loops import critic, grpo_step
+from dagrl.run.loops.grpo import run_grpo
+from dagrl.runtime.shapes import Batch
+from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
+from tests.integration.unigram_workers import SIZE, TAUGHT
+
+__all__ = ["one_cluster"]  # a fixture
+
+WORKERS = "tests.integration.unigram_workers"
+CRITIC = {"worker": f"{WORKERS}:UnigramCritic", "megatron_cfg": {"optimizer": {"lr": 1.0}}}
+TEACHER = {"model_name": "", "worker": f"{WORKERS}:UnigramTeacher", "megatron_cfg": {"data_parallel_size": 2}}
+
+
+def ppo(output: Path, name: str, **sections: Any) -> Config:
+    return configuration(output, name, **{"algorithm": "ppo", "critic": CRITIC, **sections})
+
+
+@pytest.fixture
+def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[ScoredGroup], Batch, Batch]]:
+    """Of each step: its groups, the batch that the policy learns, and the batch that the critic learns."""
+    seen: list[tuple[list[ScoredGroup], Batch, Batch]] = []
+
+    class Watched(critic.CriticStep):
+        def judged_batch(self) -> Batch:
+            batch = super().judged_batch()
+            seen.append((groups[-1], batch, self._batch))
+            return batch
+
+    groups: list[list[ScoredGroup]] = []
+    scored = grpo_step.scored_batch
+
+    def watched(config: Config, given: list[ScoredGroup], step: int) -> Batch:
+        groups.append(given)
+        return scored(config, given, step)
+
+    monkeypatch.setattr(grpo_step, "CriticStep", Watched)
+    monkeypatch.setattr(grpo_step, "scored_batch", watched)
+    return seen
+
+
+def by_hand(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Schulman et al. 2015, equation 16, for one row's tokens."""
+    following = [*values[1:], 0.0]
+    errors = [reward + gamma * after - value for reward, after, value in zip(rewards, following, values, strict=True)]
+    return [sum((gamma * lam) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
+
+
+def critic_step_by_hand(table: Any, batch: Batch, returns: Any) -> Any:
+    """Gradient descent on half the squared errors; no value has moved from its old one, so the clip does nothing."""
+    gradient, inside = np.zeros(SIZE), batch["loss_mask"] > 0
+    before = np.pad(batch["tokens"][:, :-1], ((0, 0), (1, 0))) % SIZE
+    np.add.at(gradient, before[inside], (table[before] - returns)[inside] / inside.sum())
+    return table - CRITIC["megatron_cfg"]["optimizer"]["lr"] * gradient  # type: ignore[index]
+
+
+@pytest.mark.parametrize("grpo", [{}, {"async_grpo": ASYNC}, {"overlap_logprobs": True}], ids=["sync", "async", "early"])
+def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_path: Path, learned: list[Any]) -> None:
+    settings = {"gamma": 0.9, "lam": 0.8, "kl_in_reward": True}
+    penalty = {"reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"}
+    run_grpo(ppo(tmp_path, "ppo", grpo=grpo, ppo=settings, loss_fn=penalty))
+    assert len(learned) == 5
+    table, distances = np.zeros(SIZE), []
+    truth = [json.loads(line)["logits"] for line in (tmp_path / "ppo" / "truth.jsonl").read_text().splitlines()]
+    for step, (groups, batch, judged) in enumerate(learned):
+        rows = train_batch(
+            [sample for group in groups for sample in group.samples], np.ones(len(batch["lengths"]), np.float32)
+        )
+        rewards = np.concatenate([group.values for group in groups])
+        inside = batch["loss_mask"] > 0
+        assert (inside == (rows["loss_mask"] > 0)).all()
+        before = np.pad(batch["tokens"][:, :-1], ((0, 0), (1, 0))) % SIZE
+        np.testing.assert_allclose(judged["values"], table[before] * inside, atol=1e-6)
+        policy, first = (np.array(truth[at]) - np.log(np.exp(truth[at]).sum()) for at in (step, 0))
+        kl = (policy - first)[batch["tokens"] % SIZE]
+        advantages, returns = np.zeros(inside.shape), np.zeros(inside.shape)
+        for row, mask in enumerate(inside):
+            values = table[before[row]][mask]
+            given = -0.5 * kl[row][mask]
+            given[-1] += rewards[row]
+            advantages[row, mask] = by_hand(given.tolist(), values.tolist(), 0.9, 0.8)
+            returns[row, mask] = advantages[row, mask] + values
+        np.testing.assert_allclose(judged["returns"], returns, atol=1e-5)
+        white = (advantages - advantages[inside].mean()) / advantages[inside].std(ddof=1)
+        np.testing.assert_allclose(batch["advantages"], white * inside, atol=1e-4)
+        distances.append(float(kl[inside].mean()))
+        table = critic_step_by_hand(table, batch, returns)
+    steps = steps_of(ppo(tmp_path, "ppo"))
+    np.testing.assert_allclose([step["policy/kl"] for step in steps], distances, atol=1e-5)
+    assert all("critic/explained_variance" in step for step in steps)
+    assert distances[0] == pytest.approx(0, abs=1e-6) and abs(distances[-1]) > 1e-4
+
+
+def test_only_the_critic_learns_at_first(tmp_path: Path) -> None:
+    config = ppo(tmp_path, "warm", critic={**CRITIC, "warmup_steps": 2}, grpo={"max_num_steps": 4})
+    run_grpo(config)
+    truth = [json.loads(line)["logits"] for line in (tmp_path / "warm" / "truth.jsonl").read_text().splitlines()]
+    assert truth[0] == truth[1] == truth[2] != truth[3]
+    steps = steps_of(config)
+    assert ["loss" in step for step in steps] == [False, False, True, True]
+    assert all("critic/loss" in step for step in steps)
+
+
+def test_a_resumed_run_has_its_critic(tmp_path: Path) -> None:
+    whole, parts = (ppo(tmp_path, name) for name in ("whole", "parts"))
+    run_grpo(whole)
+    with pytest.raises(StopRequestedError):
+        run_grpo(parts, last_step=2)
+    run_grpo(parts.model_copy(update={"checkpointing": parts.checkpointing.model_copy(update={"resume": True})}))
+    names = ("critic/loss", "critic/value_mean", "loss", "reward/mean")
+    found, expected = ([[step[name] for name in names] for step in steps_of(config)] for config in (parts, whole))
+    assert found == expected
+
+
+def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
+    with pytest.raises(StopRequestedError):
+        run_grpo(configuration(tmp_path, "plain"), last_step=2)
+    resumed = ppo(tmp_path, "plain", checkpointing={"resume": True})
+    with pytest.raises(CheckpointError, match="no state of the critic workers"):
+        run_grpo(resumed)
+
+
+@pytest.mark.parametrize("grpo", [{}, {"overlap_logprobs": True, "overlap_training": True}], ids=["plain", "early"])
+def test_a_teacher_on_workers_of_its_own_is_learned(grpo: dict[str, Any], tmp_path: Path) -> None:
+    """The reverse KL of the metrics is that of the teacher's distribution, and falls."""
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": SIZE}))
+    teacher = {**TEACHER, "model_name": str(tmp_path / "teacher")}
+    loss_fn = {"name": "distill", "reference_policy_kl_penalty": 0}
+    config = configuration(tmp_path, "taught", teacher=teacher, loss_fn=loss_fn, grpo={"max_num_steps": 8, **grpo})
+    run_grpo(config)
+    preferred = np.linspace(-0.5, 0.5, SIZE)
+    preferred[TAUGHT] = 3.0
+    gaps = [step["policy/reverse_kl"] for step in steps_of(config)]
+    start = np.linspace(-0.5, 0.5, SIZE)
+    policy, target = (logits - np.log(np.exp(logits).sum()) for logits in (start, preferred))
+    assert gaps[0] == pytest.approx(float((np.exp(policy) * (policy - target)).sum()), abs=0.35)  # of a few samples
+    assert np.mean(gaps[-2:]) < 0.5 * gaps[0], gaps
