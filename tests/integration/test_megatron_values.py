@@ -105,7 +105,10 @@ def own_values(group: Group, batch: Batch) -> Any:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("dp2", "dp2pp2-packed")
+
+
+@pytest.mark.parametrize("case", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in CASES])
 def test_a_critic_is_that_of_plain_torch(case: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     model, layout, packing, megatron = CASES[case]
     config = reference.make_config(tiny_models[model], megatron_cfg=dict(megatron), optimizer=UNCLIPPED, **packing)

@@ -16,6 +16,7 @@ from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops import critic, grpo_step
 from dagrl.run.loops.grpo import run_grpo
 from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
 from tests.integration.unigram_workers import SIZE, TAUGHT
 
@@ -68,7 +69,14 @@ def critic_step_by_hand(table: Any, batch: Batch, returns: Any) -> Any:
     return table - CRITIC["megatron_cfg"]["optimizer"]["lr"] * gradient  # type: ignore[index]
 
 
-@pytest.mark.parametrize("grpo", [{}, {"async_grpo": ASYNC}, {"overlap_logprobs": True}], ids=["sync", "async", "early"])
+@pytest.mark.parametrize(
+    "grpo",
+    [
+        pytest.param({}, id="sync"),
+        pytest.param({"async_grpo": ASYNC}, id="async"),
+        pytest.param({"overlap_logprobs": True}, marks=pytest.mark.slow, id="early"),
+    ],
+)
 def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_path: Path, learned: list[Any]) -> None:
     settings = {"gamma": 0.9, "lam": 0.8, "kl_in_reward": True}
     penalty = {"reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"}
@@ -105,27 +113,23 @@ def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_p
     assert distances[0] == pytest.approx(0, abs=1e-6) and abs(distances[-1]) > 1e-4
 
 
-def test_only_the_critic_learns_at_first(tmp_path: Path) -> None:
-    config = ppo(tmp_path, "warm", critic={**CRITIC, "warmup_steps": 2}, grpo={"max_num_steps": 4})
-    run_grpo(config)
-    truth = [json.loads(line)["logits"] for line in (tmp_path / "warm" / "truth.jsonl").read_text().splitlines()]
-    assert truth[0] == truth[1] == truth[2] != truth[3]
-    steps = steps_of(config)
-    assert ["loss" in step for step in steps] == [False, False, True, True]
-    assert all("critic/loss" in step for step in steps)
-
-
-def test_a_resumed_run_has_its_critic(tmp_path: Path) -> None:
-    whole, parts = (ppo(tmp_path, name) for name in ("whole", "parts"))
+def test_a_resumed_run_has_its_critic_and_its_first_steps_train_the_critic_alone(tmp_path: Path) -> None:
+    whole, parts = (ppo(tmp_path, name, critic={**CRITIC, "warmup_steps": 1}) for name in ("whole", "parts"))
     run_grpo(whole)
     with pytest.raises(StopRequestedError):
         run_grpo(parts, last_step=2)
     run_grpo(parts.model_copy(update={"checkpointing": parts.checkpointing.model_copy(update={"resume": True})}))
     names = ("critic/loss", "critic/value_mean", "loss", "reward/mean")
-    found, expected = ([[step[name] for name in names] for step in steps_of(config)] for config in (parts, whole))
+    rows = {config.name: read_metrics(tmp_path / config.name / "metrics.jsonl") for config in (whole, parts)}
+    found, expected = ([[step.get(name) for name in names] for step in rows[name]] for name in ("parts", "whole"))
     assert found == expected
+    learned = [step for step in rows["whole"] if "critic/loss" in step]
+    assert ["loss" in step for step in learned] == [False, True, True, True, True]
+    truth = [json.loads(line)["logits"] for line in (tmp_path / "whole" / "truth.jsonl").read_text().splitlines()]
+    assert truth[0] == truth[1] != truth[2]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     with pytest.raises(StopRequestedError):
         run_grpo(configuration(tmp_path, "plain"), last_step=2)
@@ -134,7 +138,13 @@ def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> No
         run_grpo(resumed)
 
 
-@pytest.mark.parametrize("grpo", [{}, {"overlap_logprobs": True, "overlap_training": True}], ids=["plain", "early"])
+@pytest.mark.parametrize(
+    "grpo",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="plain"),
+        pytest.param({"overlap_logprobs": True, "overlap_training": True}, id="early"),
+    ],
+)
 def test_a_teacher_on_workers_of_its_own_is_learned(grpo: dict[str, Any], tmp_path: Path) -> None:
     """The reverse KL of the metrics is that of the teacher's distribution, and falls."""
     (tmp_path / "teacher").mkdir()

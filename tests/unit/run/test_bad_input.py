@@ -487,6 +487,66 @@ TABLE = [
         ("loss_fn.name=distill", "loss_fn.reference_policy_kl_penalty=0"),
     ),
     Row(
+        "a KL in the reward without a critic",
+        ("ppo.kl_in_reward is true, but algorithm grpo has no critic",),
+        ("ppo.kl_in_reward=true",),
+    ),
+    Row(
+        "a KL in the reward that nothing knows",
+        ("ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true",),
+        ("algorithm=ppo", "ppo.kl_in_reward=true", "loss_fn.force_on_policy_ratio=true"),
+    ),
+    Row(
+        "a critic's batch that its shards cannot divide",
+        ("critic.train_global_batch_size 8 is not divisible by data_parallel_size 3",),
+        ("algorithm=ppo", "critic.train_global_batch_size=8", "critic.megatron_cfg.data_parallel_size=3"),
+    ),
+    Row(
+        "a critic's batch that the samples do not fill",
+        ("16 samples, not a multiple of critic.train_global_batch_size 6",),
+        ("algorithm=ppo", "critic.train_global_batch_size=6"),
+    ),
+    Row(
+        "a layout that does not fit the critic",
+        ("critic workers: layout", "4 attention heads are not divisible by tp 3"),
+        ("algorithm=ppo", "critic.megatron_cfg.tensor_model_parallel_size=3"),
+    ),
+    Row(
+        "LoRA on a critic",
+        ("critic workers: ", "peft.enabled is true, but adapters alone would leave"),
+        ("algorithm=ppo", "critic.megatron_cfg.peft.enabled=true"),
+    ),
+    Row(
+        "three groups on the same GPUs",
+        ("critic.colocated and policy.generation.colocated.enabled are both true",),
+        ("algorithm=ppo", "critic.colocated=true", "policy.generation.colocated.enabled=true"),
+    ),
+    Row(
+        "gradients before the critic's values",
+        ("grpo.overlap_training trains on groups before the batch is complete", "of algorithm ppo may need the whole batch"),
+        ("algorithm=ppo", "grpo.overlap_training=true", "grpo.overlap_logprobs=true"),
+    ),
+    Row(
+        "a critic that is not there",
+        ("critic.model_name", "'no/such/critic' does not exist"),
+        ("algorithm=ppo", "critic.model_name=no/such/critic"),
+    ),
+    Row(
+        "two reference policies",
+        ("teacher and policy.reference_model_name are both set",),
+        ("teacher.model_name=a", "policy.reference_model_name=b"),
+    ),
+    Row(
+        "a teacher that SFT does not read",
+        ("teacher is set, but algorithm sft does not read 'reference_logprobs'",),
+        ("algorithm=sft", "teacher.model_name=a"),
+    ),
+    Row(
+        "a teacher on workers of its own that is not there",
+        ("teacher.model_name", "'no/such/teacher' does not exist"),
+        ("teacher.model_name=no/such/teacher",),
+    ),
+    Row(
         "a teacher that is not there",
         ("policy.reference_model_name", "'no/such/teacher' does not exist"),
         ("policy.reference_model_name=no/such/teacher",),
@@ -755,8 +815,9 @@ def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     ):
         init = RandomInit(hf_config=cast("dict[str, Json]", MODEL), tokenizer_characters=characters)
         write_random_model(init, character_tokenizer(characters), teacher)
-        code, errors = run(f"policy.reference_model_name={teacher}")
-        assert code == 2 and "policy.reference_model_name" in errors and found in errors, errors
+        for overrides in (("policy.reference_model_name",), ("teacher.model_name",), ("critic.model_name", "algorithm=ppo")):
+            code, errors = run(f"{overrides[0]}={teacher}", *overrides[1:])
+            assert code == 2 and overrides[0] in errors and found in errors, errors
 
 
 def test_dry_run_rejects_a_directory_that_is_not_a_run(run: Run, tmp_path: Path) -> None:
