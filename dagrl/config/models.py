@@ -6,8 +6,44 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from dagrl.config.policy import MegatronConfig, SequencePackingConfig
+from dagrl.config.policy import MegatronConfig, OptimizerConfig, SequencePackingConfig
 from dagrl.config.section import PathText, Section
+
+
+class OwnOptimizerConfig(OptimizerConfig):
+    """AdamW, as Megatron implements it."""
+
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
+
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+
+class OwnMegatronConfig(MegatronConfig):
+    """Megatron workers of a model next to the policy. No key is derived."""
+
+    data_parallel_size: PositiveInt = 1
+    """Number of replicas of the model."""
+
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
+
+    optimizer: OwnOptimizerConfig = OwnOptimizerConfig()
+    """The optimizer."""
+
+
+class OwnPackingConfig(SequencePackingConfig):
+    """Microbatches of one row that holds several sequences, with attention limited to each. No key is derived."""
+
+    enabled: bool = True
+    """Pack sequences."""
+
+    train_mb_tokens: PositiveInt | None = None
+    """Tokens of a train microbatch. null: `max_total_sequence_length` times the sequences of a microbatch."""
+
+    logprob_mb_tokens: PositiveInt | None = None
+    """Tokens of a microbatch of a forward pass. null: `max_total_sequence_length` times its sequences."""
 
 
 class CriticConfig(Section):
@@ -33,7 +69,7 @@ class CriticConfig(Section):
     value_batch_size: PositiveInt | None = None
     """Sequences of one forward pass that computes values. null: `policy.logprob_batch_size`."""
 
-    sequence_packing: SequencePackingConfig | None = None
+    sequence_packing: OwnPackingConfig | None = None
     """Several sequences per row. null: `policy.sequence_packing`."""
 
     value_clip: PositiveFloat | None = 0.5
@@ -46,7 +82,7 @@ class CriticConfig(Section):
     """Place its workers on the GPUs of the train workers, next to their memory. false: on GPUs of its own. Not with
     `policy.generation.colocated`."""
 
-    megatron_cfg: MegatronConfig = MegatronConfig()
+    megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
     """Its Megatron workers."""
 
 
@@ -68,12 +104,12 @@ class TeacherConfig(Section):
     logprob_batch_size: PositiveInt | None = None
     """Sequences of one forward pass. null: `policy.logprob_batch_size`."""
 
-    sequence_packing: SequencePackingConfig | None = None
+    sequence_packing: OwnPackingConfig | None = None
     """Several sequences per row. null: `policy.sequence_packing`."""
 
     colocated: bool = False
     """Place its workers on the GPUs of the train workers, next to their memory. false: on GPUs of its own. Not with
     `policy.generation.colocated`."""
 
-    megatron_cfg: MegatronConfig = MegatronConfig()
+    megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
     """Its Megatron workers."""

@@ -49,7 +49,7 @@ class TokenizerConfig(Section):
 class OptimizerConfig(Section):
     """AdamW, as Megatron implements it."""
 
-    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT, LoRA and a critic")
+    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT and LoRA")
     """Peak learning rate."""
 
     min_lr: NonNegativeFloat = 0.0

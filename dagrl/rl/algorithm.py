@@ -120,7 +120,7 @@ def algorithm_for(loss: str, config: Config) -> Algorithm:
     if loss == POLICY or (loss == LIKELIHOOD and own.learns_from == "demonstrations"):
         return own
     if loss not in _SHARED:
-        raise ConfigError(f"loss {loss!r} is unknown; choose one of {POLICY}, {', '.join(_SHARED)}")
+        raise ConfigError(f"loss {loss!r} is unknown; choose one of {LIKELIHOOD}, {POLICY}, {VALUE}")
     return cast(Algorithm, load_class(_SHARED[loss], KEY)(config))
 
 

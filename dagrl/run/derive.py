@@ -20,7 +20,6 @@ from dagrl.config.settings import (
     is_colocated,
     model_roles,
     samples_per_step,
-    uses_critic,
     uses_reference,
 )
 from dagrl.errors import ConfigError
@@ -187,8 +186,6 @@ def _may_share(config: Config) -> bool:
 
 
 def _set_rates(derived: Derived) -> None:
-    if uses_critic(derived.config):
-        derived.set("critic.megatron_cfg.optimizer.lr", 1e-5, "the usual rate of a critic")
     if not derived.open(f"{TRAIN}.optimizer.lr"):
         return
     if derived.config.policy.megatron_cfg.peft.enabled:
