@@ -7,6 +7,7 @@ from dagrl.config.algorithm import (
     GrpoConfig,
     LossConfig,
     PpoConfig,
+    PreferenceConfig,
     RewardShapingConfig,
     SftConfig,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "PhasesConfig",
     "PolicyConfig",
     "PpoConfig",
+    "PreferenceConfig",
     "ProcessConfig",
     "RandomInit",
     "RefitConfig",

@@ -11,7 +11,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from dagrl.config.section import Json, Section, derived
 
 ALGORITHMS: Mapping[str, str] = MappingProxyType(
-    {"sft": "dagrl.rl.algorithms.sft:Sft", "grpo": "dagrl.rl.algorithms.grpo:Grpo", "ppo": "dagrl.rl.algorithms.ppo:Ppo"}
+    {
+        "sft": "dagrl.rl.algorithms.sft:Sft",
+        "grpo": "dagrl.rl.algorithms.grpo:Grpo",
+        "ppo": "dagrl.rl.algorithms.ppo:Ppo",
+        "dpo": "dagrl.rl.algorithms.dpo:Dpo",
+    }
 )
 """The import paths of the algorithms that are shipped, by name."""
 
@@ -237,3 +242,31 @@ class SftConfig(Section):
     lr: PositiveFloat | None = derived(None, "GRPO: 1e-5 if there are SFT steps and no rate is set")
     """Learning rate, constant over the SFT steps. null: `policy.megatron_cfg.optimizer.lr`, which follows
     `megatron_cfg.scheduler` with algorithm `sft` and is constant with `grpo`."""
+
+
+class PreferenceConfig(Section):
+    """Learning from preferences: algorithm `dpo`."""
+
+    max_num_steps: NonNegativeInt = derived(100, "`max_num_epochs` passes over the pairs, or one")
+    """Number of steps. Each takes `policy.train_global_batch_size` pairs."""
+
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the pairs; the run ends at this or at `max_num_steps`, whichever is first. null: no limit."""
+
+    val_period: NonNegativeInt = 20
+    """Steps between validations. 0: only at the start and the end."""
+
+    val_at_start: bool = True
+    """Validate before the first step."""
+
+    max_val_samples: PositiveInt = 256
+    """Maximum number of pairs per validation."""
+
+    beta: PositiveFloat = 0.1
+    """DPO: factor of the log-ratio to the reference policy. Larger values keep the policy nearer to it."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """DPO: the assumed share of pairs whose answers are swapped (conservative DPO)."""
+
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """DPO: weight of the negative log-likelihood of the chosen answers, averaged over their tokens."""

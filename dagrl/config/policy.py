@@ -413,8 +413,8 @@ class PolicyConfig(Section):
     precision: Literal["float32", "bfloat16"] = derived("float32", "GPUs: bfloat16; else float32")
     """Precision of the model's weights and activations."""
 
-    train_global_batch_size: PositiveInt = derived(64, "GRPO: the samples of a step; SFT: 32")
-    """Sequences of one optimizer step, over all data-parallel ranks."""
+    train_global_batch_size: PositiveInt = derived(64, "GRPO: the samples of a step; SFT and preferences: 32")
+    """Sequences of one optimizer step, over all data-parallel ranks; pairs of sequences for preferences."""
 
     train_micro_batch_size: PositiveInt = 8
     """Sequences of one forward and backward pass."""

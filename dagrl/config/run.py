@@ -11,7 +11,15 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dagrl.config.algorithm import AdvantageConfig, GrpoConfig, LossConfig, PpoConfig, SftConfig, known_algorithm
+from dagrl.config.algorithm import (
+    AdvantageConfig,
+    GrpoConfig,
+    LossConfig,
+    PpoConfig,
+    PreferenceConfig,
+    SftConfig,
+    known_algorithm,
+)
 from dagrl.config.models import CriticConfig, TeacherConfig
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.section import PathText, Section, Seed, derived
@@ -58,6 +66,15 @@ class PhasesConfig(Section):
 
     accumulate_gradients: str = "dagrl.graphs.train:accumulate_gradients"
     """Gradients of a part of a batch, for `grpo.overlap_training`."""
+
+    preference_step: str = "dagrl.graphs.preferences:preference_step"
+    """One optimizer step on pairs of answers."""
+
+    answer_sums: str = "dagrl.graphs.preferences:answer_sums"
+    """The log-probabilities of whole answers under the policy."""
+
+    reference_answer_sums: str = "dagrl.graphs.preferences:reference_answer_sums"
+    """The log-probabilities of whole answers under the reference policy."""
 
     evaluate: str = "dagrl.graphs.train:evaluate"
     """The loss of held-out demonstrations."""
@@ -322,7 +339,8 @@ class Config(Section):
     """Name of the run and of its directory in `output_dir`."""
 
     algorithm: Annotated[str, AfterValidator(known_algorithm)]
-    """The training algorithm: `sft`, `grpo`, `ppo`, or the import path `module:Class` of your own (`dagrl.rl.algorithm`)."""
+    """The training algorithm: `sft`, `grpo`, `ppo`, `dpo`, or the import path `module:Class` of your own
+    (`dagrl.rl.algorithm`)."""
 
     seed: Seed = 0
     """Seed of sampling, and of everything without a seed of its own."""
@@ -368,6 +386,9 @@ class Config(Section):
 
     sft: SftConfig = SftConfig()
     """Supervised fine-tuning. With algorithm `grpo`: a short SFT first, if `sft.max_num_steps` is not 0."""
+
+    preference: PreferenceConfig = PreferenceConfig()
+    """Learning from preferences."""
 
     data: DataConfig
     """Training and validation examples."""

@@ -19,11 +19,15 @@ MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this (`_MAX_TEMP` in its sampling_params.py) to avoid NaN and infinity."""
 
 
+LearnsFrom = Literal["samples", "demonstrations", "preferences"]
+"""The kinds of data that algorithms learn from."""
+
+
 class AlgorithmTraits(Protocol):
     """What the layout of a run depends on in its algorithm; `dagrl.rl.algorithm` has the whole class."""
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations"]: ...
+    def learns_from(self) -> LearnsFrom: ...
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -67,6 +71,11 @@ def algorithm_name(config: Config) -> str:
 def generates(config: Config) -> bool:
     """Whether the algorithm learns from completions that generation workers make."""
     return load_algorithm(config).learns_from == "samples"
+
+
+def compares(config: Config) -> bool:
+    """Whether the algorithm learns from preferences."""
+    return load_algorithm(config).learns_from == "preferences"
 
 
 def layouts(config: Config) -> dict[str, ParallelLayout]:
@@ -185,6 +194,8 @@ def recomputes_kv_cache(config: Config) -> bool:
 
 def optimizer_steps(config: Config) -> int:
     """Returns the optimizer steps of the run, without those of a stage before its algorithm: the schedule restarts there."""
+    if compares(config):
+        return config.preference.max_num_steps
     if not generates(config):
         return config.sft.max_num_steps
     return config.grpo.max_num_steps * math.ceil(samples_per_step(config) / config.policy.train_global_batch_size)

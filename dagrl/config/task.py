@@ -13,8 +13,9 @@ class DataSourceConfig(Section):
     """Examples from files, a dataset (`path`) or a callable (`task`)."""
 
     path: PathText | None = None
-    """A JSONL file of prompt and response or of messages (and `tools`); a Hugging Face dataset on disk (written by
-    `save_to_disk`, a Parquet or Arrow file, or a directory of data files); or one on the Hub, `owner/name`."""
+    """A JSONL file of prompt and response, of messages (and `tools`), or of preferences (prompt, chosen, rejected); a
+    Hugging Face dataset on disk (written by `save_to_disk`, a Parquet or Arrow file, or a directory of data files); or one
+    on the Hub, `owner/name`."""
 
     subset: str | None = None
     """Subset of the dataset, such as `main` of openai/gsm8k. null: its only one."""
@@ -42,6 +43,12 @@ class DataSourceConfig(Section):
 
     response_key: str = "response"
     """Column of the response, the reference of GRPO."""
+
+    chosen_key: str = "chosen"
+    """Column of the better answer of a preference: text, or messages."""
+
+    rejected_key: str = "rejected"
+    """Column of the worse answer of a preference: text, or messages."""
 
     messages_key: str = "messages"
     """Column of the messages of a conversation."""

@@ -1,9 +1,10 @@
 """Reads and splits examples from JSONL files, Hugging Face datasets or a task.
 
-A line of a file is `{"prompt": ..., "response": ...}` (keys: `data.prompt_key`, `data.response_key`) or
-`{"messages": [{"role": ..., "content": ...}, ...]}` with optional `tools`. Rows of a dataset (`dagrl.data.hugging_face`)
-have the same columns. Further keys of a message (`tool_calls`, `reasoning_content`) are passed to the chat template. An
-assistant turn with `weight` 0 is not learned. Errors name the file and the line or row.
+A line of a file is `{"prompt": ..., "response": ...}` (keys: `data.prompt_key`, `data.response_key`) or `{"messages":
+[{"role": ..., "content": ...}, ...]}` with optional `tools`; for preferences it is `{"prompt": ..., "chosen": ...,
+"rejected": ...}`, with text or messages (`preference_of`). Rows of a dataset (`dagrl.data.hugging_face`) have the same
+columns. Further keys of a message (`tool_calls`, `reasoning_content`) are passed to the chat template. An assistant turn
+with `weight` 0 is not learned. Errors name the file and the line or row.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Example:
 
     A conversation has `messages`, which end with an assistant turn. Its `prompt` is empty and its `response` is the content
     of that turn. `tools` are passed to the chat template. `columns` are all columns of its row, for rewards; `task` is its
-    name in `data.mixture`.
+    name in `data.mixture`. `rejected` is the same with the worse answer, for preferences.
     """
 
     prompt: str
@@ -53,6 +54,11 @@ class Example:
     tools: Sequence[Json] = ()
     columns: Mapping[str, Json] = field(default_factory=dict)
     task: str = ""
+    rejected: Example | None = None
+
+
+Parse = Callable[[Mapping[str, Json], str, DataConfig], Example]
+"""Makes an example of a row: its columns, its source, and the keys of the columns."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +70,23 @@ class Splits:
     validation: tuple[Example, ...]
 
 
-def load_splits(config: DataConfig) -> Splits:
-    """Loads the examples of `data.path`, `data.task` or `data.mixture`. Raises DataError or ConfigError."""
+def load_splits(config: DataConfig, parse: Parse | None = None) -> Splits:
+    """Loads the examples of `data.path`, `data.task` or `data.mixture`. Raises DataError or ConfigError.
+
+    `parse` makes an example of a row of a file or dataset: `demonstration_of` by default, or `preference_of`.
+    """
     if config.mixture:
-        return _load_mixture(config)
+        return _load_mixture(config, parse)
     if (config.path is None) == (config.task is None):
         found = "neither" if config.path is None else "both"
         raise ConfigError(f"data.path and data.task: found {found}; set one of them")
-    splits = _load_task(config) if config.task is not None else _load_files(config)
+    splits = _load_task(config) if config.task is not None else _load_files(config, parse)
     if not splits.demonstrations or not splits.train:
         raise DataError(f"data.task {config.task!r} returned no examples to train on; check data.task_args")
     return splits
 
 
-def _load_mixture(config: DataConfig) -> Splits:
+def _load_mixture(config: DataConfig, parse: Parse | None) -> Splits:
     """Loads all sources one after the other. Validation takes turns, as a run uses only the first of its examples."""
     if config.path is not None or config.task is not None:
         raise ConfigError("data.mixture is set, and so is data.path or data.task; move the latter into data.mixture")
@@ -85,7 +94,7 @@ def _load_mixture(config: DataConfig) -> Splits:
     for name, source in config.mixture.items():
         own = {key: getattr(source, key) for key in source.model_fields_set - {"weight"}}
         try:
-            splits = load_splits(DataConfig(**own, seed=config.seed))
+            splits = load_splits(DataConfig(**own, seed=config.seed), parse)
         except UserError as error:
             raise type(error)(f"data.mixture.{name}: {error}") from error
         parts = (splits.demonstrations, splits.train, splits.validation)
@@ -103,7 +112,8 @@ def with_chat(example: Example, config: DataConfig) -> Example:
         messages = (Message("user", example.prompt), Message("assistant", example.response))
     if messages and config.system_prompt is not None and messages[0].role != "system":
         messages = (Message("system", config.system_prompt), *messages)
-    return replace(example, prompt="" if messages else example.prompt, messages=messages)
+    rejected = None if example.rejected is None else with_chat(example.rejected, config)
+    return replace(example, prompt="" if messages else example.prompt, messages=messages, rejected=rejected)
 
 
 def with_tools(example: Example, schemas: Sequence[Json]) -> Example:
@@ -116,17 +126,18 @@ def with_tools(example: Example, schemas: Sequence[Json]) -> Example:
     return replace(example, tools=(*example.tools, *schemas))
 
 
-def read_examples(path: str | Path, split: str, config: DataConfig) -> list[Example]:
+def read_examples(path: str | Path, split: str, config: DataConfig, parse: Parse | None = None) -> list[Example]:
     """Reads a JSONL file, or a split of a dataset. Raises DataError that names the line or row."""
     if not is_dataset(path):
-        return read_jsonl(path, config)
-    examples = [_example_of(dict(row), source, config) for source, row in read_rows(path, split, config.subset)]
+        return read_jsonl(path, config, parse)
+    parse = parse or demonstration_of
+    examples = [parse(dict(row), source, config) for source, row in read_rows(path, split, config.subset)]
     if not examples:
         raise DataError(f"the dataset {str(path)!r} has no rows")
     return examples
 
 
-def read_jsonl(path: str | Path, config: DataConfig) -> list[Example]:
+def read_jsonl(path: str | Path, config: DataConfig, parse: Parse | None = None) -> list[Example]:
     """Reads a JSONL file. Raises DataError with file and line for an invalid line, or if the file is empty."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -136,15 +147,18 @@ def read_jsonl(path: str | Path, config: DataConfig) -> list[Example]:
         lines.pop()
     if not lines:
         raise DataError(f"the data file {str(path)!r} is empty; expected: one JSON object per line")
-    return [_example(line, f"{path}, line {number}", config) for number, line in enumerate(lines, start=1)]
+    return [
+        _example(line, f"{path}, line {number}", config, parse or demonstration_of)
+        for number, line in enumerate(lines, start=1)
+    ]
 
 
-def _load_files(config: DataConfig) -> Splits:
+def _load_files(config: DataConfig, parse: Parse | None) -> Splits:
     path = cast(str, config.path)
     _check_split_names(config, path)
-    examples = read_examples(path, config.split, config)
+    examples = read_examples(path, config.split, config, parse)
     if config.val_path is not None or config.val_split is not None:
-        validation = read_examples(config.val_path or path, config.val_split or config.split, config)
+        validation = read_examples(config.val_path or path, config.val_split or config.split, config, parse)
     else:
         examples, validation = _hold_out(examples, config)
     return Splits(tuple(examples), tuple(examples), tuple(validation))
@@ -234,7 +248,7 @@ def _check_made(splits: Splits, config: DataConfig) -> None:
                     _require_text(message.content, f"{where}: message {turn}: 'content'")
 
 
-def _example(line: bytes, source: str, config: DataConfig) -> Example:
+def _example(line: bytes, source: str, config: DataConfig, parse: Parse) -> Example:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
@@ -242,10 +256,11 @@ def _example(line: bytes, source: str, config: DataConfig) -> Example:
         raise DataError(f"{source}: not valid JSON ({error}); found {shown!r}") from error
     if not isinstance(content, dict):
         raise DataError(f"{source}: found a JSON {type(content).__name__}; expected: an object")
-    return _example_of(content, source, config)
+    return parse(content, source, config)
 
 
-def _example_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
+def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
+    """Returns the example of a row with a prompt and a response, or with messages."""
     if config.messages_key in content:
         tools = _tools(content.get("tools"), source)
         conversation = _conversation(content[config.messages_key], source, config.messages_key)
@@ -253,6 +268,36 @@ def _example_of(content: Mapping[str, Json], source: str, config: DataConfig) ->
     prompt = _text(content, config.prompt_key, "data.prompt_key", source)
     response = _text(content, config.response_key, "data.response_key", source)
     return Example(prompt, response, source=source, columns=content)
+
+
+def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
+    """Returns the example of a row with a prompt, a chosen and a rejected answer, each text or messages.
+
+    Answers that are messages may contain the prompt; without a prompt they must.
+    """
+    answers = [
+        _answer_of(content, key, option, source, config)
+        for key, option in ((config.chosen_key, "data.chosen_key"), (config.rejected_key, "data.rejected_key"))
+    ]
+    tools = _tools(content.get("tools"), source)
+    return replace(answers[0], tools=tools, columns=content, rejected=replace(answers[1], tools=tools))
+
+
+def _answer_of(content: Mapping[str, Json], key: str, option: str, source: str, config: DataConfig) -> Example:
+    prompt, answer = content.get(config.prompt_key), content.get(key)
+    if not isinstance(answer, list):
+        text = _text(content, key, option, source)
+        if not isinstance(prompt, list):
+            return Example(_text(content, config.prompt_key, "data.prompt_key", source), text, source=source)
+        answer = [{"role": "assistant", "content": text}]
+    first = answer[0] if answer else None
+    whole = not isinstance(first, dict) or first.get("role") != "assistant"
+    before: list[Json] = [] if whole or prompt is None else _prompt_messages(prompt, f"{source}: {config.prompt_key!r}")
+    return _conversation([*before, *answer], source, key)
+
+
+def _prompt_messages(prompt: Json, what: str) -> list[Json]:
+    return prompt if isinstance(prompt, list) else [{"role": "user", "content": _require_text(prompt, what)}]
 
 
 def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:

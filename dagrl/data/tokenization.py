@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Row = TypeVar("Row", "Prompt", "Demonstration")
+Row = TypeVar("Row", "Prompt", "Demonstration", "Preference")
 Turns = Literal["all", "each", "last"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transformers' mask of assistant tokens
@@ -74,6 +74,23 @@ class Demonstration:
         return self.tokens.tobytes(), self.loss_mask.tobytes(), *([self.task.encode()] if self.task else [])
 
 
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to a prompt, as whole sequences."""
+
+    chosen: Demonstration
+    rejected: Demonstration
+    source: str
+    task: str = ""
+
+    def __len__(self) -> int:
+        return max(len(self.chosen), len(self.rejected))
+
+    def content(self) -> tuple[bytes, ...]:
+        """Returns everything that a step learns from."""
+        return *self.chosen.content(), *self.rejected.content()
+
+
 def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
     """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's."""
     plain = [example for example in examples if not example.messages]
@@ -113,6 +130,19 @@ def encode_demonstrations(
     return rows
 
 
+def encode_preferences(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Preference]:
+    """Returns a pair of sequences for each example. Of a conversation, the last turn is the answer."""
+    for example in examples:
+        if example.rejected is None:
+            raise DataError(f"{example.source} has one answer; expected: a preference, whose `rejected` is another example")
+    sides = [
+        encode_demonstrations(side, tokenizer, "last")
+        for side in (examples, [example.rejected for example in examples if example.rejected is not None])
+    ]
+    pairs = zip(examples, *sides, strict=True)
+    return [Preference(chosen, rejected, example.source, example.task) for example, chosen, rejected in pairs]
+
+
 def digest_of(rows: Sequence[Row]) -> str:
     """Returns a digest of rows in their order, by content and not by source. Takes a second per gigabyte."""
     digest = hashlib.blake2b(digest_size=16)
@@ -132,6 +162,11 @@ def collate(rows: Sequence[Demonstration]) -> Batch:
         tokens[index, : len(row)] = row.tokens
         loss_mask[index, : len(row)] = row.loss_mask
     return Batch({"tokens": tokens, "lengths": lengths, "loss_mask": loss_mask})
+
+
+def collate_pairs(pairs: Sequence[Preference]) -> Batch:
+    """Returns a batch of both answers of each pair: rows 2i and 2i + 1 are the chosen and the rejected answer of pair i."""
+    return collate([answer for pair in pairs for answer in (pair.chosen, pair.rejected)])
 
 
 def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "drop"], limit: str, key: str) -> list[Row]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import ALGORITHMS, Config
-from dagrl.config.settings import load_algorithm
+from dagrl.config.settings import LearnsFrom, load_algorithm
 from dagrl.errors import ConfigError
 from dagrl.imports import load_class, running
 from dagrl.rl.advantages import GROUP, Floats, checked_advantages, checked_rewards, configured_advantages
@@ -51,8 +51,9 @@ class Algorithm:
     Workers and the driver make instances of their own when they need one, so they should be cheap and keep no state.
     """
 
-    learns_from: ClassVar[Literal["samples", "demonstrations"]] = "samples"
-    """`samples`: completions that the policy generates and a reward function scores. `demonstrations`: the data."""
+    learns_from: ClassVar[LearnsFrom] = "samples"
+    """`samples`: completions that the policy generates and a reward function scores. `demonstrations`: the data.
+    `preferences`: pairs of answers; derive from `dagrl.rl.preferences.PreferenceAlgorithm`."""
 
     critic: ClassVar[bool] = False
     """Whether a critic (`critic`) learns next to the policy. `token_advantages` then gets its values."""

@@ -11,6 +11,7 @@ from dagrl.imports import running
 from dagrl.rl import advantages
 from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, column_phases
 from dagrl.rl.losses import Denominators, batch_loss, row_sums
+from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
 from dagrl.rl.token_losses import KEY as LOSS_KEY
 
 ROWS, TOKENS = 2, 5
@@ -20,6 +21,9 @@ def try_algorithm(config: Config) -> None:
     """Raises ConfigError if the algorithm's loss or advantages fail, or give values that nothing can be learned from."""
     algorithm = algorithm_of(config)
     column_phases(algorithm)
+    if algorithm.learns_from == "preferences":
+        try_pair_loss(algorithm)
+        return
     try_loss(algorithm)
     if algorithm.learns_from == "samples":
         try_advantages(algorithm)
@@ -42,6 +46,18 @@ def try_loss(algorithm: Algorithm) -> None:
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
     if not (output.loss.isfinite() and gradient.isfinite().all()):
         raise ConfigError(f"{key}: {name} gives costs or gradients that are not finite for ordinary log-probabilities")
+
+
+def try_pair_loss(algorithm: Algorithm) -> None:
+    """Runs the loss on random pairs. Raises ConfigError if it fails, or if its values or gradients are not finite."""
+    if not isinstance(algorithm, PreferenceAlgorithm):
+        raise ConfigError(
+            f"{KEY}: {algorithm.config.algorithm} learns from preferences; derive the class from "
+            "dagrl.rl.preferences.PreferenceAlgorithm"
+        )
+    generator = np.random.default_rng(0)
+    reference = -generator.random(2 * ROWS) - 1 if "reference_logprobs" in algorithm.columns else None
+    pair_losses(algorithm, -generator.random(2 * ROWS) - 1, np.full(2 * ROWS, TOKENS), reference)
 
 
 def _logprobs(generator: torch.Generator) -> torch.Tensor:

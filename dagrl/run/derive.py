@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
 from dagrl.config.settings import (
+    compares,
     generates,
     generation_config,
     is_colocated,
@@ -116,12 +117,13 @@ def derive_chat(derived: Derived, has_template: bool) -> None:
         )
 
 
-def derive_steps(derived: Derived, demonstrations: int, prompts: int) -> None:
+def derive_steps(derived: Derived, demonstrations: int = 0, prompts: int = 0, pairs: int = 0) -> None:
     """Sets steps to `max_num_epochs` passes over the examples, or to one."""
     config = derived.config
     for section, rows, size, epochs in (
         ("sft", demonstrations, config.policy.train_global_batch_size, config.sft.max_num_epochs),
         ("grpo", prompts, config.grpo.num_prompts_per_step, config.grpo.max_num_epochs),
+        ("preference", pairs, config.policy.train_global_batch_size, config.preference.max_num_epochs),
     ):
         if rows:
             passes = f"{epochs or 1} pass{'es' if (epochs or 1) > 1 else ''}"
@@ -190,6 +192,8 @@ def _set_rates(derived: Derived) -> None:
         return
     if derived.config.policy.megatron_cfg.peft.enabled:
         derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "LoRA")
+    elif compares(derived.config):
+        derived.set(f"{TRAIN}.optimizer.lr", 1e-6, "preferences, all weights")
     elif not generates(derived.config):
         derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "SFT of all weights")
     elif _asks_for_sft(derived):
@@ -209,7 +213,7 @@ def _set_batch(derived: Derived) -> None:
     else:
         replicas = config.policy.megatron_cfg.data_parallel_size
         size = math.ceil(SFT_SEQUENCES / replicas) * replicas
-        derived.set("policy.train_global_batch_size", size, "the usual size for SFT")
+        derived.set("policy.train_global_batch_size", size, "the usual size")
 
 
 def _set_lengths(derived: Derived) -> None:

@@ -14,6 +14,7 @@ from dagrl.config import Config
 from dagrl.config.roles import CRITIC, TEACHER, role_config
 from dagrl.config.settings import (
     bucket_widths,
+    compares,
     generates,
     generation_config,
     has_fp8_kv_cache,
@@ -23,6 +24,7 @@ from dagrl.config.settings import (
 )
 from dagrl.rl.algorithm import COLUMN_PHASES, algorithm_of, column_phases
 from dagrl.rl.generation import FIRST_QUANTUM
+from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.runtime.shapes import Bucket, Scalar
 
@@ -54,6 +56,8 @@ class PhasePlan:
 
 def run_plans(config: Config) -> list[PhasePlan]:
     """The phases of a run."""
+    if compares(config):
+        return preference_plans(config)
     return grpo_plans(config) if generates(config) else sft_plans(config)
 
 
@@ -61,6 +65,14 @@ def sft_plans(config: Config) -> list[PhasePlan]:
     """The phases of the loop over demonstrations."""
     buckets = train_buckets(config, config.policy.train_global_batch_size)
     return [PhasePlan("demonstration_step", buckets), PhasePlan("evaluate", buckets)]
+
+
+def preference_plans(config: Config) -> list[PhasePlan]:
+    """The phases of the loop over preferences. A pair has two rows."""
+    buckets = train_buckets(config, 2 * config.policy.train_global_batch_size)
+    sums = 16 * max(bucket.sequences for bucket in buckets) + OVERHEAD_BYTES
+    names = sum_phases(algorithm_of(config))
+    return [*(PhasePlan(name, buckets, sums) for name in names), PhasePlan("preference_step", buckets)]
 
 
 def grpo_plans(config: Config) -> list[PhasePlan]:

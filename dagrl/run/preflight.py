@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
@@ -17,16 +17,27 @@ from dagrl.config.roles import role_config
 from dagrl.config.settings import (
     bucket_widths,
     check_settings,
+    compares,
     device_count,
     generates,
     generation_config,
     layouts,
+    load_algorithm,
     model_roles,
     width_key,
 )
 from dagrl.data import load_splits
-from dagrl.data.examples import with_chat, with_tools
-from dagrl.data.tokenization import Demonstration, Prompt, encode_demonstrations, encode_prompts, keep_fitting
+from dagrl.data.examples import preference_of, with_chat, with_tools
+from dagrl.data.tokenization import (
+    Demonstration,
+    Preference,
+    Prompt,
+    Row,
+    encode_demonstrations,
+    encode_preferences,
+    encode_prompts,
+    keep_fitting,
+)
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
@@ -69,17 +80,19 @@ class Inputs:
     """What a run starts from: its configuration without open keys, the tokenizer, the model's `config.json`, and tokenized
     examples. `derived` has the reason of each key that was derived.
 
-    Prompts are empty if the algorithm learns from demonstrations; demonstrations are empty if no stage does.
+    What no stage of the run learns from is empty.
     """
 
     config: Config
     derived: Mapping[str, str]
     tokenizer: PreTrainedTokenizerFast
     hf_config: Mapping[str, Json]
-    demonstrations: list[Demonstration]
-    validation_demonstrations: list[Demonstration]
-    prompts: list[Prompt]
-    validation_prompts: list[Prompt]
+    demonstrations: list[Demonstration] = field(default_factory=list)
+    validation_demonstrations: list[Demonstration] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
+    validation_prompts: list[Prompt] = field(default_factory=list)
+    preferences: list[Preference] = field(default_factory=list)
+    validation_preferences: list[Preference] = field(default_factory=list)
 
 
 def preflight(config: Config) -> Inputs:
@@ -127,15 +140,18 @@ def _try_algorithm(config: Config) -> None:
 
 
 def limit_steps(config: Config, inputs: Inputs) -> Config:
-    """Limits `max_num_steps` of SFT and GRPO to the steps that their `max_num_epochs` take."""
-    sft, grpo = config.sft, config.grpo
+    """Limits `max_num_steps` of each section to the steps that its `max_num_epochs` take."""
+    sft, grpo, preference = config.sft, config.grpo, config.preference
     if sft.max_num_epochs is not None and inputs.demonstrations:
         steps = math.ceil(sft.max_num_epochs * len(inputs.demonstrations) / config.policy.train_global_batch_size)
         sft = sft.model_copy(update={"max_num_steps": min(sft.max_num_steps, steps)})
     if grpo.max_num_epochs is not None and inputs.prompts:
         steps = math.ceil(grpo.max_num_epochs * len(inputs.prompts) / grpo.num_prompts_per_step)
         grpo = grpo.model_copy(update={"max_num_steps": min(grpo.max_num_steps, steps)})
-    return config.model_copy(update={"sft": sft, "grpo": grpo})
+    if preference.max_num_epochs is not None and inputs.preferences:
+        steps = math.ceil(preference.max_num_epochs * len(inputs.preferences) / config.policy.train_global_batch_size)
+        preference = preference.model_copy(update={"max_num_steps": min(preference.max_num_steps, steps)})
+    return config.model_copy(update={"sft": sft, "grpo": grpo, "preference": preference})
 
 
 def _warn_of_longer_epochs(config: Config, inputs: Inputs) -> None:
@@ -213,7 +229,11 @@ def load_phase(phases: PhasesConfig, key: str) -> Phase:
 def _check_metric(config: Config, inputs: Inputs) -> None:
     """Checks a validation metric in `checkpointing.metric_name`. Others are checked by the first step (`ranking_metric`)."""
     name = config.checkpointing.metric_name or ""
-    held_out = inputs.validation_prompts if generates(config) else inputs.validation_demonstrations
+    held_out = {
+        "samples": inputs.validation_prompts,
+        "demonstrations": inputs.validation_demonstrations,
+        "preferences": inputs.validation_preferences,
+    }[load_algorithm(config).learns_from]
     if name.startswith(VALIDATION) and not held_out:
         raise ConfigError(
             f"checkpointing.metric_name is {name!r}, but nothing is held out for validation; set data.val_fraction, "
@@ -293,6 +313,8 @@ def _accept(config: Config, hf_config: Mapping[str, Json]) -> None:
 def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
     """Reads and tokenizes the examples, and derives lengths and steps from them."""
     config = derived.config
+    if compares(config):
+        return _read_preferences(derived, tokenizer, hf_config)
     splits = load_splits(config.data)
     rolls_out = generates(config)
     learns = not rolls_out or config.sft.max_num_steps > 0
@@ -314,9 +336,9 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
         for examples in ((train, held[: config.grpo.max_val_samples]) if rolls_out else ((), ()))
     ]
     derive_from_data(derived, chain(*rows), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
-    to_learn, held_demonstrations = (_fitting_demonstrations(derived.config, part) for part in rows)
+    to_learn, held_demonstrations = (_fitting(derived.config, part) for part in rows)
     to_train, held_prompts = (_fitting_prompts(derived.config, part) for part in prompts)
-    derive_steps(derived, len(to_learn), len(to_train))
+    derive_steps(derived, demonstrations=len(to_learn), prompts=len(to_train))
     if rolls_out:
         check_keywords(config.reward, {name for prompt in to_train for name in prompt.columns})
     return Inputs(
@@ -324,7 +346,23 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     )
 
 
-def _fitting_demonstrations(config: Config, rows: list[Demonstration]) -> list[Demonstration]:
+def _read_preferences(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+    """The same for pairs of answers."""
+    config = derived.config
+    splits = load_splits(config.data, preference_of)
+    held = splits.validation[: config.preference.max_val_samples]
+    rows = [
+        encode_preferences([with_chat(example, config.data) for example in part], tokenizer) for part in (splits.train, held)
+    ]
+    derive_from_data(derived, chain(*rows), (), hf_config, checkpoint_bytes(config.policy))
+    pairs, held_pairs = (_fitting(derived.config, part) for part in rows)
+    derive_steps(derived, pairs=len(pairs))
+    return Inputs(
+        derived.config, derived.reasons, tokenizer, hf_config, preferences=pairs, validation_preferences=held_pairs
+    )
+
+
+def _fitting(config: Config, rows: list[Row]) -> list[Row]:
     room = bucket_widths(config.policy)[-1]
     return keep_fitting(rows, room, config.data.too_long, "the largest bucket", width_key(config.policy))
 

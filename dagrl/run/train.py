@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dagrl.config import Config
-from dagrl.config.settings import generates
+from dagrl.config.settings import load_algorithm
 
 
 def train(config: Config, last_step: int | None = None) -> None:
     """Runs the steps that are left, from the start or the newest checkpoint, up to `last_step` (None: all)."""
     from dagrl.run.loops.grpo import run_grpo
+    from dagrl.run.loops.preferences import run_preferences
     from dagrl.run.loops.sft import run_sft
 
-    run = run_grpo if generates(config) else run_sft
-    run(config, last_step)
+    loops = {"samples": run_grpo, "demonstrations": run_sft, "preferences": run_preferences}
+    loops[load_algorithm(config).learns_from](config, last_step)

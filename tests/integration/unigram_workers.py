@@ -132,8 +132,8 @@ class UnigramTrainer(UnigramWorker):
 
         algorithm = algorithm_for(loss, self.config)
         batch = self.kept.join(batch, algorithm.columns, required=not in_warmup())
-        data = {name: torch.tensor(array) for name, array in batch.fields.items()}
-        data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
+        data = {name: torch.tensor(array if array.ndim == 2 else array[:, None]) for name, array in batch.fields.items()}
+        data |= row_sums({name: field for name, field in data.items() if batch.fields[name].ndim == 2})
         leaf = self.logits.clone().requires_grad_()
         logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
         output = batch_loss(algorithm, logprobs, data, counts)
@@ -147,6 +147,18 @@ class UnigramTrainer(UnigramWorker):
         elif "entropy" in data:
             sums[ENTROPY] = float((data["entropy"] * data["loss_mask"]).sum() / counts.tokens)
         return leaf.grad, StepMetrics(sums)
+
+    def answer_sums(self, batch: Batch, model: str) -> Batch:
+        import torch
+
+        self.need("weights")
+        table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).double().numpy()
+        sums = (table[np.array(batch["tokens"]) % SIZE] * batch["loss_mask"]).sum(axis=1)
+        return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
+
+    def merge_rows(self, parts: list[Batch]) -> Batch:
+        (part,) = parts
+        return part
 
     def keep_logprobs(self, batch: Batch, model: str) -> None:
         import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.config import Json
-from dagrl.config.settings import holds_reference, shares_logprobs
+from dagrl.config.settings import generates, holds_reference, shares_logprobs
 from dagrl.errors import RunError
 from dagrl.machine import DeviceMemory
 from dagrl.refit import commit_together
@@ -130,6 +130,17 @@ class MegatronWorker(MegatronWorkerBase):
             return None
         logprobs, entropy = (column.cpu().numpy() for column in columns)
         return Batch({"lengths": batch["lengths"], "logprobs": logprobs, "entropy": entropy}, batch.scalars)
+
+    def answer_sums(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Batch | None:
+        """Returns `sums` [rows] float64: of the log-probabilities of each row's tokens in `loss_mask`.
+
+        Given by one worker of the shard, as by `logprobs`.
+        """
+        columns = self.logprobs(batch, model)
+        if columns is None:
+            return None
+        sums = (columns["logprobs"].astype("float64") * batch["loss_mask"]).sum(axis=1)
+        return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
 
     def keep_logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> None:
         """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`.
@@ -424,7 +435,8 @@ class MegatronWorker(MegatronWorkerBase):
 
     @property
     def _temperature(self) -> float:
-        generation = self.config.policy.generation
+        """The temperature of what the policy learns from: 1 for data, as only samples have another."""
+        generation = self.config.policy.generation if generates(self.config) else None
         return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
 
     @property

@@ -1,0 +1,145 @@
+"""Preferences: pairs of answers to a prompt, of which one was chosen, and the losses that compare them.
+
+    class Ipo(PreferenceAlgorithm):
+        columns = ("reference_logprobs",)
+
+        def pair_loss(self, pairs):  # tensors [pairs]
+            gap = pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
+            return (gap - 1 / (2 * self.config.preference.beta)) ** 2, {}
+
+Such a loss depends on the model only through one number per answer: the sum of its tokens' log-probabilities, or the score
+of a reward model. So a step computes these sums s first. The gradient of the loss is then the sum over answers of dL/ds
+times the gradient of s: one optimizer step in which every token of an answer has the weight dL/ds. The answers of a pair
+need not be in one microbatch, or on one worker, and the result is exact in every layout. It costs one forward pass more
+than a loss that sees both answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.errors import ConfigError
+from dagrl.imports import running
+from dagrl.rl.algorithm import KEY, Algorithm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dagrl.rl.token_losses import TokenBatch, TokenResult
+
+Sums = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Both answers of each pair: tensors [pairs], float64. Only `chosen` and `rejected` have a gradient.
+
+    `chosen` and `rejected` are sums over the answer's tokens of log-probabilities, or scores of a reward model.
+    `reference_*` are sums under the reference policy, `*_tokens` the numbers of tokens.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    reference_chosen: Tensor | None = None
+    reference_rejected: Tensor | None = None
+
+    @property
+    def chosen_ratio(self) -> Tensor:
+        """The log-probability of the chosen answer minus that under the reference policy."""
+        return self.chosen - _known(self.reference_chosen)
+
+    @property
+    def rejected_ratio(self) -> Tensor:
+        """The log-probability of the rejected answer minus that under the reference policy."""
+        return self.rejected - _known(self.reference_rejected)
+
+
+class PreferenceAlgorithm(Algorithm):
+    """Learns from pairs of answers by `pair_loss`."""
+
+    learns_from = "preferences"
+    columns: tuple[str, ...] = ()
+    average = "sums"
+
+    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Returns the loss of each pair [pairs], and further values [pairs] whose means become metrics."""
+        raise NotImplementedError
+
+    def loss(self, batch: TokenBatch) -> TokenResult:
+        """The model's output for each token of an answer times the answer's weight, so that the gradient is the loss's."""
+        return batch.column("answer_weights") * batch.logprobs
+
+
+def compared(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Returns metrics of the rewards of both answers [pairs]."""
+    return {
+        "preference/chosen_reward": chosen,
+        "preference/rejected_reward": rejected,
+        "preference/margin": chosen - rejected,
+        "preference/accuracy": (chosen > rejected).to(chosen.dtype),
+    }
+
+
+def _known(sums: Tensor | None) -> Tensor:
+    if sums is None:
+        raise ConfigError(
+            f"{KEY}: the loss of a pair reads sums under the reference policy; name 'reference_logprobs' in the algorithm's "
+            "`columns`"
+        )
+    return sums
+
+
+@dataclass(frozen=True)
+class PairLosses:
+    """The loss of a batch of pairs: the weight of each answer [rows] (its gradient), and metrics."""
+
+    weights: Sums
+    metrics: Mapping[str, float]
+
+
+def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:
+    """Returns the phases that compute the sums of answers: under the policy, and the reference policy if it is compared."""
+    reference = "reference_logprobs" in algorithm.columns
+    return ("answer_sums", "reference_answer_sums") if reference else ("answer_sums",)
+
+
+def pair_losses(
+    algorithm: PreferenceAlgorithm, sums: Sums, tokens: npt.NDArray[np.int64], reference: Sums | None
+) -> PairLosses:
+    """Computes the mean loss over pairs, from the sums, numbers of tokens and reference sums of their answers [rows].
+
+    Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. Raises ConfigError if the algorithm's loss fails,
+    has another shape, or is not finite.
+    """
+    import torch
+
+    name = algorithm.config.algorithm
+    leaf = torch.tensor(sums, dtype=torch.float64, requires_grad=True)
+    counts = torch.tensor(tokens, dtype=torch.float64)
+    fixed = (None, None) if reference is None else tuple(torch.tensor(reference, dtype=torch.float64).view(-1, 2).T)
+    with running(name, KEY):
+        losses, means = algorithm.pair_loss(Pairs(*leaf.view(-1, 2).T, *counts.view(-1, 2).T, *fixed))
+        _check(losses, means, len(sums) // 2, name)
+        (gradient,) = torch.autograd.grad(losses.mean(), leaf)
+    if not (losses.isfinite().all() and gradient.isfinite().all()):
+        raise ConfigError(f"{KEY}: {name} gives a loss or gradients that are not finite for the sums {sums.tolist()}")
+    metrics = {"loss": losses, **means}
+    return PairLosses(gradient.numpy(), {key: float(value.detach().mean()) for key, value in metrics.items()})
+
+
+def _check(losses: object, means: Mapping[str, object], pairs: int, name: str) -> None:
+    import torch
+
+    for part, value in {"loss": losses, **means}.items():
+        if not isinstance(value, torch.Tensor) or list(value.shape) != [pairs]:
+            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(f"{KEY}: {name} returned {found} for {part!r}; expected: a value for each pair, [{pairs}]")
+    if not losses.requires_grad:  # type: ignore[attr-defined]
+        raise ConfigError(f"{KEY}: {name} does not depend on `pairs.chosen` or `pairs.rejected`, so nothing would train")

@@ -1,0 +1,107 @@
+"""The loop over preferences: draw pairs of answers, compare them, replay one optimizer step. Read it from top to bottom.
+
+`dagrl.rl.preferences` says why a step computes the answers' log-probabilities first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from dagrl.config import Config, Json
+from dagrl.config.settings import algorithm_name, uses_reference
+from dagrl.data import open_sampler
+from dagrl.data.tokenization import Preference, collate_pairs
+from dagrl.rl.algorithm import algorithm_of
+from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
+from dagrl.run.checkpoint_saver import ranking_metric
+from dagrl.run.checkpoints import TrainState
+from dagrl.run.loops.optimizer_step import replay_batch
+from dagrl.run.plans import preference_plans
+from dagrl.run.replays import Replays
+from dagrl.run.session import Session
+from dagrl.run.start import REFERENCE, run_session
+from dagrl.runtime.shapes import Batch
+from dagrl.telemetry.metrics import VALIDATION
+
+SAMPLER = "preference_sampler"
+
+
+def run_preferences(config: Config, last_step: int | None = None) -> None:
+    """Runs the loop over preferences, from the start or the newest checkpoint to the final model, or `last_step`."""
+    with run_session(config, preference_plans, last_step) as session:
+        train_preferences(session)
+
+
+def train_preferences(session: Session) -> None:
+    """Runs the steps that are left."""
+    config, state, stage = session.config, session.checkpoints.state, algorithm_name(session.config)
+    train, validation = session.inputs.preferences, session.inputs.validation_preferences
+    sampler = open_sampler(train, config.data)
+    if SAMPLER in state.counters:
+        sampler.restore(cast("Mapping[str, Json]", state.counters[SAMPLER]))
+    elif uses_reference(config):
+        session.train.call("snapshot_reference", deadline=config.timeouts.replay)
+    comparison = Comparison.of(config, session.replays)
+    total = config.preference.max_num_steps
+    session.recorder.progress.step(session.step, total, {}, stage=stage)
+    if session.step == 0 and config.preference.val_at_start and validation:
+        session.record_initial_validation(stage, evaluate(session, comparison, validation, may_stop=True))
+        session.replays.close_step(tokens=0)  # not part of the first step
+    while session.step < total:
+        step = session.step + 1
+        batch = collate_pairs([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
+        metrics = comparison.learn(batch, step)
+        if validation and (step == total or (config.preference.val_period and step % config.preference.val_period == 0)):
+            metrics |= evaluate(session, comparison, validation)
+        metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
+        saved = uses_reference(config) and config.policy.reference_model_name is None
+        counters: dict[str, Json] = {SAMPLER: sampler.state(), REFERENCE: saved}
+        session.finish_step(stage, step, total, metrics, TrainState(step, counters, ranking_metric(config, stage, metrics)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Compares the answers of pairs by an algorithm's loss."""
+
+    algorithm: PreferenceAlgorithm
+    replays: Replays
+
+    @staticmethod
+    def of(config: Config, replays: Replays) -> Comparison:
+        """Returns that of the run's algorithm."""
+        return Comparison(cast(PreferenceAlgorithm, algorithm_of(config)), replays)
+
+    def learn(self, batch: Batch, step: int) -> dict[str, float]:
+        """Takes one optimizer step on the pairs of `batch` (see `collate_pairs`). Returns its metrics."""
+        losses = self.losses(batch)
+        weights = (losses.weights * batch.rows).astype(np.float32)  # the step averages over rows
+        weighted = batch.with_fields(answer_weights=weights)
+        return {**replay_batch(self.replays, "preference_step", weighted, step=step).flat(), **losses.metrics}
+
+    def losses(self, batch: Batch) -> PairLosses:
+        """Returns the loss of the pairs of `batch` under the current weights."""
+        sums = [self.replays.replay(name, batch)["sums"] for name in sum_phases(self.algorithm)]
+        tokens = batch["loss_mask"].sum(axis=1).astype(np.int64)
+        return pair_losses(self.algorithm, sums[0], tokens, sums[1] if len(sums) > 1 else None)
+
+
+def evaluate(
+    session: Session, comparison: Comparison, validation: Sequence[Preference], *, may_stop: bool = False
+) -> dict[str, float]:
+    """Returns the mean metrics of held-out pairs.
+
+    With `may_stop` a stop request ends it. Pass it only where every step taken is recorded.
+    """
+    session.recorder.progress.status("validating")
+    size, totals = session.config.policy.train_global_batch_size, dict[str, float]()
+    for start in range(0, len(validation), size):
+        if may_stop:
+            session.stop.check()
+        pairs = validation[start : start + size]
+        for name, value in comparison.losses(collate_pairs(pairs)).metrics.items():
+            totals[name] = totals.get(name, 0.0) + value * len(pairs) / len(validation)
+    return {VALIDATION + name: value for name, value in totals.items()}

@@ -1,0 +1,96 @@
+"""The loop over preferences with the unigram model: every step is that of plain torch, and a resumed run goes on with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from dagrl.cli.main import main
+from dagrl.config import Config
+from dagrl.config.file import dump_config
+from dagrl.errors import StopRequestedError
+from dagrl.run.train import train
+from dagrl.telemetry.record import read_metrics
+from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
+from tests.integration.unigram_workers import SIZE
+
+__all__ = ["one_cluster"]  # a fixture
+
+STEPS, PAIRS, BETA, RATE = 6, 4, 0.3, 2.0
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    """Answers of different lengths: sevens are chosen, ones rejected."""
+    return [{"prompt": f"{number}=", "chosen": "7" * (1 + number % 3), "rejected": f"1{number}"} for number in range(count)]
+
+
+def preference_config(tmp_path: Path, name: str = "dpo", **sections: Any) -> Config:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(10)))
+    merged: dict[str, Any] = {
+        "algorithm": "dpo",
+        "data": {"task": None, "path": str(path), "shuffle": False, "val_fraction": 0.2},
+        "policy": {"train_global_batch_size": PAIRS, "megatron_cfg": {"optimizer": {"lr": RATE}}},
+        "preference": {"beta": BETA, "max_num_steps": STEPS, "val_period": 2},
+        **sections,
+    }
+    return configuration(tmp_path, name, **merged)
+
+
+def plain_losses(train_rows: list[tuple[list[int], list[int]]]) -> tuple[list[float], Tensor]:
+    """DPO by plain gradient descent on the model's logits (Rafailov et al. 2023, equation 7)."""
+    logits = torch.linspace(-0.5, 0.5, SIZE, dtype=torch.float32).requires_grad_()
+    reference, losses = logits.detach().log_softmax(0), []
+    for step in range(STEPS):
+        taken = [train_rows[(step * PAIRS + place) % len(train_rows)] for place in range(PAIRS)]
+        table = logits.log_softmax(0) - reference
+        margins = torch.stack([table[chosen].sum() - table[rejected].sum() for chosen, rejected in taken])
+        loss = -logsigmoid(BETA * margins).mean()
+        (gradient,) = torch.autograd.grad(loss, logits)
+        logits = (logits.detach() - RATE * gradient).requires_grad_()
+        losses.append(float(loss.detach()))
+    return losses, logits.detach()
+
+
+def encoded(config: Config) -> list[tuple[list[int], list[int]]]:
+    """The tokens of the answers of the training pairs, as numbers of the unigram model."""
+    from dagrl.run.preflight import preflight
+
+    pairs = preflight(config).preferences
+    sides = [
+        [(answer.tokens[answer.loss_mask > 0] % SIZE).tolist() for answer in (pair.chosen, pair.rejected)] for pair in pairs
+    ]
+    return [(chosen, rejected) for chosen, rejected in sides]
+
+
+def test_every_step_is_that_of_plain_torch(tmp_path: Path) -> None:
+    config = preference_config(tmp_path)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert main(["train", str(path)]) == 0
+    steps = steps_of(config)
+    losses, _ = plain_losses(encoded(config))
+    assert [step["loss"] for step in steps] == pytest.approx(losses, abs=1e-6)
+    assert losses[0] == pytest.approx(0.6931, abs=1e-4) and losses[-1] < 0.6
+    assert {step["stage"] for step in steps} == {"dpo"} and steps[-1]["preference/accuracy"] == 1.0
+    first = read_metrics(Path(config.output_dir) / config.name / "metrics.jsonl")[0]
+    assert first["validation/loss"] == pytest.approx(losses[0]) and steps[-1]["validation/preference/accuracy"] == 1.0
+
+
+def test_a_resumed_run_goes_on_with_its_reference_policy(tmp_path: Path) -> None:
+    whole = preference_config(tmp_path, "whole")
+    train(whole)
+    with pytest.raises(StopRequestedError):
+        train(preference_config(tmp_path, "parts"), last_step=3)
+    checkpointing = {"export_hf": False, "save_period": 2, "resume": True}
+    train(preference_config(tmp_path, "parts", checkpointing=checkpointing))
+    expected, found = (
+        [step["loss"] for step in steps_of(config)] for config in (whole, preference_config(tmp_path, "parts"))
+    )
+    assert found == expected

@@ -1,0 +1,199 @@
+"""Losses of pairs against TRL's formulas (trl/trainer/dpo_trainer.py, 1.16), written apart; users' own; data of pairs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from dagrl.config import Config, DataConfig
+from dagrl.data import load_splits, open_sampler
+from dagrl.data.examples import preference_of, with_chat
+from dagrl.data.tokenization import Preference, collate_pairs, encode_preferences
+from dagrl.errors import ConfigError, DataError
+from dagrl.rl.algorithm import algorithm_of
+from dagrl.rl.preferences import Pairs, PreferenceAlgorithm, pair_losses
+from dagrl.rl.trial import try_algorithm
+from dagrl.run.model import character_tokenizer
+
+PAIRS = 5
+BETA = 0.3
+
+
+def config_of(algorithm: str | type = "dpo", **preference: Any) -> Config:
+    name = algorithm if isinstance(algorithm, str) else f"{algorithm.__module__}:{algorithm.__name__}"
+    sections = {"policy": {}, "data": {}, "preference": preference}
+    return Config.model_validate({"name": "t", "algorithm": name, **sections})
+
+
+class Ipo(PreferenceAlgorithm):
+    """A user's: Azar et al. 2023, equation 17, with lengths as in TRL."""
+
+    columns = ("reference_logprobs",)
+
+    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        gap = pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
+        return (gap - 1 / (2 * self.config.preference.beta)) ** 2, {"gap": gap}
+
+
+class WithoutAReference(Ipo):
+    columns = ()
+
+
+class OneNumber(PreferenceAlgorithm):
+    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return (pairs.chosen - pairs.rejected).mean(), {}
+
+
+class NotFinite(PreferenceAlgorithm):
+    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return torch.log(pairs.chosen), {}  # of negative numbers
+
+
+class Constant(PreferenceAlgorithm):
+    def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return torch.zeros_like(pairs.chosen_tokens), {}
+
+
+def trl_sigmoid(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
+    """`loss_type="sigmoid"`: sums are chosen then rejected, as TRL's batches."""
+    chosen, rejected = (logps - reference).chunk(2)
+    return -logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def trl_conservative(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
+    """TRL's `aot_pair` smoothing applied to unsorted pairs: conservative DPO, with a label smoothing of 0.1."""
+    chosen, rejected = (logps - reference).chunk(2)
+    delta = BETA * (chosen - rejected)
+    return (-logsigmoid(delta) * (1 - 0.1) - logsigmoid(-delta) * 0.1).mean()
+
+
+def trl_sigmoid_and_sft(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
+    """`loss_type=["sigmoid", "sft"]`, `loss_weights=[1, 0.5]`: the second is the mean over the chosen answers' tokens."""
+    likelihood = -logps.chunk(2)[0].sum() / tokens.chunk(2)[0].sum()
+    return trl_sigmoid(logps, reference, tokens) + 0.5 * likelihood
+
+
+def trl_ipo(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
+    """`loss_type="ipo"`."""
+    chosen, rejected = ((logps - reference) / tokens).chunk(2)
+    return ((chosen - rejected - 1 / (2 * BETA)) ** 2).mean()
+
+
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
+FORMULAS: dict[str, tuple[Config, Formula]] = {
+    "sigmoid": (config_of(beta=BETA), trl_sigmoid),
+    "conservative": (config_of(beta=BETA, label_smoothing=0.1), trl_conservative),
+    "with likelihood": (config_of(beta=BETA, sft_loss_weight=0.5), trl_sigmoid_and_sft),
+    "a user's": (config_of(Ipo, beta=BETA), trl_ipo),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_losses_and_weights_are_those_of_the_formula(name: str) -> None:
+    config, formula = FORMULAS[name]
+    draw = np.random.default_rng(3)
+    sums, fixed = (-20 * draw.random(2 * PAIRS) for _ in range(2))
+    tokens = draw.integers(1, 9, 2 * PAIRS)
+    algorithm = algorithm_of(config)
+    assert isinstance(algorithm, PreferenceAlgorithm)
+    found = pair_losses(algorithm, sums, tokens, fixed)
+    order = np.concatenate([np.arange(0, 2 * PAIRS, 2), np.arange(1, 2 * PAIRS, 2)])
+    leaf = torch.tensor(sums[order], requires_grad=True)
+    expected = formula(leaf, torch.tensor(fixed[order]), torch.tensor(tokens[order], dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(expected, leaf)
+    assert found.metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-12)
+    np.testing.assert_allclose(found.weights[order], gradient.numpy(), atol=1e-12)
+    assert np.abs(found.weights).min() > 1e-4
+
+
+def test_metrics_of_dpo_are_those_of_trl() -> None:
+    sums, fixed = np.array([-3.0, -5.0, -4.0, -1.0]), np.array([-4.0, -4.0, -3.0, -3.0])
+    algorithm = algorithm_of(config_of(beta=BETA))
+    assert isinstance(algorithm, PreferenceAlgorithm)
+    found = pair_losses(algorithm, sums, np.full(4, 2), fixed).metrics
+    assert found["preference/accuracy"] == 0.5
+    assert found["preference/chosen_reward"] == pytest.approx(BETA * (1 - 1) / 2)
+    assert found["preference/rejected_reward"] == pytest.approx(BETA * (-1 + 2) / 2)
+    assert found["preference/margin"] == pytest.approx(-BETA / 2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        (WithoutAReference, "reads sums under the reference policy; name 'reference_logprobs' in the algorithm's `columns`"),
+        (OneNumber, r"returned \[\] for 'loss'; expected: a value for each pair, \[2\]"),
+        (NotFinite, "gives a loss or gradients that are not finite"),
+        (Constant, "does not depend on `pairs.chosen` or `pairs.rejected`"),
+        (PreferenceAlgorithm, "raised NotImplementedError"),
+    ],
+)
+def test_a_loss_that_cannot_train_is_an_error_before_a_start(algorithm: type, says: str) -> None:
+    try_algorithm(config_of(Ipo))
+    with pytest.raises(ConfigError, match=says):
+        try_algorithm(config_of(algorithm))
+
+
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    "{{ '[assistant]' if add_generation_prompt }}"
+)
+TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz []", chat_template=CHAT)
+USER = {"role": "user", "content": "a sum"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("right", "wrong one"))
+FORMS: dict[str, dict[str, Any]] = {
+    "text": {"prompt": "a sum", "chosen": "right", "rejected": "wrong one"},
+    "messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    "prompt inside": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "prompt twice": {"prompt": "a sum", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "text and messages": {"prompt": [USER], "chosen": "right", "rejected": "wrong one"},
+}
+
+
+def pairs_of(path: Path, rows: list[dict[str, Any]]) -> list[Preference]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(path=str(path), val_fraction=0, apply_chat_template=True)
+    return encode_preferences([with_chat(row, config) for row in load_splits(config, preference_of).train], TOKENIZER)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_pair_is_the_same_conversation(form: str, tmp_path: Path) -> None:
+    (pair,) = pairs_of(tmp_path / "pairs.jsonl", [FORMS[form]])
+    for answer, text in ((pair.chosen, "right"), (pair.rejected, "wrong one")):
+        assert TOKENIZER.decode(answer.tokens) == f"[user]a sum[assistant]{text}{TOKENIZER.eos_token}"
+        learned = answer.tokens[answer.loss_mask > 0]
+        assert TOKENIZER.decode(learned) == f"{text}{TOKENIZER.eos_token}"
+    batch = collate_pairs([pair, pair])
+    assert batch["lengths"].tolist() == [len(pair.chosen), len(pair.rejected)] * 2
+
+
+def test_a_position_is_valid_for_the_same_pairs_only(tmp_path: Path) -> None:
+    pairs = pairs_of(tmp_path / "pairs.jsonl", [FORMS["text"], FORMS["text"] | {"rejected": "b"}])
+    others = pairs_of(tmp_path / "others.jsonl", [FORMS["text"], FORMS["text"] | {"rejected": "c"}])
+    state = open_sampler(pairs, DataConfig()).state()
+    open_sampler(pairs, DataConfig()).restore(state)  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="tokens, loss masks"):
+        open_sampler(others, DataConfig()).restore(state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "line 2: no key 'rejected'; found 'prompt', 'chosen'. Set data.rejected_key"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 2: 'rejected' is empty; expected: text"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "line 2: 'rejected' is None; expected: text"),
+        ({"chosen": "b", "rejected": "c"}, "line 2: no key 'prompt'"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "line 2: 'rejected' has the roles user; expected: a conversation"),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": []}, r"line 2: 'rejected' is \[\]; expected: a list of messages"),
+    ],
+)
+def test_a_row_that_is_no_pair_is_one_error(row: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        pairs_of(tmp_path / "pairs.jsonl", [FORMS["text"], row])
