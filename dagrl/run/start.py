@@ -325,7 +325,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             speeds=LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s),
         )
     progress.stage("Warming up", "warm-up")
-    if uses_reference(config):
+    if holds_reference(config):
         session.train.call("snapshot_reference")  # for the warm-up only
     scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
     if replays.shared is not None:

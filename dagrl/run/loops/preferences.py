@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import algorithm_name, uses_reference
+from dagrl.config.settings import algorithm_name, holds_reference
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Preference, collate_pairs
 from dagrl.rl.algorithm import algorithm_of
@@ -43,7 +43,7 @@ def train_preferences(session: Session) -> None:
     sampler = open_sampler(train, config.data)
     if SAMPLER in state.counters:
         sampler.restore(cast("Mapping[str, Json]", state.counters[SAMPLER]))
-    elif uses_reference(config):
+    elif holds_reference(config):
         session.train.call("snapshot_reference", deadline=config.timeouts.replay)
     comparison = Comparison.of(config, session.replays)
     total = config.preference.max_num_steps
@@ -58,7 +58,7 @@ def train_preferences(session: Session) -> None:
         if validation and (step == total or (config.preference.val_period and step % config.preference.val_period == 0)):
             metrics |= evaluate(session, comparison, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
-        saved = uses_reference(config) and config.policy.reference_model_name is None
+        saved = holds_reference(config) and config.policy.reference_model_name is None
         counters: dict[str, Json] = {SAMPLER: sampler.state(), REFERENCE: saved}
         session.finish_step(stage, step, total, metrics, TrainState(step, counters, ranking_metric(config, stage, metrics)))
 

@@ -56,13 +56,13 @@ def test_overrides_in_order(small: Path) -> None:
 def test_every_error_is_listed_with_its_location(small: Path) -> None:
     small.write_text(SMALLEST.replace("model_name", "modelname") + "sft:\n  lr: -1\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(small, ["algorithm=dpp", "policy.random_init={}"])
+        load_config(small, ["algorithm=sftt", "policy.random_init={}"])
     lines = str(caught.value).splitlines()
     assert len(lines) == 4
     assert f"policy.modelname ({small}, line 4); did you mean 'policy.model_name'" in lines[2]
     assert f"sft.lr ({small}, line 7): found -1; expected: greater than 0" in lines
     assert (
-        "algorithm (command line): found 'dpp'; expected: 'sft', 'grpo', 'ppo' or the import path 'module:Class' of your own"
+        "algorithm (command line): found 'sftt'; expected: 'sft', 'grpo', 'dpo' or the import path 'module:Class' of your own"
         in lines
     )
     assert "missing key policy.random_init.hf_config (command line); it is required" in lines
@@ -77,7 +77,7 @@ def test_replaced_values_are_reported_at_the_command_line(small: Path) -> None:
         load_config(small, ["polcy.megatron_cfg.seed=1"])
 
 
-@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data"])
+@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data", "dpo_own_data"])
 def test_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
     config = load_config(EXAMPLES / f"{name}.yaml", ["policy.sequence_buckets=[8]"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))

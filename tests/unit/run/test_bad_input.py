@@ -96,7 +96,26 @@ MIXTURE = (
     "head_dim: 16, vocab_size: 64, max_position_embeddings: 256}"
 )
 LONG = json.dumps({"prompt": "1" * 30, "response": "2"})
+PAIR = json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"})
 TABLE = [
+    Row(
+        "a preference without a rejected answer",
+        ("line 2: no key 'rejected'; found 'prompt', 'chosen'. Set data.rejected_key",),
+        ("algorithm=dpo", "data.val_fraction=0"),
+        (PAIR, json.dumps({"prompt": "1+1=", "chosen": "2"})),
+    ),
+    Row(
+        "a pair too long for the buckets",
+        ("line 2: 35 tokens, but there is room for 16",),
+        ("algorithm=dpo", "data.val_fraction=0"),
+        (PAIR, json.dumps({"prompt": "1" * 30, "chosen": "2", "rejected": "3333"})),
+    ),
+    Row("no algorithm", ("algorithm (command line): found 'drpo'", "import path 'module:Class'"), ("algorithm=drpo",)),
+    Row(
+        "an algorithm that is not there",
+        ("algorithm: there is no module 'my_algorithms'",),
+        ("algorithm=my_algorithms:Mine",),
+    ),
     Row("unknown key", ("policy.precison", "did you mean 'policy.precision'"), ("policy.precison=float32",)),
     Row("key in another section", ("did you mean 'policy.generation.temperature'",), ("grpo.temperature=1",)),
     Row("wrong type", ("seed (command line)", "found 'many'", "integer"), ("seed=many",)),

@@ -53,9 +53,19 @@ def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Deri
     derive_chat(derived, has_template=True)
     rows = [range(demonstrations)] * 100 if demonstrations else []
     derive_from_data(derived, rows, [range(prompts)] * 3200 if config.algorithm == "grpo" else [], QWEN3_06B, WEIGHTS)
-    derive_steps(derived, len(rows), 3200 if config.algorithm == "grpo" else 0)
+    if config.algorithm == "dpo":
+        derive_steps(derived, pairs=len(rows))
+    else:
+        derive_steps(derived, demonstrations=len(rows), prompts=3200 if config.algorithm == "grpo" else 0)
     check_settings(derived.config)
     return derived
+
+
+def test_a_minimal_dpo_run_takes_pairs_at_a_low_rate(machine: Any) -> None:
+    machine(1)
+    config = resolve(minimal("dpo"), demonstrations=9).config
+    assert (config.preference.max_num_steps, config.policy.train_global_batch_size) == (4, 32)  # 100 pairs
+    assert config.policy.megatron_cfg.optimizer.lr == 1e-6 and config.policy.generation is None
 
 
 def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
@@ -180,7 +190,12 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
     found: set[str] = set()
     for gpus in (0, 1, 2):
         machine(gpus, 10)
-        for config, rows in ((minimal(), 0), (minimal(sft={"max_num_epochs": 1}), 9), (minimal("sft"), 9)):
+        for config, rows in (
+            (minimal(), 0),
+            (minimal(sft={"max_num_epochs": 1}), 9),
+            (minimal("sft"), 9),
+            (minimal("dpo"), 9),
+        ):
             found |= set(resolve(config, demonstrations=rows).reasons)
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
     assert found == marked
