@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dagrl.config import ALGORITHMS
 from dagrl.config.file import all_keys, dump_config, load_config
 from dagrl.errors import ConfigError
 
@@ -61,9 +62,9 @@ def test_every_error_is_listed_with_its_location(small: Path) -> None:
     assert len(lines) == 4
     assert f"policy.modelname ({small}, line 4); did you mean 'policy.model_name'" in lines[2]
     assert f"sft.lr ({small}, line 7): found -1; expected: greater than 0" in lines
+    known = ", ".join(map(repr, ALGORITHMS))
     assert (
-        "algorithm (command line): found 'sftt'; expected: 'sft', 'grpo', 'dpo' or the import path 'module:Class' of your own"
-        in lines
+        f"algorithm (command line): found 'sftt'; expected: {known} or the import path 'module:Class' of your own" in lines
     )
     assert "missing key policy.random_init.hf_config (command line); it is required" in lines
 
