@@ -434,6 +434,11 @@ def _check_models(config: Config) -> None:
             "teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: the "
             "teacher has workers of its own, policy.reference_model_name is on the train workers"
         )
+    if config.teacher is not None and compares(config):
+        raise ConfigError(
+            f"teacher is set, but algorithm {config.algorithm} compares pairs with a reference policy on the train workers; "
+            "set policy.reference_model_name to the model, and leave teacher out"
+        )
     if config.teacher is not None and not uses_reference(config):
         raise ConfigError(
             f"teacher is set, but algorithm {config.algorithm} does not read 'reference_logprobs'; leave teacher out, or "
