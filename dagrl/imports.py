@@ -24,6 +24,8 @@ EXTRAS = {
     "trackio": ("tracking",),
     "math_verify": ("math",),
     "datasets": ("datasets",),
+    "verifiers": ("verifiers",),
+    "openenv": ("openenv",),
     "cupy": ("cu13", "cu12"),
 }
 """Top-level module of an optional package -> the extras of dagrl that install it, the usual one first."""

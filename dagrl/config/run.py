@@ -215,7 +215,7 @@ class LoggerConfig(Section):
     """trackio."""
 
     rollouts_enabled: bool = True
-    """Keep every trained sample in `rollouts/`, for `dagrl view`."""
+    """Keep every sample in `rollouts/`, for `dagrl view`: trained on, validated and dropped."""
 
     rollouts_max_bytes: PositiveInt | None = 10 << 30
     """Largest size of `rollouts/`. Above it the oldest steps are deleted. null: no limit."""

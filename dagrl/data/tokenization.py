@@ -38,7 +38,10 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transform
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to generate from, and what the reward gets: the reference, the conversation, and the columns of the example."""
+    """Tokens to generate from, and what the reward gets: the reference, the conversation, and the columns of the example.
+
+    `tools` are those that the chat template showed.
+    """
 
     text: str
     tokens: npt.NDArray[np.int64]  # [prompt]
@@ -47,6 +50,7 @@ class Prompt:
     messages: Sequence[Mapping[str, Json]] = ()
     columns: Mapping[str, Json] = field(default_factory=dict)
     task: str = ""
+    tools: Sequence[Json] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -95,16 +99,35 @@ def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFa
     """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's."""
     plain = [example for example in examples if not example.messages]
     chats = [example for example in examples if example.messages]
-    openings = [_render(example.messages[:-1], tokenizer, example, opened=True) for example in chats]
+    openings = [_render(_turns(example.messages[:-1]), tokenizer, example, opened=True) for example in chats]
     of_plain = iter(_tokens(tokenizer, [example.prompt for example in plain], plain, special=True))
     of_chats = iter(zip(openings, _tokens(tokenizer, openings, chats, special=False), strict=True))
     prompts = []
     for example in examples:
         text, ids = next(of_chats) if example.messages else (example.prompt, next(of_plain))
         messages = _turns(example.messages[:-1])
-        given = (example.response, example.source, messages, example.columns, example.task)
+        given = (example.response, example.source, messages, example.columns, example.task, example.tools)
         prompts.append(Prompt(text, np.array(ids, np.int64), *given))
     return prompts
+
+
+def with_opening(prompt: Prompt, opening: str | Sequence[Mapping[str, Json]], tokenizer: PreTrainedTokenizerFast) -> Prompt:
+    """Returns the prompt with another text or other messages in place of its own, rendered and tokenized in the same way.
+
+    A text is the whole of a plain prompt, or the user's turn of a conversation. System turns of the prompt stay in front,
+    unless `opening` begins with one. Raises DataError for what the chat template or the tokenizer rejects.
+    """
+    if isinstance(opening, str) and not prompt.messages:
+        (ids,) = _tokens(tokenizer, [opening], [prompt], special=True)
+        return replace(prompt, text=opening, tokens=np.array(ids, np.int64))
+    messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(turn) for turn in opening]
+    if not messages:
+        raise DataError(f"{prompt.source}: found no messages; expected: at least one")
+    if messages[0].get("role") != "system":
+        messages = [*(dict(turn) for turn in prompt.messages if turn["role"] == "system"), *messages]
+    text = _render(messages, tokenizer, prompt, opened=True)
+    (ids,) = _tokens(tokenizer, [text], [prompt], special=False)
+    return replace(prompt, text=text, tokens=np.array(ids, np.int64), messages=messages)
 
 
 def _type_name(value: object) -> str:
@@ -219,7 +242,7 @@ def _nothing_to_learn(example: Example) -> DataError:
 
 def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
     """Puts the loss on what the chat template marks as generated."""
-    _render(example.messages, tokenizer, example, opened=False)  # reports errors of the template
+    _render(_turns(example.messages), tokenizer, example, opened=False)  # reports errors of the template
     try:
         encoded = tokenizer.apply_chat_template(
             _turns(example.messages),
@@ -273,8 +296,8 @@ def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Se
     done = ""
     for end in ends:
         for text, learned in (
-            (_render(example.messages[: end - 1], tokenizer, example, opened=True), False),
-            (_render(example.messages[:end], tokenizer, example, opened=False), True),
+            (_render(_turns(example.messages[: end - 1]), tokenizer, example, opened=True), False),
+            (_render(_turns(example.messages[:end]), tokenizer, example, opened=False), True),
         ):
             if not text.startswith(done):
                 raise DataError(
@@ -288,14 +311,16 @@ def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Se
     return _demonstration([(ids, learned) for ids, (_, learned) in zip(encoded, pieces, strict=True)], example.source)
 
 
-def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, example: Example, *, opened: bool) -> str:
+def _render(
+    turns: Sequence[Mapping[str, Json]], tokenizer: PreTrainedTokenizerFast, example: Example | Prompt, *, opened: bool
+) -> str:
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
     try:
         tools = list(example.tools) or None
-        return str(tokenizer.apply_chat_template(_turns(messages), tools, tokenize=False, add_generation_prompt=opened))
+        return str(tokenizer.apply_chat_template(list(turns), tools, tokenize=False, add_generation_prompt=opened))
     except Exception as error:  # Jinja's errors, and those that templates raise
         raise DataError(f"{example.source}: the chat template rejects the conversation: {error}") from error
 
@@ -309,7 +334,7 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:
 
 
 def _tokens(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], examples: Sequence[Example], *, special: bool
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], examples: Sequence[Example | Prompt], *, special: bool
 ) -> list[list[int]]:
     """Returns the token ids of each text. `special` adds special tokens, which chat templates write themselves."""
     if not texts:

@@ -3,8 +3,8 @@
 `environment.function` names a class, or a function that returns an object, with these methods, plain or `async`:
 
     class Calculator:
-        def reset(self, example):            # before the first turn: prompt, reference, messages, columns, task, seed
-            self.left = 3
+        def reset(self, example):            # prompt, reference, messages, columns, task, seed, group_seed
+            self.left = 3                    # may return other first messages, or another text, in place of the prompt's
 
         def step(self, completion):          # after each turn of the policy, with its text
             self.left -= 1
@@ -14,16 +14,17 @@
             ...
 
 `step` returns the reply (a text, or messages for the chat template), a `Step` of reply and reward, or None if the sequence
-has ended. It is also asked about the last of
-`max_turns` turns, for its reward. Environments run in processes of their own, with deadlines
-(`dagrl.rl.functions.episodes`). A sequence whose environment raises or hangs ends there, is counted as failed and is
-excluded from the loss. Replies are tokenized without special tokens and excluded from the loss. After a lost process or in a
-resumed run, an environment is made again and given the earlier turns: it must answer equal turns equally.
+has ended. It is also asked about the last of `max_turns` turns, for its reward. All sequences of a group have one
+`group_seed`. Environments run in processes of their own, with deadlines (`dagrl.rl.functions.episodes`). A sequence whose
+environment raises or hangs ends there, is counted as failed and is excluded from the loss. Replies are tokenized without
+special tokens and excluded from the loss. After a lost process or in a resumed run, an environment is made again and given
+the earlier turns: it must answer equal turns equally.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -34,9 +35,9 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from dagrl.config import EnvironmentConfig
-from dagrl.data.tokenization import Prompt
-from dagrl.errors import ConfigError
+from dagrl.config import EnvironmentConfig, Json
+from dagrl.data.tokenization import Prompt, with_opening
+from dagrl.errors import ConfigError, UserError
 from dagrl.imports import load_callable, require_package
 from dagrl.rl.functions.answers import Answers, Failed, joined
 from dagrl.rl.functions.episodes import Step
@@ -50,6 +51,8 @@ __all__ = ["ENDED", "FAILED", "EnvironmentRunner", "Question", "Reply", "Step"]
 logger = logging.getLogger(__name__)
 
 TOOLS = "dagrl.rl.tools:ToolEnvironment"
+WANTS_TOKENIZER = "wants_tokenizer"
+"""Attribute of a class that gets the arguments `tokenizer` (a directory) and `tool_parser` (`environment.tool_parser`)."""
 ENDED = "stop"
 FAILED = "environment_failed"
 
@@ -92,7 +95,8 @@ def _check_tools(config: EnvironmentConfig) -> None:
 class Question:
     """An episode whose turn has ended: its key, its prompt and seed, and the text of each of its turns.
 
-    `closed` says whether the last turn ended with the end-of-sequence token, and not with a stop string.
+    Without turns, it asks for the answer of `reset`. `closed` says whether the last turn ended with the end-of-sequence
+    token, and not with a stop string.
     """
 
     key: str
@@ -100,16 +104,21 @@ class Question:
     seed: int
     turns: Sequence[str]
     closed: bool = True
+    group_seed: int = 0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The environment's reply, or None and the reason why the sequence ends; `failure` says what it raised."""
+    """The environment's reply, or None and the reason why the sequence ends; `failure` says what it raised.
+
+    `prompt` is what `reset` gave in place of the question's prompt.
+    """
 
     text: str | None
     reason: str = ENDED
     failure: str = ""
     reward: float | None = None
+    prompt: Prompt | None = None
 
 
 class EnvironmentRunner:
@@ -119,18 +128,21 @@ class EnvironmentRunner:
         """Raises ConfigError if the import path is wrong."""
         self.max_turns = config.max_turns
         self.workers = config.num_workers
-        self._arguments, self._closing_s = config.args, config.timeout_s
+        self.opens = not config.tools  # whether `reset` may give the first messages
+        self._closing_s = config.timeout_s
         self._stack = ExitStack()
-        if config.tools:
+        path = TOOLS if config.tools else config.function
+        assert path is not None
+        arguments: dict[str, Json] = {"tools": list(config.tools)} if config.tools else dict(config.args)
+        if getattr(load_callable(path, "environment.function"), WANTS_TOKENIZER, False):
             saved = self._stack.enter_context(TemporaryDirectory(prefix="dagrl-"))
             tokenizer.save_pretrained(saved)
-            self._arguments = {"tools": list(config.tools), "parser": config.tool_parser, "tokenizer": saved}
+            arguments |= {"tokenizer": saved, "tool_parser": config.tool_parser}
+        self._arguments = arguments
         self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
         one = config.model_copy(update={"num_workers": 1})
         self._runners = [
-            FunctionRunner.configured(
-                config.function or TOOLS, "environment", one, _checked, arguments="episodes", prepare=self._arguments
-            )
+            FunctionRunner.configured(path, "environment", one, _checked, arguments="episodes", prepare=self._arguments)
             for _ in range(config.num_workers)
         ]
         self._open: dict[str, int] = {}  # the worker of each episode
@@ -175,6 +187,8 @@ class EnvironmentRunner:
     def _reply(self, question: Question, answer: Any) -> Reply:
         if isinstance(answer, Failed):
             return Reply(None, FAILED, answer.message)
+        if not question.turns:
+            return self._opening(question.prompt, answer)
         text = answer.reply
         if isinstance(text, list):
             try:
@@ -182,6 +196,16 @@ class EnvironmentRunner:
             except Exception as error:  # Jinja's errors, and those that templates raise
                 return Reply(None, FAILED, f"the chat template rejects the reply {answer.reply!r:.80}: {error}")
         return Reply(text, reward=answer.reward)
+
+    def _opening(self, prompt: Prompt, answer: Step) -> Reply:
+        if answer.reward is not None:
+            return Reply(None, FAILED, f"reset returned the reward {answer.reward!r}, before the first turn")
+        if answer.reply is None:
+            return Reply(None)
+        try:
+            return Reply(None, prompt=with_opening(prompt, answer.reply, self._tokenizer))
+        except UserError as error:
+            return Reply(None, FAILED, f"reset returned {answer.reply!r:.80}: {error}")
 
     def _close(self, key: str) -> Future[Answers]:
         return self._runners[self._open.pop(key)].submit([key], [None])
@@ -209,6 +233,7 @@ def _example(question: Question) -> dict[str, Any]:
         "columns": dict(prompt.columns),
         "task": prompt.task,
         "seed": question.seed,
+        "group_seed": question.group_seed,
     }
 
 
@@ -219,14 +244,14 @@ def _warn_of_failure(closed: Future[Answers]) -> None:
 
 def _checked(answer: Any) -> Step:
     step = answer if isinstance(answer, Step) else Step(answer)
-    if isinstance(step.reply, list) and all(isinstance(message, dict) for message in step.reply):
-        return step
-    if step.reply is not None and not isinstance(step.reply, str):
-        raise TypeError(f"step returned {answer!r}; expected: a text, messages, a Step, or None if the sequence has ended")
+    reply = step.reply
+    is_messages = isinstance(reply, list) and all(isinstance(message, dict) for message in reply)
+    if not (reply is None or isinstance(reply, str) or is_messages):
+        raise TypeError(f"it returned {answer!r}; expected: a text, messages, a Step, or None if the sequence has ended")
     if step.reward is not None and not (isinstance(step.reward, int | float) and math.isfinite(step.reward)):
-        raise TypeError(f"step returned the reward {step.reward!r}; expected: a finite number, or None")
+        raise TypeError(f"it returned the reward {step.reward!r}; expected: a finite number, or None")
     try:
-        (step.reply or "").encode()
+        (reply if isinstance(reply, str) else json.dumps(reply, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"it returned a text that UTF-8 cannot encode: {error}") from error
     return step

@@ -36,6 +36,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
+ENVIRONMENT = "environment"
+"""Name of the part of the reward that the environment gave."""
+
 GIVEN = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "task", "metadata")
 """Names of parameters that every sample has a value for; `dagrl.rl.rollout.judged` makes them."""
 
@@ -47,7 +50,7 @@ def exact_match(prompts: list[str], completions: list[str], references: list[str
 
 @dataclass(frozen=True)
 class Judged:
-    """The reward of a sample and its parts; `value` is None if all functions exclude it."""
+    """The reward of a sample and its parts, NaN where it has none; `value` is None if all functions exclude it."""
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -122,6 +125,24 @@ def check_keywords(config: RewardConfig, columns: Iterable[str]) -> None:
             )
 
 
+def check_weights(config: RewardConfig, has_environment: bool) -> None:
+    """Raises ConfigError for a weight of no part, as far as the names of parts are known before a sample is rewarded."""
+    names = [ENVIRONMENT] if has_environment else []
+    items = reward_functions(config)
+    if any(not item.name for item in items):
+        return  # a single function names its parts when it runs
+    names += [item.name for item in items]
+    parts = tuple(f"{item.name}/" for item in items)
+    unknown = [name for name in config.weights if name not in names and not name.startswith(parts)]
+    if unknown:
+        raise ConfigError(_unknown_weights(unknown, [*names, *(f"{item.name}/<part>" for item in items)]))
+
+
+def _unknown_weights(unknown: Sequence[str], names: Sequence[str]) -> str:
+    parts = f"the parts are {', '.join(names)}" if names else "the reward has no named parts"
+    return f"reward.weights: no part has the name {' or '.join(map(repr, unknown))}; {parts}"
+
+
 class RewardRunner:
     """Runs the configured reward functions. Use it as a context manager."""
 
@@ -153,6 +174,19 @@ class RewardRunner:
         """Raises RunError if too many failed; see `check_failures`."""
         failed, total, limit = rewards.failed, len(rewards.values) - rewards.excluded, self._max_failed_share
         check_failures("reward", failed, total, rewards.message, limit, may_all_fail=may_all_fail)
+
+    def check_parts(self, rewards: Rewards) -> None:
+        """Raises ConfigError, once parts are known, for a weight of a part that no sample has."""
+        names = rewards.parts.keys()
+        missing = [name for name in self._weights if name not in names and name != ENVIRONMENT]
+        unknown = [name for name in missing if self._has_asked(name, names)]
+        if unknown and rewards.answered.any():
+            raise ConfigError(_unknown_weights(unknown, list(names)))
+
+    def _has_asked(self, weight: str, names: Iterable[str]) -> bool:
+        """Whether the function that a weight is for has rewarded a sample; it may be for a task that has not come yet."""
+        owners = [item.name for item in self._functions if item.name and f"{weight}/".startswith(f"{item.name}/")]
+        return not owners or any(f"{name}/".startswith(f"{owners[0]}/") for name in names)
 
     def submit(
         self,
@@ -192,9 +226,10 @@ class RewardRunner:
         return [failed.get(place) or self._weighted(found) for place, found in enumerate(parts)]
 
     def _weighted(self, parts: dict[str, float]) -> Judged:
-        if not parts:
-            return Judged(None if self._functions else 0.0)
-        value = math.fsum(self._weights.get(name, 1.0) * part for name, part in parts.items())
+        given = {name: part for name, part in parts.items() if not math.isnan(part)}
+        if not given:
+            return Judged(None if self._functions else 0.0, parts)
+        value = math.fsum(self._weights.get(name, 1.0) * part for name, part in given.items())
         parts.pop("", None)  # a single number is the reward itself
         return Judged(value, parts)
 
@@ -288,7 +323,7 @@ def _checked(answer: Any) -> float | dict[str, float] | None:
     if answer is None:
         return None
     if isinstance(answer, Mapping):
-        return {str(name): _number(value) for name, value in answer.items() if value is not None}
+        return {str(name): math.nan if value is None else _number(value) for name, value in answer.items()}
     return _number(answer)
 
 

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,14 @@ from dagrl.rl.functions.episodes import Step
 Tools = Mapping[str, Callable[..., Any]]
 
 KEY = "environment.tools"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """A turn's text without its calls, and the name and JSON arguments of each call."""
+
+    text: str
+    calls: Sequence[tuple[str, str]]
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
@@ -56,22 +65,24 @@ def tool_schemas(tools: Tools) -> list[dict[str, Json]]:
 class ToolEnvironment:
     """Answers the calls of a turn with messages of the role `tool`."""
 
-    def __init__(self, tools: Sequence[str], parser: str, tokenizer: str) -> None:
-        """`tools` are import paths, `parser` is vLLM's name, and `tokenizer` a directory."""
+    wants_tokenizer = True
+
+    def __init__(self, tools: Sequence[str], *, tokenizer: str, tool_parser: str) -> None:
+        """`tools` are import paths, `tokenizer` is a directory, and `tool_parser` vLLM's name."""
         self._tools = load_tools(tools)
-        self._parse = _parser(tuple(tools), parser, tokenizer)
+        self._parse = call_parser(json.dumps(tool_schemas(self._tools)), tool_parser, tokenizer)
 
     @staticmethod
-    def prepare(tools: Sequence[str], parser: str, tokenizer: str) -> None:
+    def prepare(tools: Sequence[str], tokenizer: str, tool_parser: str) -> None:
         """Imports vLLM when a process starts, as that takes longer than a step."""
-        _parser(tuple(tools), parser, tokenizer)
+        call_parser(json.dumps(tool_schemas(load_tools(tools))), tool_parser, tokenizer)
 
     def reset(self, example: Mapping[str, Any]) -> None:
         """Tools keep no state of an episode."""
 
     async def step(self, completion: str) -> Step:
         """Calls the tools that the turn asks for, all at once."""
-        calls = self._parse(completion)
+        calls = self._parse(completion).calls
         if not calls:
             return Step(None)
         results = await asyncio.gather(*(self._result(name, arguments) for name, arguments in calls))
@@ -94,17 +105,20 @@ class ToolEnvironment:
 
 
 @cache
-def _parser(tools: tuple[str, ...], name: str, tokenizer: str) -> Callable[[str], list[tuple[str, str]]]:
-    """Returns a function that finds the calls in a text: the name and the JSON arguments of each."""
+def call_parser(schemas: str, name: str, tokenizer: str) -> Callable[[str], Calls]:
+    """Returns a function that finds calls in the text of a turn.
+
+    `schemas` is the JSON text of the tools' schemas, `name` that of vLLM's parser, and `tokenizer` a directory.
+    """
     from transformers import AutoTokenizer
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    request = ChatCompletionRequest(messages=[], tools=tool_schemas(load_tools(tools)))
+    request = ChatCompletionRequest(messages=[], tools=json.loads(schemas))
     parser = ToolParserManager.get_tool_parser(name)(AutoTokenizer.from_pretrained(tokenizer), request.tools)
 
-    def calls(text: str) -> list[tuple[str, str]]:
+    def calls(text: str) -> Calls:
         found = parser.extract_tool_calls(text, request)
-        return [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return Calls(found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls])
 
     return calls

@@ -25,7 +25,7 @@ from dagrl.errors import ConfigError
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers
 from dagrl.rl.pass_at_k import pass_at_k
-from dagrl.rl.rewards import RewardRunner, rewards_of
+from dagrl.rl.rewards import RewardRunner, Rewards, join_rewards, rewards_of
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.judged import reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
@@ -125,12 +125,13 @@ def _complete(
 ) -> list[list[Completion]]:
     """Generates and rewards all completions, by prompt."""
     scoring: list[tuple[RolloutGroup, list[Sample], Future[Answers]]] = []
+    groups = []
     for number, prompt in enumerate(prompts):
         seeds = request_seeds(config.seed, number, wanted.samples + wanted.greedy)
-        group = new_group(config, number, number, prompt, seeds)
-        for episode in group.episodes[: wanted.greedy]:
+        groups.append(new_group(config, number, number, prompt, seeds))
+        for episode in groups[-1].episodes[: wanted.greedy]:
             episode.greedy = True
-        rollouts.start(group)
+    rollouts.start(*groups)
     while rollouts.busy:
         if not rollouts.generating and rollouts.pending:
             wait(rollouts.pending, WAIT_S, FIRST_COMPLETED)
@@ -141,13 +142,16 @@ def _complete(
             if len(scoring) % max(1, len(prompts) // LOGGED) == 0:
                 logger.info("completed %d of %d prompts", len(scoring), len(prompts))
     completions: dict[int, list[Completion]] = {}
+    everything: list[Rewards] = []
     for group, samples, answers in scoring:
         rewards = with_turn_rewards(config, rewards_of(answers.result()), samples)
         reward.check(rewards, may_all_fail=True)
+        everything.append(rewards)
         found = [float(value) if valid else None for value, valid in zip(rewards.values, rewards.answered, strict=True)]
         completions[group.number] = [
             Completion(sample, sample.completion.greedy, value) for sample, value in zip(samples, found, strict=True)
         ]
+    reward.check_parts(join_rewards(everything))
     return [completions[number] for number in range(len(prompts))]
 
 

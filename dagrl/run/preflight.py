@@ -44,7 +44,7 @@ from dagrl.imports import load_attribute, load_callable, load_class, require_pac
 from dagrl.machine import cpu_count, gpu_count
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
-from dagrl.rl.rewards import check_keywords, reward_functions
+from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
@@ -112,6 +112,7 @@ def preflight(config: Config) -> Inputs:
     if generates(config):
         for item in reward_functions(config.reward):
             _check_function(item.path, item.config, f"{item.key}.function")
+        check_weights(config.reward, config.environment.enabled)
         if config.environment.enabled:
             check_environment(config.environment)
     derived.config, origins = with_local_models(config)

@@ -1,4 +1,4 @@
-"""Keeps what each step trained on in `rollouts/`, written while the step trains."""
+"""Keeps what each step trained on, validated or dropped in `rollouts/`, written while the run continues."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from dagrl.rl.rollout.record import Kept, TokenTexts, rollout_rows
-from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.rl.rollout.record import Kept, TokenTexts, rollout_rows, untrained_rows
+from dagrl.rl.rollout.scoring import ScoredGroup, Untrained
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker_group import WorkerGroup
-from dagrl.telemetry.rollouts import RolloutFiles, load_writer
+from dagrl.telemetry.rollouts import OTHER, RolloutFiles, load_writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,6 +52,12 @@ class RolloutLog:
         yield
         self._writing = self._pool.submit(self._write, groups, batch, kept.result(), step)
 
+    def keep_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
+        """Keeps samples that no step trains on. Raises the OSError of the file before it."""
+        if untrained:
+            self._wait()
+            self._writing = self._pool.submit(self._write_untrained, untrained, step)
+
     def _wait(self) -> None:
         self._writing.result()
 
@@ -60,6 +66,9 @@ class RolloutLog:
 
     def _write(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int) -> None:
         self._files.write(step, rollout_rows(groups, batch, kept, step, self._texts))
+
+    def _write_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
+        self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER)
 
 
 def kept_columns(train: WorkerGroup, deadline: Deadline) -> Kept:

@@ -1,4 +1,5 @@
-"""The samples of a run, one Parquet file per training step: `rollouts/step_000042.parquet`, one row per sample.
+"""The samples of a run in Parquet files, one row per sample: the batch of a training step in `rollouts/step_000042.parquet`,
+and what was validated or dropped by then in `rollouts/other_000042.parquet`.
 
     files = RolloutFiles(paths.rollouts, max_bytes=10 << 30, resumed_step=0)
     files.write(step, rows)                        # rows: one dictionary per sample, with the columns of `schema`
@@ -21,16 +22,21 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-PATTERN = "step_*.parquet"
+STEP, OTHER = "step", "other"
+"""First words of the files' names."""
+
 COMPRESSION = "zstd"
 
 
 def schema() -> pyarrow.Schema:
     """The columns of a file.
 
-    `logprobs` are the engine's, `train_logprobs` and `reference_logprobs` those of the train workers and of the reference
-    policy (null where no phase computes them), `versions` the policy version that made each token. `sampled` is false on
-    tokens of an environment. `advantage` is 0 for samples that are not trained on (`valid` is false).
+    `split` is `train` or `validation`. `dropped` says why a sample of `train` was not trained on: its group by dynamic
+    sampling (`zero_variance`, `failed`) or by age (`too_old`), itself by filtering (`overlong`), for lack of a reward
+    (`no_reward`) or of an answer of its environment (`failed`). `logprobs` are the engine's, `train_logprobs` and
+    `reference_logprobs` those of the train workers and of the reference policy (null where no phase computes them),
+    `versions` the policy version that made each token. `sampled` is false on tokens of an environment. `advantage` is 0 for
+    samples that are not trained on (`valid` is false).
     """
     import pyarrow as pa
 
@@ -39,6 +45,8 @@ def schema() -> pyarrow.Schema:
     return pa.schema(
         [
             ("step", pa.int32()),
+            ("split", pa.string()),
+            ("dropped", pa.string()),
             ("group", pa.int64()),
             ("place", pa.int32()),
             ("source", pa.string()),
@@ -73,9 +81,9 @@ def load_writer() -> None:
     parquet.write_table(schema().empty_table(), pyarrow.BufferOutputStream(), compression=COMPRESSION)
 
 
-def rollout_files(directory: Path) -> dict[int, Path]:
-    """Returns the files of a run by step, in order of steps."""
-    found = {int(path.stem.removeprefix("step_")): path for path in directory.glob(PATTERN)}
+def rollout_files(directory: Path, kind: str = STEP) -> dict[int, Path]:
+    """Returns the files of trained (`STEP`) or of other samples (`OTHER`) of a run by step, in order of steps."""
+    found = {int(path.stem.removeprefix(f"{kind}_")): path for path in directory.glob(f"{kind}_*.parquet")}
     return dict(sorted(found.items()))
 
 
@@ -96,16 +104,16 @@ class RolloutFiles:
     def __init__(self, directory: Path, *, max_bytes: int | None, resumed_step: int = 0) -> None:
         self._directory, self._max_bytes = directory, max_bytes
         directory.mkdir(exist_ok=True)
-        for step, path in rollout_files(directory).items():
+        for step, path in self._files():
             if step > resumed_step:
                 path.unlink()
 
-    def write(self, step: int, rows: Sequence[Row]) -> None:
+    def write(self, step: int, rows: Sequence[Row], kind: str = STEP) -> None:
         """Writes the samples of a step. The file appears complete or not at all."""
         import pyarrow
         from pyarrow import parquet
 
-        path = self._directory / f"step_{step:06d}.parquet"
+        path = self._directory / f"{kind}_{step:06d}.parquet"
         part = path.with_name(path.name + PART)
         try:
             with naming(path):
@@ -119,8 +127,13 @@ class RolloutFiles:
 
     def _delete_oldest(self) -> None:
         """Keeps at least the newest file."""
-        files = list(rollout_files(self._directory).values())
+        files = [path for _, path in self._files()]
         sizes = [os.stat(file).st_size for file in files]
         while self._max_bytes is not None and len(files) > 1 and sum(sizes) > self._max_bytes:
             files.pop(0).unlink()
             sizes.pop(0)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """All files with their steps, the oldest first."""
+        every = [item for kind in (OTHER, STEP) for item in rollout_files(self._directory, kind).items()]
+        return sorted(every, key=lambda item: item[0])

@@ -12,7 +12,7 @@ With `named`, the last column has a dictionary per row, whose values are passed 
 function makes environments (`dagrl.rl.functions.episodes`). Coroutine functions
 are awaited. With `single`, the coroutines of all rows of a call run concurrently, at most CONCURRENCY (0: all) at once,
 each under the deadline. All calls share one event loop, so the function may keep objects bound to it, such as a client or a
-semaphore. Tasks that a call leaves behind are cancelled.
+semaphore. Tasks that a call leaves behind are cancelled, except those of environments, whose loop also runs between calls.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import json
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
@@ -46,7 +47,7 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key, prepare = sys.argv[1:]
-    with Connection(int(descriptor)) as connection, asyncio.Runner() as runner:
+    with Connection(int(descriptor)) as connection, LoopThread() if arguments == "episodes" else asyncio.Runner() as runner:
         try:
             function = load_callable(path, key)
             if arguments == "episodes" and hasattr(function, "prepare"):
@@ -68,6 +69,28 @@ def main() -> None:
             connection.send_bytes(_pickled(answers(runner, function, columns)))
 
 
+class LoopThread:
+    """An event loop that runs in a thread of its own, so that connections and tasks of environments live between calls."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def run(self, call: Coroutine[Any, Any, Item]) -> Item:
+        """Returns the call's result."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+Runner = asyncio.Runner | LoopThread
+
+
 def _answers(how: str, function: Callable[..., Any], deadline: Deadline, concurrency: int) -> Callable[..., Any]:
     """Returns the function that answers the columns of a call."""
     if how == "batched":
@@ -83,7 +106,7 @@ def _pickled(answers: list[Any] | str) -> bytes:
         return pickle.dumps(f"its answer cannot be pickled: {error_text(error)}")
 
 
-def answer_batch(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
+def answer_batch(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
     """Calls the function with all rows. Returns its answers, or what it raised."""
     try:
         return list(_result(runner, function, columns))
@@ -91,7 +114,7 @@ def answer_batch(runner: asyncio.Runner, function: Callable[..., Any], columns: 
         return error_text(error)
 
 
-def answer_row(runner: asyncio.Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
+def answer_row(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
     """Calls a plain function, which may run its own event loop, with the only row. Returns its answer, or what it raised."""
     (row,) = zip(*columns, strict=True)
     try:
@@ -100,13 +123,13 @@ def answer_row(runner: asyncio.Runner, function: Callable[..., Any], columns: Se
         return error_text(error)
 
 
-def _result(runner: asyncio.Runner, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _result(runner: Runner, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     result = function(*arguments)
     return _run(runner, _awaited(result)) if inspect.isawaitable(result) else result
 
 
 def answer_singly(
-    runner: asyncio.Runner,
+    runner: Runner,
     function: Callable[..., Any],
     columns: Sequence[list[Any]],
     deadline: Deadline,
@@ -117,12 +140,13 @@ def answer_singly(
     return _run(runner, _gather(function, rows, deadline, concurrency or max(len(rows), 1)))
 
 
-def _run(runner: asyncio.Runner, call: Coroutine[Any, Any, Item]) -> Item:
-    """Returns the call's result and cancels the tasks it leaves, so that the next call finds a clean loop."""
+def _run(runner: Runner, call: Coroutine[Any, Any, Item]) -> Item:
+    """Returns the call's result. Cancels the tasks that a function's call leaves, so that the next finds a clean loop."""
     try:
         return runner.run(call)
     finally:
-        runner.run(_end_tasks())
+        if isinstance(runner, asyncio.Runner):
+            runner.run(_end_tasks())
 
 
 async def _end_tasks() -> None:

@@ -1,17 +1,23 @@
 """Environments of episodes in a child process: made, reset, stepped and closed, many at once.
 
-An episode's state lives in the process. A request has the texts of all turns so far: a process that does not know the
-episode, because an earlier one was lost or the run was resumed, makes it again and steps through them.
+An episode's state lives in the process. A request has the texts of all turns so far, none before the first turn. A process
+that does not know the episode, because an earlier one was lost or the run was resumed, makes it again and steps through
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from dagrl.errors import error_text
+
+logger = logging.getLogger(__name__)
 
 THREADS = 256
 """Plain methods under way at once in a process."""
@@ -40,34 +46,45 @@ class EpisodeHost:
     def __init__(self, factory: Callable[..., Any]) -> None:
         self._factory = factory
         self._episodes: dict[str, _Episode] = {}
+        self._closing: set[asyncio.Task[None]] = set()  # the loop keeps weak references alone
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="episode")
 
     async def __call__(self, key: str, request: Mapping[str, Any] | None) -> Any:
-        """Steps through the turns that the episode has not seen. Returns the answer to the last."""
+        """Steps through the turns that the episode has not seen. Returns the answer to the last, or else that of `reset`."""
         if request is None:
             return await self._close(key)
         try:
             answer = await self._step(key, request)
         except BaseException:
-            self._episodes.pop(key, None)  # in an unknown state
+            self._abandon(key)  # in an unknown state
             raise
-        if answer is None or (isinstance(answer, Step) and answer.reply is None):
+        if request["turns"] and (answer is None or (isinstance(answer, Step) and answer.reply is None)):
             await self._close(key)
         return answer
 
     async def _step(self, key: str, request: Mapping[str, Any]) -> Any:
         turns = request["turns"]
-        episode = self._episodes.get(key)
+        episode, answer = self._episodes.get(key), None
         if episode is None or episode.steps >= len(turns):  # unknown, or its last answer was lost
             await self._close(key)
             episode = _Episode(await self._call(self._factory, **request["arguments"]))
             self._episodes[key] = episode
-            await self._call(episode.environment.reset, request["example"])
-        answer = None
+            answer = await self._call(episode.environment.reset, request["example"])
         for turn in turns[episode.steps :]:
             answer = await self._call(episode.environment.step, turn)
             episode.steps += 1
         return answer
+
+    def _abandon(self, key: str) -> None:
+        """Closes an episode that failed in the background, as that may hang or fail too."""
+        closing = asyncio.get_running_loop().create_task(self._close(key))
+        self._closing.add(closing)
+        closing.add_done_callback(self._abandoned)
+
+    def _abandoned(self, closing: asyncio.Task[None]) -> None:
+        self._closing.discard(closing)
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            logger.warning("environment.function: close failed after an episode failed: %s", error_text(error))
 
     async def _close(self, key: str) -> None:
         episode = self._episodes.pop(key, None)

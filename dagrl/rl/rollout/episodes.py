@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 class Episode:
     """A sequence in the making: the tokens that follow its prompt.
 
-    `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `awaiting` is
-    True from the end of a turn until the environment answers it. `failure` is the environment's error if the finish reason
-    is `environment_failed`. A `greedy` sequence takes the likeliest token at each step.
+    `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `opened` is
+    True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`
+    is the environment's error if the finish reason is `environment_failed`. A `greedy` sequence takes the likeliest token at
+    each step.
     """
 
     prompt: Prompt
@@ -40,6 +41,7 @@ class Episode:
     finish_reason: str = ""
     turns: int = 0
     turn_start: int = 0
+    opened: bool = False
     awaiting: bool = False
     failure: str = ""
     greedy: bool = False

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,8 +36,10 @@ from dagrl.rl.rollout.judged import reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import (
     FAILED,
+    TRAIN,
     ZERO_VARIANCE,
     ScoredGroup,
+    Untrained,
     answered,
     drop_reason,
     equal_share,
@@ -46,7 +48,7 @@ from dagrl.rl.rollout.scoring import (
     scored_group,
     with_turn_rewards,
 )
-from dagrl.rl.rollout.trajectories import TrajectoryBuffer
+from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
 from dagrl.rl.rollout.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
 from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD, REWARD_MEAN, STALENESS, VALIDATION
 
@@ -105,6 +107,7 @@ class Experience:
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
+        self._untrained: list[Untrained] = []  # since they were taken
         self._dropped_before: Counter[str] = Counter()  # by earlier processes of the run, by reason
 
     def __enter__(self) -> Self:
@@ -123,10 +126,8 @@ class Experience:
         left = self._last - self.buffer.version
         counts = self.buffer.counts()
         needed = self.buffer.groups_per_step * left - counts.generating - counts.finished - counts.taken
-        for _ in range(min(self.buffer.room(), needed)):
-            number = self.buffer.start()
-            (key,) = self.sampler.take(1)
-            self._start(number, key)
+        room = min(self.buffer.room(), needed)
+        self.rollouts.start(*[self._new_group(self.buffer.start(), *self.sampler.take(1)) for _ in range(room)])
 
     def work(self, other: Future[Any] | None = None) -> None:
         """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`."""
@@ -169,7 +170,10 @@ class Experience:
 
     def advance(self, version: int) -> None:
         """Marks the last taken batch as trained; generation has `version`."""
+        finished = self.buffer.finished()
         too_old = self.buffer.advance(version)
+        left = {group.number for group in self.buffer.finished()}
+        self._untrained += [Untrained(one.payload, TRAIN, TOO_OLD) for one in finished if one.number not in left]
         if too_old:
             self.rest()
             self.rollouts.abort(set(too_old) & self.rollouts.numbers)
@@ -203,18 +207,23 @@ class Experience:
         if not prompts:
             return {}
         seeds = request_seeds(self._config.seed, VALIDATION_STREAM + self.buffer.version, len(prompts))
-        for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            number = VALIDATION_STREAM + index
-            self.rollouts.start(new_group(self._config, number, -1 - index, prompt, [seed], cohort=-1))
+        groups = [
+            new_group(self._config, VALIDATION_STREAM + index, -1 - index, prompt, [seed], cohort=-1)
+            for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        self.rollouts.start(*groups)
         while len(self._validated) < len(prompts) or not all(item.answers.done() for item in self._validated):
             if may_stop and self._stop.requested:
                 self._give_up_validation()
                 self._stop.check()
             self.work()
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
+        judged = [scored_group(self._config, item.group, item.samples, self._rewards(item)) for item in scored]
+        self._untrained += map(Untrained, judged)
         samples = [sample for item in scored for sample in item.samples]
-        rewards = join_rewards([self._rewards(item) for item in scored])
+        rewards = join_rewards([group.rewards for group in judged])
         self._reward.check(rewards, may_all_fail=True)
+        self._reward.check_parts(rewards)
         self._check_environment(samples, may_all_fail=True)
         return {
             VALIDATION + "reward": mean_reward(rewards, samples),
@@ -222,6 +231,11 @@ class Experience:
             **reward_means(rewards, samples, VALIDATION),
             **self._environment_failures(samples, VALIDATION + ENVIRONMENT_FAILURES.replace("/", "_")),
         }
+
+    def take_untrained(self) -> list[Untrained]:
+        """Returns the validation samples and dropped groups since the last call."""
+        taken, self._untrained = self._untrained, []
+        return taken
 
     def _give_up_validation(self) -> None:
         """Drops the validation groups, which checkpoints do not hold."""
@@ -232,7 +246,7 @@ class Experience:
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""
         samples = [sample for group in groups for sample in group.samples]
-        made = [np.array(sample.completion.versions)[np.array(sample.completion.sampled)] for sample in samples]
+        made = [np.array(one.completion.versions, np.int64)[np.array(one.completion.sampled, np.bool_)] for one in samples]
         ages = self.buffer.version - np.concatenate(made)
         lengths = [len(sample.completion.tokens) for sample in samples]
         rewards = join_rewards([group.rewards for group in groups])
@@ -285,11 +299,10 @@ class Experience:
             self.state(),
         )
 
-    def _start(self, number: int, key: int) -> None:
+    def _new_group(self, number: int, key: int) -> RolloutGroup:
         config = self._config
         seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
-        prompt = self._prompts.train[key]
-        self.rollouts.start(new_group(self._config, number, key, prompt, seeds, cohort=self.buffer.version))
+        return new_group(config, number, key, self._prompts.train[key], seeds, cohort=self.buffer.version)
 
     def _restart(self, saved: SavedGroup) -> None:
         """Restarts a saved group: from its tokens, or from its prompt with the current policy."""
@@ -301,10 +314,12 @@ class Experience:
         whole = saved.whole and can_go_on(config, version, prompt, saved.group, limits)
         self.buffer.restart(number, saved.version if whole else version)
         if not whole:
-            self._start(number, key)
+            self.rollouts.start(self._new_group(number, key))
             return
         for episode, limit in zip(saved.group.episodes, limits, strict=True):
-            episode.prompt, episode.max_new_tokens = prompt, limit
+            own = episode.prompt
+            episode.prompt = replace(prompt, text=own.text, tokens=own.tokens, messages=own.messages) if len(own) else prompt
+            episode.max_new_tokens = limit
         if saved.group.complete:
             self._score(saved.group)
         else:
@@ -327,6 +342,7 @@ class Experience:
             group = scored_group(config, item.group, item.samples, self._rewards(item))
             if config.grpo.use_dynamic_sampling and (reason := drop_reason(group)):
                 self._dropped_groups.append(group)
+                self._untrained.append(Untrained(group, TRAIN, reason))
                 self.buffer.drop(item.group.number, reason)
             else:
                 self.buffer.finish(item.group.number, group)
@@ -339,7 +355,9 @@ class Experience:
         return self._dropped_before + Counter(self.buffer.counts().dropped)
 
     def _check_failures(self, groups: Sequence[ScoredGroup]) -> None:
-        self._reward.check(join_rewards([group.rewards for group in groups]))
+        rewards = join_rewards([group.rewards for group in groups])
+        self._reward.check(rewards)
+        self._reward.check_parts(rewards)
         self._check_environment([sample for group in groups for sample in group.samples])
 
     def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Rows of `rollouts/`: what a training step learned from, sample by sample (`dagrl.telemetry.rollouts`)."""
+"""Rows of `rollouts/`, sample by sample: what a training step learned from, and what no step did."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dagrl.rl.rollout.episodes import Episode, Sample
-from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.rl.rollout.scoring import FAILED, TRAIN, ScoredGroup, Untrained, answered
 from dagrl.runtime.shapes import Array, Batch
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 KEPT = {"train_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "entropy": "entropy"}
 
 
+NO_REWARD, OVERLONG = "no_reward", "overlong"
+"""Why a sample of a batch is not trained on: its reward failed or excludes it, or `grpo.overlong_filtering` does."""
+
+
 def rollout_rows(
     groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int, texts: TokenTexts
 ) -> list[dict[str, Any]]:
@@ -29,20 +33,45 @@ def rollout_rows(
     for group in groups:
         for place, sample in enumerate(group.samples):
             index = len(rows)
+            dropped = _why_not(group, place, trained=bool(batch["loss_mask"][index].any()))
             rows.append(
                 {
-                    "step": step,
-                    "group": group.group.number,
-                    "place": place,
-                    "reward": group.rewards.values[place],
-                    "reward_parts": _reward_parts(group, place),
-                    "valid": group.valid[place],
+                    **_row(group, place, step, TRAIN, dropped, texts),
                     "advantage": _advantage(batch, index),
-                    **_sequence(sample, texts),
                     **_logprobs(sample, kept, int(batch["row_ids"][index])),
                 }
             )
     return rows
+
+
+def untrained_rows(untrained: Sequence[Untrained], step: int, texts: TokenTexts) -> list[dict[str, Any]]:
+    """Returns one row per sample of groups that no step trains on."""
+    return [
+        {**_row(one.group, place, step, one.split, one.dropped, texts), "advantage": 0.0, **dict.fromkeys(KEPT)}
+        for one in untrained
+        for place in range(len(one.group.samples))
+    ]
+
+
+def _row(group: ScoredGroup, place: int, step: int, split: str, dropped: str, texts: TokenTexts) -> dict[str, Any]:
+    return {
+        "step": step,
+        "split": split,
+        "dropped": dropped,
+        "group": group.group.number,
+        "place": place,
+        "reward": group.rewards.values[place],
+        "reward_parts": _reward_parts(group, place),
+        "valid": bool(group.valid[place]) and not dropped,
+        **_sequence(group.samples[place], texts),
+    }
+
+
+def _why_not(group: ScoredGroup, place: int, *, trained: bool) -> str:
+    """Returns why a sample of a batch is not trained on; "" if it is."""
+    if not group.valid[place]:
+        return NO_REWARD if answered(group.samples[place]) else FAILED
+    return OVERLONG if not trained and any(group.samples[place].completion.sampled) else ""
 
 
 def _reward_parts(group: ScoredGroup, place: int) -> dict[str, float]:

@@ -110,12 +110,17 @@ class Rollouts:
         """Unanswered calls of the environment."""
         return [asked.replies for asked in self._asked]
 
-    def start(self, group: RolloutGroup) -> None:
-        """Starts the sequences of a group, or continues those that have tokens already."""
-        assert group.number not in self._groups
-        self._groups[group.number] = group
-        self._ask([(group, episode) for episode in group.episodes if episode.awaiting])
-        for episode in group.episodes:
+    def start(self, *groups: RolloutGroup) -> None:
+        """Starts the sequences of groups, or continues those that have tokens already.
+
+        Environments are asked about all of them at once: first for their prompts, unless tools are all they have.
+        """
+        assert not self.numbers & {group.number for group in groups}
+        self._groups |= {group.number: group for group in groups}
+        turns = [(group, episode) for group in groups for episode in group.episodes if not episode.finish_reason]
+        opens = self._environment is not None and self._environment.opens
+        self._ask([turn for turn in turns if turn[1].awaiting or (opens and not (turn[1].opened or turn[1].tokens))])
+        for group, episode in turns:
             if not (episode.finish_reason or episode.awaiting):
                 self._request(group, episode)
 
@@ -251,7 +256,8 @@ class Rollouts:
         """Asks the environment about these sequences, in one call per environment process, which keeps their state."""
         for _, episode in turns:
             episode.awaiting = self._environment is not None
-            episode.finish_reason = "" if episode.awaiting else ENDED  # a resumed run may have no environment
+            if not episode.awaiting and episode.turns:  # a resumed run may have no environment
+                episode.finish_reason = ENDED
         if self._environment is None:
             return
         parts: dict[int, list[Turn]] = {}
@@ -267,7 +273,21 @@ class Rollouts:
         for asked in answered:
             for (group, episode), reply in zip(asked.turns, asked.replies.result(), strict=True):
                 if not episode.finish_reason:  # not aborted since
-                    self._go_on(group, episode, reply)
+                    go_on = self._go_on if episode.turns else self._begin
+                    go_on(group, episode, reply)
+
+    def _begin(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
+        """Begins the first turn, after the prompt that the environment gave."""
+        assert self._environment is not None
+        episode.awaiting, episode.opened, episode.failure = False, True, reply.failure
+        episode.prompt = reply.prompt or episode.prompt
+        if reply.reason != FAILED and len(episode) >= self._room:
+            episode.failure = f"reset gave a prompt of {len(episode)} tokens; the largest bucket has {self._room}"
+            self._environment.close(_key(group, episode))
+        if episode.failure:
+            self._end(group, episode, FAILED)
+        else:
+            self._request(group, episode)
 
     def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         assert self._environment is not None
@@ -292,7 +312,8 @@ class Rollouts:
         turns = [episode.tokens[start:end] for start, end in episode.spans() if episode.sampled[start]]
         texts = cast("list[str]", self._tokenizer.batch_decode(turns, skip_special_tokens=True))
         closed = episode.tokens[-1:] == [self._tokenizer.eos_token_id]
-        return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed)
+        first = group.episodes[0].seed
+        return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, first)
 
     def _forget(self, request: int) -> None:
         del self._requests[request]

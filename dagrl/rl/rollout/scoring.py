@@ -11,11 +11,11 @@ from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.rl.advantages import zero_variance_groups
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
-from dagrl.rl.rewards import BoolArray, FloatArray, Rewards, overlong_penalty
+from dagrl.rl.rewards import ENVIRONMENT, BoolArray, FloatArray, Rewards, overlong_penalty
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample
 
-ENVIRONMENT = "environment"
-"""Name of the part of the reward that the environment gave."""
+TRAIN, VALIDATION = "train", "validation"
+"""Splits of the data."""
 
 ZERO_VARIANCE, FAILED = "zero_variance", "failed"
 """Why dynamic sampling drops a group: all rewards are equal, or fewer than two samples are valid."""
@@ -34,6 +34,15 @@ class ScoredGroup:
     rewards: Rewards
     values: FloatArray
     valid: BoolArray
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """A scored group that no step trains on: of the `split` validation, or `dropped` for a reason."""
+
+    group: ScoredGroup
+    split: str = VALIDATION
+    dropped: str = ""
 
 
 def with_turn_rewards(config: Config, rewards: Rewards, samples: Sequence[Sample]) -> Rewards:

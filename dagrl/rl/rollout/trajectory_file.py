@@ -8,6 +8,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 logger = logging.getLogger(__name__)
 
 INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
-NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")  # prompts are not saved: the group's key finds them in the data
+NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")
+"""Stands for a prompt of the data, which the group's key finds. Only those that an environment gave are saved."""
 TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
 
 
@@ -65,7 +67,7 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
         for described in item["episodes"]:
             end = start + described.pop("length")
             made = {name: column[start:end].tolist() for name, column in columns.items()}
-            episodes.append(Episode(NO_PROMPT, **described, **made))
+            episodes.append(Episode(_prompt(described.pop("prompt")), **described, **made))
             start = end
         group = RolloutGroup(item["number"], item["key"], episodes, item["cohort"])
         groups.append(SavedGroup(group, item["version"], item["whole"]))
@@ -90,6 +92,8 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
             "finish_reason": episode.finish_reason,
             "turns": episode.turns,
             "turn_start": episode.turn_start,
+            "opened": episode.opened,
+            "prompt": _given(episode),
             "awaiting": episode.awaiting,
             "failure": episode.failure,
             "turn_rewards": list(episode.turn_rewards),
@@ -106,10 +110,26 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
     }
 
 
+def _given(episode: Episode) -> Json:
+    """The prompt of an episode whose environment may have given it."""
+    prompt = episode.prompt
+    if not episode.opened:
+        return None
+    return {"text": prompt.text, "tokens": prompt.tokens.tolist(), "messages": [dict(turn) for turn in prompt.messages]}
+
+
+def _prompt(given: Mapping[str, Any] | None) -> Prompt:
+    if given is None:
+        return NO_PROMPT
+    return Prompt(given["text"], np.array(given["tokens"], np.int64), "", "", given["messages"])
+
+
 def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
     """Whether the group has as many sequences as in this run, none of them too long. Warns if not."""
     room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
-    lengths = [len(prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes]
+    lengths = [
+        len(episode.prompt or prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes
+    ]
     turns = [
         0 if episode.finish_reason or episode.awaiting else len(episode.tokens) - episode.turn_start
         for episode in group.episodes

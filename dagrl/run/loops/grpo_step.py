@@ -83,6 +83,7 @@ def start_policy(session: Session, experience: Experience) -> None:
     if session.step == first and config.grpo.val_at_start:
         progress.status("validating")
         session.record_initial_validation(algorithm_name(config), experience.validate(may_stop=resumed is None))
+        _keep_untrained(session, experience, session.step)
     if resumed is not None:
         experience.restore(checkpoints.state.counters, resumed.directory)
     replays.close_step(tokens=0)  # none of this is part of the first step
@@ -159,6 +160,12 @@ def _reports(result: object) -> Iterator[RefitReport]:
             yield from _reports(part)
 
 
+def _keep_untrained(session: Session, experience: Experience, step: int) -> None:
+    untrained, log = experience.take_untrained(), session.recorder.rollouts
+    if log is not None:
+        log.keep_untrained(untrained, step)
+
+
 def finish_step(session: Session, experience: Experience, metrics: dict[str, float]) -> None:
     """Validates if it is due, and records the step."""
     config, step = session.config, session.step + 1
@@ -166,6 +173,7 @@ def finish_step(session: Session, experience: Experience, metrics: dict[str, flo
     if position == total or (config.grpo.val_period and position % config.grpo.val_period == 0):
         session.recorder.progress.status("validating")
         metrics |= experience.validate()
+    _keep_untrained(session, experience, step)
     metrics |= session.replays.close_step(tokens=int(metrics["trained_tokens"]))
     stage = algorithm_name(config)
     state = TrainState(step, _counters(config, experience), ranking_metric(config, stage, metrics))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from dagrl.errors import ConfigError
-from dagrl.telemetry.rollouts import read_rollouts, rollout_files
+from dagrl.telemetry.rollouts import OTHER, STEP, read_rollouts, rollout_files
 
 Summary = dict[str, Any]
 
@@ -24,7 +24,7 @@ SNIPPET = 200
 WORST = 20
 """Samples of a step that may be among the outliers of the run."""
 
-SHOWN = ("group", "place", "source", "task", "reward", "advantage", "valid", "finish_reason")
+SHOWN = ("split", "dropped", "group", "place", "source", "task", "reward", "advantage", "valid", "finish_reason")
 TEXTS = ("prompt", "completion", "reference")
 TOKENS = ("sampled", "logprobs", "train_logprobs", "versions")
 
@@ -70,12 +70,14 @@ class RunView:
         return {"after": after, "next": after + (len(whole) + 1 if whole else 0), "lines": lines}
 
     def steps(self) -> list[Summary]:
-        """Returns each step that has rollouts, with its mean reward and largest KL."""
-        return [_step_summary(step, self._samples(path)) for step, path in rollout_files(self._rollouts).items()]
+        """Returns each step that has rollouts, with the mean reward and largest KL of what it trained on."""
+        steps = {step for kind in (STEP, OTHER) for step in rollout_files(self._rollouts, kind)}
+        return [_step_summary(step, self.samples(step)) for step in sorted(steps)]
 
     def samples(self, step: int) -> list[Summary]:
-        """Returns a line for each sample of a step. Raises KeyError if it has no rollouts."""
-        return self._samples(rollout_files(self._rollouts)[step])
+        """Returns a line for each sample of a step: those trained on, then others. Raises KeyError if it has no rollouts."""
+        lines = [line for path in self._files(step) for line in self._samples(path)]
+        return [{**line, "row": number} for number, line in enumerate(lines)]
 
     def outliers(self) -> list[Summary]:
         """Returns the samples of the run whose KL between engine and trainer is largest."""
@@ -84,8 +86,20 @@ class RunView:
 
     def sample(self, step: int, row: int) -> Summary:
         """Returns everything about one sample. Raises KeyError or IndexError if there is none."""
-        found = read_rollouts(rollout_files(self._rollouts)[step])[row]
-        return {**found, "row": row}
+        at = row
+        for path in self._files(step):
+            count = len(self._samples(path))
+            if at < count:
+                return {**read_rollouts(path)[at], "row": row}
+            at -= count
+        raise IndexError(f"row {row} of step {step}")
+
+    def _files(self, step: int) -> list[Path]:
+        """The files of a step. Raises KeyError if there are none."""
+        found = [files[step] for kind in (STEP, OTHER) if step in (files := rollout_files(self._rollouts, kind))]
+        if not found:
+            raise KeyError(step)
+        return found
 
     @property
     def _rollouts(self) -> Path:
@@ -156,7 +170,7 @@ def _worst(samples: list[Summary]) -> list[Summary]:
 
 
 def _step_summary(step: int, samples: list[Summary]) -> Summary:
-    valid = [sample["reward"] for sample in samples if sample["valid"]]
+    valid = [sample["reward"] for sample in samples if sample["valid"] and sample["split"] == "train"]
     return {
         "step": step,
         "samples": len(samples),

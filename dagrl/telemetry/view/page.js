@@ -1,6 +1,6 @@
 // The page: what it shows is in the address (#tab=samples&step=3), so links and the back button work.
 
-const DEFAULTS = { tab: "curves", x: "step", sort: "kl", color: "logprob" };
+const DEFAULTS = { tab: "curves", x: "step", show: "train", sort: "kl", color: "logprob" };
 const PERIOD_MS = 3000;
 const CHARTS = [
   ["Reward", ["reward/mean", "validation/reward"]], ["Loss", ["loss", "validation/loss"]], ["KL to the reference", ["policy/kl"]],

@@ -8,6 +8,14 @@ const SORTS = {
   group: ["by prompt", (a, b) => a.group - b.group || a.place - b.place],
 };
 
+const SHOWS = {
+  train: ["trained on", (line) => line.split === "train" && !line.dropped],
+  validation: ["validation", (line) => line.split === "validation"],
+  dropped: ["dropped", (line) => Boolean(line.dropped)],
+  all: ["all", () => true],
+};
+const WITHOUT_REWARD = ["failed", "no_reward"];
+
 async function samplesPage(state) {
   const steps = await Promise.all(RUNS.map((run) => load("steps", { run })));
   const known = [...new Set(steps.flat().map((one) => one.step))].sort((a, b) => a - b);
@@ -26,6 +34,7 @@ function samplesBar(state, known, step) {
   return h("div", { class: "bar" },
     h("button", { title: "step before", disabled: at <= 0 ? "" : null, onclick: () => move(-1) }, "‹"), stepChoice,
     h("button", { title: "next step", disabled: at < 0 || at === known.length - 1 ? "" : null, onclick: () => move(1) }, "›"),
+    choice("show", "show", state.show, Object.entries(SHOWS).map(([key, [title]]) => [key, title])),
     choice("order", "sort", state.sort, Object.entries(SORTS).map(([key, [title]]) => [key, title])),
     choice("colour", "color", state.color, Object.entries(MODES).map(([key, mode]) => [key, mode.title])),
     h("label", {}, "search", h("input", { id: "search", type: "search", value: state.search || "", placeholder: "prompt or completion",
@@ -48,7 +57,8 @@ async function panel(run, step, state, steps) {
     return box;
   }
   const found = await load("samples", step === null ? { run } : { run, step });
-  const lines = found.filter((line) => matches(line, state.search)).sort(SORTS[state.sort][1]);
+  const kept = found.filter(SHOWS[state.show][1]);
+  const lines = (kept.length ? kept : found).filter((line) => matches(line, state.search)).sort(SORTS[state.sort][1]);
   const chosen = chosenLine(lines, state[`row${run}`], run, state);
   box.append(linesTable(run, lines, chosen, step));
   if (chosen) box.append(conversation(await load("sample", { run, step: chosen.step, row: chosen.row }), state.color));
@@ -73,7 +83,7 @@ function samePrompt(lines, run, state) {
 }
 
 function linesTable(run, lines, chosen, step) {
-  const rewards = lines.filter((line) => line.valid).map((line) => line.reward);
+  const rewards = lines.filter(hasReward).map((line) => line.reward);
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   const heads = [step === null ? "step" : null, "reward", "advantage", "KL", "tokens"].filter(Boolean);
   const title = step === null ? "KL outliers" : `Step ${step}`;
@@ -90,9 +100,18 @@ function tableLine(run, line, chosen, step) {
   return h("tr", { class: chosen ? "line chosen" : "line", tabindex: 0, "data-row": line.row, onclick: select,
     onkeydown: (event) => { if (event.key === "Enter") select(); } },
     step === null ? h("td", {}, String(line.step)) : null,
-    h("td", {}, line.valid ? shown(line.reward, 3) : "failed"), h("td", { class: sign }, shown(line.advantage, 3)),
+    h("td", {}, hasReward(line) ? shown(line.reward, 3) : "failed"), h("td", { class: sign }, shown(line.advantage, 3)),
     h("td", {}, shown(line.kl, 2)), h("td", {}, String(line.tokens)),
-    h("td", { class: "text", title: line.completion }, h("span", { class: "dim" }, `${oneLine(line.prompt, 36)} `), oneLine(line.completion, 120)));
+    h("td", { class: "text", title: line.completion }, mark(line), h("span", { class: "dim" }, `${oneLine(line.prompt, 36)} `), oneLine(line.completion, 120)));
+}
+
+function hasReward(line) {
+  return line.valid || (line.dropped && !WITHOUT_REWARD.includes(line.dropped));
+}
+
+function mark(line) {
+  const text = line.split === "validation" ? "validation" : line.dropped;
+  return text ? h("span", { class: "mark" }, `${text.replaceAll("_", " ")} `) : null;
 }
 
 function oneLine(text, most) {

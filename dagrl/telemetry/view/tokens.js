@@ -65,7 +65,8 @@ function scaleOf(mode, tokens) {
 function conversation(sample, mode) {
   const tokens = tokensOf(sample);
   const parts = Object.entries(sample.reward_parts || {});
-  const facts = [["step", sample.step], ...(sample.task ? [["task", sample.task]] : []), ["reward", shown(sample.reward)], ["advantage", shown(sample.advantage)],
+  const split = sample.split === "validation" ? [["split", "validation"]] : sample.dropped ? [["dropped", sample.dropped.replaceAll("_", " ")]] : [];
+  const facts = [["step", sample.step], ...split, ...(sample.task ? [["task", sample.task]] : []), ["reward", shown(sample.reward)], ["advantage", shown(sample.advantage)],
     ["tokens", tokens.length], ["ended by", sample.finish_reason], ["policy versions", versionsText(tokens)]];
   if (parts.length > 1) facts.push(...parts.map(([name, value]) => [`reward: ${name}`, shown(value)]));
   if (sample.reference) facts.push(["expected", sample.reference.length > 60 ? `…${sample.reference.slice(-60)}` : sample.reference]);

@@ -79,7 +79,36 @@ class Sleeps(Counts):
     def step(self, completion):
         time.sleep(0.2)
         return super().step(completion)
+
+class Opens(Counts):
+    # Gives the prompt that is in the column `opening`.
+
+    def reset(self, example):
+        super().reset(example)
+        return example["columns"].get("opening")
+
+class Ticks(Counts):
+    # A task of it goes on between turns.
+
+    async def reset(self, example):
+        super().reset(example)
+        self.ticks = 0
+        self.task = asyncio.create_task(self.tick())
+
+    async def tick(self):
+        while True:
+            await asyncio.sleep(0.01)
+            self.ticks += 1
+
+    async def step(self, completion):
+        return f"{{self.ticks > 3}} {{self.task.done()}}"
 """
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TEMPLATED = character_tokenizer("0123456789+=<>" + "".join(map(chr, range(97, 123))), TEMPLATE)
 
 
 class Episodes:
@@ -131,6 +160,60 @@ def test_each_episode_has_its_state_and_rewards_by_turn(module: str, name: str, 
     ), "an episode that ended is closed at once, the other with the run"
 
 
+@pytest.mark.parametrize(
+    "opening, text",
+    [
+        (None, ""),
+        ("12+", "<system>sum<user>12+<assistant>"),
+        ([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}], "<system>sum<user>1<user>2<assistant>"),
+        ([{"role": "system", "content": "0"}, {"role": "user", "content": "3"}], "<system>0<user>3<assistant>"),
+    ],
+)
+def test_reset_may_give_the_first_messages_of_a_conversation(module: str, opening: Any, text: str, tmp_path: Path) -> None:
+    conversation = ({"role": "system", "content": "sum"}, {"role": "user", "content": "1+1="})
+    asked = opened(module, tmp_path, opening, messages=conversation)
+    if opening is None:
+        assert asked == Reply(None)
+        return
+    assert asked.prompt is not None and asked.prompt.text == text and asked.prompt.reference == "2"
+    assert asked.prompt.tokens.tolist() == TEMPLATED(text, add_special_tokens=False)["input_ids"]
+
+
+def opened(module: str, tmp_path: Path, opening: Any, **fields: Any) -> Reply:
+    """What the environment gives before the first turn of an episode."""
+    prompt = Prompt("1+1=", np.array([1]), "2", "row 0", columns={"left": 2, "opening": opening}, **fields)
+    config = EnvironmentConfig(function=f"{module}:Opens", args={"notes": str(tmp_path / "notes")})
+    with EnvironmentRunner(config, TEMPLATED) as runner:
+        (reply,) = runner.submit(0, [Question("key", prompt, 7, [])]).result()
+    return reply
+
+
+def test_reset_may_give_another_plain_prompt(module: str, tmp_path: Path) -> None:
+    found = opened(module, tmp_path, "3+4=").prompt
+    assert found is not None and (found.text, found.messages) == ("3+4=", ())
+    assert found.tokens.tolist() == TEMPLATED("3+4=")["input_ids"]
+
+
+@pytest.mark.parametrize("opening, message", [([], "found no messages"), (3, "it returned 3; expected: a text")])
+def test_a_reset_that_gives_no_prompt_costs_its_sequence(module: str, opening: Any, message: str, tmp_path: Path) -> None:
+    found = opened(module, tmp_path, opening)
+    assert found.reason == FAILED and message in found.failure
+
+
+def test_the_first_turn_continues_what_reset_began(module: str, tmp_path: Path) -> None:
+    with episodes(module, "Counts", tmp_path) as run:
+        assert run.ask(("a", 2, [])) == [Reply(None)]
+        assert run.ask(("a", 2, ["x"])) == [Reply("1 left", reward=1.0)]
+        assert run.notes == ["a reset 7", "a step x"]
+
+
+def test_tasks_of_an_environment_run_between_turns(module: str, tmp_path: Path) -> None:
+    with episodes(module, "Ticks", tmp_path) as run:
+        run.ask(("a", 2, []))
+        time.sleep(0.3)
+        assert run.ask(("a", 2, ["x"])) == [Reply("True False")]
+
+
 def test_a_rollout_that_ends_closes_its_episode(module: str, tmp_path: Path) -> None:
     with episodes(module, "Counts", tmp_path) as run:
         run.ask(("a", 9, ["x"]))
@@ -152,8 +235,10 @@ def test_episodes_step_at_the_same_time(module: str, name: str, tmp_path: Path) 
 def test_an_episode_that_raises_costs_only_itself(module: str, tmp_path: Path) -> None:
     with episodes(module, "Counts", tmp_path) as run:
         good, bad = run.ask(("a", 9, ["x"]), ("b", 9, ["raise"]))
-    assert good == Reply("8 left", reward=1.0)
-    assert bad == Reply(None, FAILED, "ValueError: no such turn")
+        assert good == Reply("8 left", reward=1.0)
+        assert bad == Reply(None, FAILED, "ValueError: no such turn")
+        run.ask(("c", 9, []))
+        assert "b close" in run.notes, "it is closed at once"
 
 
 @pytest.mark.parametrize("end", ["die", "hang"])
@@ -194,7 +279,7 @@ def test_replies(module: str) -> None:
         found = environment.submit(0, questions).result()
     assert found[:3] == [Reply(""), Reply("café"), Reply(None, ENDED)]
     assert [(reply.text, reply.reason) for reply in found[3:]] == [(None, FAILED)] * 2
-    assert found[3].failure.startswith("step returned 3; expected: a text, messages, a Step, or None")
+    assert found[3].failure.startswith("it returned 3; expected: a text, messages, a Step, or None")
     assert found[4].failure.startswith("it returned a text that UTF-8 cannot encode: ")
 
 

@@ -1,12 +1,19 @@
-"""Texts of single tokens, where several tokens make one character."""
+"""Rows of `rollouts/`: which samples are marked as what, and texts of tokens where several make one character."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dagrl.rl.rollout.record import TokenTexts
+from dagrl.data.tokenization import Prompt
+from dagrl.rl.environments import FAILED
+from dagrl.rl.rewards import Rewards
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
+from dagrl.rl.rollout.record import TokenTexts, rollout_rows, untrained_rows
+from dagrl.rl.rollout.scoring import TRAIN, ScoredGroup, Untrained, valid_samples
+from dagrl.runtime.shapes import Batch
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +35,26 @@ def test_texts_join_to_the_whole(text: str, byte_tokenizer: PreTrainedTokenizerF
 def test_each_plain_character_has_its_token(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = byte_tokenizer.encode("a😀b", add_special_tokens=False)
     assert TokenTexts(byte_tokenizer)(tokens) == ["a", "😀", "", "", "", "b"]
+
+
+def scored(*reasons: str, answered: tuple[bool, ...]) -> ScoredGroup:
+    prompt = Prompt("é", np.array([1]), "", "row 0")
+    made = [Episode(prompt, 0, 8, [2], [-0.5], [0], [True], reason, turns=1) for reason in reasons]
+    samples = [Sample(prompt, episode, "x") for episode in made]
+    values = np.arange(1, len(made) + 1).astype(np.float32)
+    rewards = Rewards(values, np.array(answered))
+    return ScoredGroup(RolloutGroup(0, 0, made), samples, rewards, values, valid_samples(rewards, samples))
+
+
+def test_samples_that_are_not_trained_on_are_marked(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    group = scored("stop", "length", "stop", FAILED, answered=(True, True, False, True))
+    mask = np.array([[0, 1], [0, 0], [0, 0], [0, 0]], np.float32)  # the second is filtered for its length
+    columns = {"loss_mask": mask, "advantages": 3 * mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)}
+    rows = rollout_rows([group], Batch(columns), {}, 5, TokenTexts(byte_tokenizer))
+    assert [row["dropped"] for row in rows] == ["", "overlong", "no_reward", "failed"]
+    assert [row["valid"] for row in rows] == [True, False, False, False]
+    assert [row["advantage"] for row in rows] == [3, 0, 0, 0] and {row["split"] for row in rows} == {"train"}
+    others = [Untrained(group), Untrained(group, TRAIN, "zero_variance")]
+    rows = untrained_rows(others, 5, TokenTexts(byte_tokenizer))
+    assert [(row["split"], row["dropped"]) for row in rows[::4]] == [("validation", ""), ("train", "zero_variance")]
+    assert rows[0]["valid"] and not rows[4]["valid"] and rows[0]["reward"] == 1 and rows[0]["train_logprobs"] is None

@@ -14,7 +14,7 @@ from dagrl.config import DataConfig, RewardConfig
 from dagrl.data import read_jsonl
 from dagrl.data.tokenization import Prompt, digest_of, encode_prompts
 from dagrl.errors import ConfigError
-from dagrl.rl.rewards import RewardRunner, Rewards, check_keywords, join_rewards, rewards_of
+from dagrl.rl.rewards import RewardRunner, Rewards, check_keywords, check_weights, join_rewards, rewards_of
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.judged import reward_values
 from dagrl.rl.rollout.scoring import reward_means
@@ -52,6 +52,9 @@ async def judge(prompt, completion, reference):
     await asyncio.sleep(0.05)
     running -= 1
     return float(most)
+
+def sometimes(prompts, completions, references):
+    return [{"right": float(c == r), "odd": None} for c, r in zip(completions, references)]
 
 def misnamed(prompts, completions, references, levl):
     return [0.0] * len(prompts)
@@ -167,3 +170,39 @@ def test_an_unknown_parameter_is_found_before_the_run(functions: str) -> None:
         ConfigError, match=r"reward\.function: .* has the parameters levl, which no example has; .*level, log"
     ):
         check_keywords(RewardConfig(function=f"{functions}:misnamed"), ["level"])
+
+
+@pytest.mark.parametrize(
+    "name, weights, message",
+    [
+        ("parts", {"rigth": 2.0, "short": 1.0}, "no part has the name 'rigth'; the parts are right, short"),
+        ("only_odd", {"right": 2.0}, "no part has the name 'right'; the reward has no named parts"),
+        ("sometimes", {"odd": 2.0}, ""),
+        ("parts", {"right": 2.0, "environment": 0.5}, ""),
+    ],
+)
+def test_a_weight_of_no_part_is_an_error_once_parts_are_known(
+    name: str, weights: dict[str, float], message: str, functions: str
+) -> None:
+    config = RewardConfig(function=f"{functions}:{name}", weights=weights)
+    check_weights(config, has_environment=False)  # the parts of one function are not known yet
+    runner, found = RewardRunner(config), rewarded(config, ["1", "3"])
+    if not message:
+        runner.check_parts(found)
+        assert found.values[0] == (2 if name == "parts" else 1)
+        return
+    with pytest.raises(ConfigError, match=message):
+        runner.check_parts(found)
+    runner.check_parts(rewards_of([]))  # nothing is known of parts without a reward
+
+
+def test_weights_of_several_functions_are_checked_before_the_run(functions: str) -> None:
+    two = {name: {"function": f"{functions}:{name}"} for name in ("parts", "only_odd")}
+    for weights, has_environment in (({"parts/right": 2.0, "only_odd": 1.0}, False), ({"environment": 1.0}, True)):
+        check_weights(RewardConfig(functions=two, weights=weights), has_environment)  # type: ignore[arg-type]
+    for weights in ({"part": 2.0}, {"environment": 1.0}):
+        with pytest.raises(ConfigError, match="the parts are parts, only_odd, parts/<part>, only_odd/<part>"):
+            check_weights(RewardConfig(functions=two, weights=weights), has_environment=False)  # type: ignore[arg-type]
+    config = RewardConfig(functions=two, weights={"parts/rigth": 2.0, "only_odd/a": 1.0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"no part has the name 'parts/rigth'; the parts are parts/right, parts/short$"):
+        RewardRunner(config).check_parts(rewarded(config, ["2"]))  # `only_odd` has not rewarded a sample

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.rollout.dispatch import LengthHistory
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 from dagrl.rl.rollout.rollouts import ABORTED, IN_FLIGHT, Rollouts
+from dagrl.rl.rollout.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import Run, engines_of
@@ -33,13 +35,13 @@ class Asked:
 
     max_turns = 2
 
-    def __init__(self, workers: int = 1) -> None:
-        self.workers = workers
+    def __init__(self, workers: int = 1, opens: bool = False) -> None:
+        self.workers, self.opens = workers, opens
         self.closed: list[str] = []
         self.asked: list[tuple[list[str], Future[list[Reply]]]] = []
 
     def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:
-        self.asked.append(([question.turns[-1] for question in questions], Future()))
+        self.asked.append(([question.turns[-1] if question.turns else "reset" for question in questions], Future()))
         return self.asked[-1][1]
 
     def close(self, key: str) -> None:
@@ -206,6 +208,43 @@ def test_an_awaiting_sequence_is_sent_to_the_environment_and_not_generated() -> 
     assert bench.batches[0]["lengths"].tolist() == [len(PROMPT) + 2 + 2]
     bench.finish()
     assert not episode.awaiting and episode.turns == 2 and episode.sampled[:5] == [True, True, False, False, True]
+
+
+def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
+    environment = Asked(opens=True)
+    bench, own, longer, too_long, failed = Bench(environment), *map(fresh, range(4))
+    bench.rollouts.start(group(0, own, longer), group(1, too_long, failed))
+    assert [texts for texts, _ in environment.asked] == [["reset"] * 4], "one call for all groups"
+    assert not bench.rollouts.generating and not bench.batches
+    given = replace(PROMPT, text="1+1+", tokens=np.array([4, 5, 4, 5]))
+    huge = replace(PROMPT, text="1" * ROOM, tokens=np.full(ROOM, 4))
+    environment.answer(Reply(None), Reply(None, prompt=given), Reply(None, prompt=huge), Reply(None, FAILED, "it raised"))
+    assert [found.number for found in bench.rollouts.advance()] == [1]
+    assert bench.batches[0]["lengths"].tolist() == [2, 4]
+    assert own.opened and own.prompt is PROMPT and longer.prompt is given
+    assert too_long.finish_reason == FAILED and f"a prompt of {ROOM} tokens" in too_long.failure
+    assert (failed.finish_reason, failed.failure, failed.tokens) == (FAILED, "it raised", [])
+    assert environment.closed == ["1/0"]
+
+
+def test_a_checkpoint_has_the_prompts_that_an_environment_gave(tmp_path: Path) -> None:
+    given = replace(PROMPT, text="2+", tokens=np.array([6, 5, 5]), messages=({"role": "user", "content": "2+"},))
+    episode = begun(2, opened=True, turns=1)
+    episode.prompt = given
+    waiting = fresh(3)
+    waiting.awaiting = True
+    write_trajectories(tmp_path, [SavedGroup(group(0, episode, waiting), 0, True)], {})
+    saved = read_trajectories(tmp_path)
+    assert saved is not None
+    found, unopened = saved.groups[0].group.episodes
+    assert found.opened and found.prompt.text == "2+" and found.prompt.tokens.tolist() == [6, 5, 5]
+    assert list(found.prompt.messages) == [{"role": "user", "content": "2+"}]
+    assert not unopened.opened and not len(unopened.prompt), "the data have it"
+    environment = Asked(opens=True)
+    bench = Bench(environment)
+    unopened.prompt = PROMPT
+    bench.rollouts.start(group(0, found, unopened))
+    assert [texts for texts, _ in environment.asked] == [["reset"]] and bench.rollouts.generating
 
 
 def test_an_awaiting_sequence_ends_if_the_run_has_no_environment() -> None:

@@ -180,6 +180,9 @@ class Reward:
         self.checked += [] if may_all_fail else [total]
         check_failures("reward", rewards.failed, total, rewards.message, limit, may_all_fail=may_all_fail)
 
+    def check_parts(self, rewards: Rewards) -> None:
+        """There are no weights."""
+
     @staticmethod
     def _score(prompt: str, text: str) -> float | Failed:
         if text.endswith("9") or prompt == UNANSWERED:
@@ -190,7 +193,7 @@ class Reward:
 class Environment:
     """Answers `00` to every other completion after a while. Calls open when it closes fail."""
 
-    max_turns, workers = 3, 2
+    max_turns, workers, opens = 3, 2, True
 
     def __init__(self, world: World) -> None:
         self._world, self._closed = world, False
@@ -202,14 +205,19 @@ class Environment:
         self._closed = True
 
     def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:
-        return self._world.later(4, lambda: [self._reply(question.turns[-1]) for question in questions])
+        return self._world.later(4, lambda: [self._answer(question) for question in questions])
 
     def close(self, key: str) -> None:
         """It keeps no state."""
 
-    def _reply(self, text: str) -> Reply:
+    def _answer(self, question: Question) -> Reply:
         if self._closed:
             return Reply(None, FAILED, "the process that runs it ended")
+        if not question.turns:  # of `reset`
+            return Reply(None, prompt=question.prompt)
+        return self._reply(question.turns[-1])
+
+    def _reply(self, text: str) -> Reply:
         return Reply("00" if len(text) % 2 else None)
 
     def encode(self, text: str, most: int) -> list[int]:

@@ -375,6 +375,11 @@ TABLE = [
         ("reward.functions={a: {function: 'my_rewards:score'}}",),
     ),
     Row(
+        "weight of no part of several rewards",
+        ("reward.weights: no part has the name 'b'", "the parts are a, a/<part>"),
+        ("reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}}", "reward.weights={b: 2}"),
+    ),
+    Row(
         "reward with an unknown parameter",
         (
             "reward.function: tests.unit.run.test_bad_input:asks_for_more has the parameters level",

@@ -47,6 +47,8 @@ def made_sample(step: int, place: int, drift: float) -> dict[str, Any]:
     turns = [("policy", 0, count)] if place != 3 else [("policy", 0, 2), ("environment", 2, 5), ("policy", 5, count)]
     return {
         "step": step,
+        "split": "train",
+        "dropped": "",
         "group": step,
         "place": place,
         "source": "train.jsonl, line 1",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from dagrl.telemetry.rollouts import RolloutFiles, read_rollouts, rollout_files
+from dagrl.telemetry.rollouts import OTHER, RolloutFiles, read_rollouts, rollout_files
 from tests.unit.run.full_disk import full_disk
 
 ROW = {
@@ -52,8 +52,18 @@ def test_a_resumed_run_deletes_the_steps_it_repeats(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, max_bytes=None)
     for step in (1, 2, 3):
         files.write(step, [ROW])
+        files.write(step, [ROW], OTHER)
     RolloutFiles(tmp_path, max_bytes=None, resumed_step=2)
-    assert list(rollout_files(tmp_path)) == [1, 2]
+    assert list(rollout_files(tmp_path)) == list(rollout_files(tmp_path, OTHER)) == [1, 2]
+
+
+def test_samples_that_were_not_trained_on_count_in_the_limit(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path, max_bytes=1)
+    files.write(1, [ROW])
+    files.write(1, [ROW], OTHER)
+    assert list(rollout_files(tmp_path, OTHER)) == [] and list(rollout_files(tmp_path)) == [1], "the newest file is kept"
+    files.write(2, [ROW], OTHER)
+    assert list(rollout_files(tmp_path)) == [] and list(rollout_files(tmp_path, OTHER)) == [2]
 
 
 def test_a_full_disk_leaves_no_part_and_is_named(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from dagrl.cli.main import main
-from dagrl.telemetry.rollouts import RolloutFiles
+from dagrl.telemetry.rollouts import OTHER, RolloutFiles
 from dagrl.telemetry.view.data import RunView, to_json, token_kl
 from dagrl.telemetry.view.server import serving
 from tests.browser import Tab, browser, needs_chromium
-from tests.unit.telemetry.made_run import ANSWER, MARKUP, add_step, make_run
+from tests.unit.telemetry.made_run import ANSWER, MARKUP, add_step, made_sample, make_run
 
 ROWS = ".samples tbody tr"
 
@@ -36,6 +36,29 @@ def test_outliers_of_the_run_come_first(tmp_path: Path) -> None:
     assert worst["kl"] == pytest.approx(math.exp(1.5001) - 1 - 1.5001, rel=1e-4)  # float32 in the file
     assert [line["tokens"] for line in view.samples(1)] == [11, 11, 11, 8], "tokens of an environment do not count"
     assert view.steps()[0]["reward"] == pytest.approx(0.375)
+
+
+def add_others(run: Path, step: int) -> None:
+    """Writes a validation sample and a dropped one, which have no log-probabilities of the train workers."""
+    rows = [
+        {**made_sample(step, place, 0.0), "split": split, "dropped": dropped, "valid": not dropped, "train_logprobs": None}
+        for place, split, dropped in ((1, "validation", ""), (3, "train", "zero_variance"))
+    ]
+    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=step).write(step, rows, OTHER)
+
+
+def test_other_samples_follow_those_that_were_trained_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run")
+    add_others(run, 2)
+    view = RunView(run)
+    assert [line["row"] for line in view.samples(2)] == [0, 1, 2, 3, 4, 5]
+    assert [(line["split"], line["dropped"]) for line in view.samples(2)[3:]] == [
+        ("train", ""),
+        ("validation", ""),
+        ("train", "zero_variance"),
+    ]
+    assert view.sample(2, 4)["split"] == "validation" and view.sample(2, 3)["place"] == 3
+    assert view.steps()[1]["reward"] == pytest.approx(0.375), "of what was trained on"
 
 
 def test_metrics_are_read_from_where_they_ended(tmp_path: Path) -> None:
@@ -134,6 +157,22 @@ def test_samples_are_read_by_a_person(tab: Tab, tmp_path: Path) -> None:
         tab.wait_for(f"document.querySelectorAll('{ROWS}').length === 1")
         tab.evaluate("history.back()")
         tab.wait_for(f"document.querySelectorAll('{ROWS}').length === 4")
+
+
+@needs_chromium
+def test_validation_and_dropped_samples_are_told_apart(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run")
+    add_others(run, 2)
+    with serving([RunView(run)], "127.0.0.1", 0) as address:
+        show(tab, address + "#tab=samples")
+        assert len(tab.texts(ROWS)) == 4, "those that were trained on"
+        tab.choose("#show", "dropped")
+        tab.wait_for(f"document.querySelectorAll('{ROWS}').length === 1")
+        assert tab.texts(".mark") == ["zero variance "] and tab.texts(ROWS)[0].startswith("0.75")
+        assert "dropped zero variance" in tab.texts(".facts > span")
+        tab.choose("#show", "all")
+        tab.wait_for(f"document.querySelectorAll('{ROWS}').length === 6")
+        assert sorted(tab.texts(".mark")) == ["validation ", "zero variance "]
 
 
 def alphas(tab: Tab) -> list[float]:
