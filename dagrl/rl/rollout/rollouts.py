@@ -310,7 +310,7 @@ class Rollouts:
 
     def _question(self, group: RolloutGroup, episode: Episode) -> Question:
         turns = [episode.tokens[start:end] for start, end in episode.spans() if episode.sampled[start]]
-        texts = cast("list[str]", self._tokenizer.batch_decode(turns, skip_special_tokens=True))
+        texts = [cast("str", self._tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns]
         closed = episode.tokens[-1:] == [self._tokenizer.eos_token_id]
         first = group.episodes[0].seed
         return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, first)
