@@ -19,7 +19,7 @@ from dagrl.run.checkpoints import CheckpointStore
 from dagrl.run.preflight import preflight
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.telemetry.rollouts import read_rollouts, rollout_files
+from dagrl.telemetry.rollouts import OTHER, read_rollouts, rollout_files
 from dagrl.telemetry.trace import _ORIGIN_PERIOD_NS
 from tests.gsm8k import GSM8K, needs_gsm8k
 from tests.integration.main_job import (
@@ -155,6 +155,17 @@ def test_every_trained_sample_is_kept_with_its_tokens_and_logprobs(learned: Run)
     for group in range(0, len(first), 8):  # the quickstart's groups; leave one out, divided by the standard deviation
         rewards, advantages = (np.array([row[name] for row in first[group : group + 8]]) for name in ("reward", "advantage"))
         assert (np.sign(advantages) == np.sign(rewards - rewards.mean())).all()
+
+
+def test_validation_samples_are_kept_too(learned: Run) -> None:
+    files = rollout_files(learned.directory / "rollouts", OTHER)
+    validated = {line["step"]: line for line in learned.metrics if "validation/reward" in line}
+    assert list(files) == sorted(validated) != []
+    for step, path in files.items():
+        rows = read_rollouts(path)
+        assert {row["split"] for row in rows} == {"validation"} and all(row["valid"] for row in rows)
+        assert np.mean([row["reward"] for row in rows]) == pytest.approx(validated[step]["validation/reward"])
+        assert {version for row in rows for version in row["versions"]} == {step}, "the policy after the step made them"
 
 
 def test_a_step_is_executed_again_and_a_changed_record_is_named(learned: Run, tmp_path: Path) -> None:
