@@ -73,7 +73,7 @@ class Loop:
 
 def _forward(microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     batch = next(microbatches)
-    output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.segments)
+    output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.layer_inputs)
     return output, partial(_loss, batch.data["loss_mask"])
 
 
@@ -81,7 +81,7 @@ def _forward_chunked(layer: Any, microbatches: Iterator[Any], model: Any) -> tup
     from dagrl.workers.megatron.logprobs import token_logprobs
 
     batch = next(microbatches)
-    hidden = model(batch.tokens, batch.positions, batch.segments)
+    hidden = model(batch.tokens, batch.positions, batch.layer_inputs)
 
     def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return _loss(batch.data["loss_mask"], -token_logprobs(hidden, batch.labels, layer)[0])

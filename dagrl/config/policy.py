@@ -182,6 +182,17 @@ class MegatronConfig(Section):
     recompute_num_layers: PositiveInt = 1
     """`uniform`: layers per saved input. `block`: layers per pipeline stage that are recomputed."""
 
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """The load-balancing loss of a mixture of experts. It compares each expert's probability with its share of the tokens
+    of the microbatch (`aux_loss`), of the sequence (`seq_aux_loss`), or of the step so far on all shards
+    (`global_aux_loss`)."""
+
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of each layer."""
+
+    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the z loss of each layer, which keeps the router's logits small."""
+
     cuda_graphs: bool = False
     """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
 
@@ -433,6 +444,10 @@ class PolicyConfig(Section):
 
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     """Microbatches by token count."""
+
+    router_replay: bool = False
+    """Train a mixture of experts with the experts that generation chose for each token (rollout routing replay), which
+    brings both sides' log-probabilities closer."""
 
     reference_model_name: PathText | None = None
     """The reference policy: a Hugging Face directory or the id of a model on the Hub, such as the teacher of

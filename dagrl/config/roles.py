@@ -46,4 +46,5 @@ def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> P
     if section.model_name is not None:
         update["random_init"] = None
     update |= {"worker": section.worker, "megatron_cfg": section.megatron_cfg, "reference_model_name": None}
+    update["router_replay"] = False  # generation has recorded the policy's experts
     return policy.model_copy(update=update)

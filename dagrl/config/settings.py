@@ -52,6 +52,7 @@ def check_settings(config: Config) -> None:
     _check_cuda_graphs(config)
     _check_communication(config)
     _check_models(config)
+    _check_experts(config)
 
 
 def load_algorithm(config: Config) -> AlgorithmTraits:
@@ -535,4 +536,24 @@ def _check_cuda_graphs(config: Config) -> None:
         raise ConfigError(
             f"{option} and policy.precision is {policy.precision!r}, but with sequence packing or context parallelism "
             "attention is one kernel in bfloat16 only; set policy.precision=bfloat16, or cuda_graphs=false"
+        )
+
+
+def _check_experts(config: Config) -> None:
+    megatron = config.policy.megatron_cfg
+    kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
+    if (kind == "none") != (weight == 0):
+        raise ConfigError(
+            f"policy.megatron_cfg.moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a "
+            "load-balancing loss set both, such as seq_aux_loss and 0.001, or else none and 0"
+        )
+    if generates(config) and config.grpo.overlap_training and (weight or megatron.moe_z_loss_coeff):
+        raise ConfigError(
+            "grpo.overlap_training is true, and the router has a loss (policy.megatron_cfg.moe_aux_loss_coeff, "
+            "moe_z_loss_coeff): its share of a step needs the tokens of the whole batch, which early gradients do not know. "
+            "Set overlap_training=false, or both coefficients to 0"
+        )
+    if config.policy.router_replay and not generates(config):
+        raise ConfigError(
+            f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to false"
         )

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import RunError
+from dagrl.rl.routed_experts import Record
 from dagrl.runtime.shapes import Batch
 
 IntArray = npt.NDArray[np.int64]
@@ -41,13 +42,17 @@ def quantum_seconds(batch: Batch) -> float:
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A finished request: its sampled tokens, their log-probabilities, and the policy version that sampled each."""
+    """A finished request: its sampled tokens, their log-probabilities, and the policy version that sampled each.
+
+    `experts`: with `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing.
+    """
 
     request_id: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
     finish_reason: str
+    experts: Record | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Generated:
 
     `logprobs` are of the sampling distribution: after temperature, top-p and top-k, or the model's own at temperature 0.
     `finish_reasons` are `stop` or `length`. `running` has id, number of new tokens and checksum of the `r` requests that
-    stay in the engine. `digest` covers everything except the log-probabilities.
+    stay in the engine. `experts` are the requests' records, or none at all. `digest` covers everything except
+    log-probabilities and records.
     """
 
     request_ids: IntArray  # [m]
@@ -81,6 +87,7 @@ class Generated:
     finish_reasons: tuple[str, ...]
     running: IntArray  # [r, 3]
     engine_steps: int
+    experts: tuple[Record | None, ...] = ()
     digest: str = field(default="")
 
     def __post_init__(self) -> None:
@@ -104,6 +111,7 @@ class Generated:
             logprobs=self.logprobs[row, :length].tolist(),
             versions=self.versions[row, :length].tolist(),
             finish_reason=self.finish_reasons[row],
+            experts=self.experts[row] if self.experts else None,
         )
 
 
@@ -128,6 +136,7 @@ def pack_generated(finished: Iterable[FinishedRequest], running: Iterable[Reques
         finish_reasons=tuple(row.finish_reason for row in rows),
         running=np.array(progress, np.int64).reshape(-1, 3),
         engine_steps=engine_steps,
+        experts=tuple(row.experts for row in rows) if any(row.experts is not None for row in rows) else (),
     )
 
 

@@ -7,10 +7,10 @@ with open_session(config, grpo_plans) as session:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from dagrl.config import Config
+from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, TEACHER, role_config
 from dagrl.config.settings import (
     bucket_widths,
@@ -26,7 +26,8 @@ from dagrl.rl.algorithm import COLUMN_PHASES, algorithm_of, column_phases
 from dagrl.rl.generation import FIRST_QUANTUM
 from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
-from dagrl.runtime.shapes import Bucket, Scalar
+from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
+from dagrl.runtime.shapes import Bucket, Field, InputSpec, Scalar
 
 CHUNKS = 8
 """Early work on a batch is done in chunks of at least 1/CHUNKS of it. Each chunk has a fixed cost, such as a weight swap."""
@@ -44,7 +45,8 @@ OVERHEAD_BYTES = 1 << 16
 class PhasePlan:
     """A phase by its key in `phases`, and the buckets (sequences and tokens of one shard) it is warmed up at.
 
-    Warm-up batches carry `scalars`. A phase that takes no batch is warmed up with `value`.
+    Warm-up batches carry `scalars`. A phase that takes no batch is warmed up with `value`. `fields` are added to the phase's
+    own inputs.
     """
 
     name: str
@@ -52,6 +54,7 @@ class PhasePlan:
     result_bytes: int | None = None
     value: int | None = None
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
+    fields: InputSpec = field(default_factory=dict)
 
 
 def run_plans(config: Config) -> list[PhasePlan]:
@@ -98,6 +101,24 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     if has_fp8_kv_cache(config):
         plans.append(PhasePlan("calibrate_kv_scales", train_buckets(config, samples)))
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
+
+
+def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[str, Json]) -> list[PhasePlan]:
+    """Adds the record of each token's experts to the phases that make or use it, if `policy.router_replay` is on."""
+    if not config.policy.router_replay:
+        return list(plans)
+    sizes = routed_layers(hf_config)
+    users = ("train_step", "accumulate_gradients", "logprobs", "reference_logprobs")
+    fields = {ROUTED_EXPERTS: Field(sizes.field_dtype)}
+    found = [replace(plan, fields=fields) if plan.name in users else plan for plan in plans]
+    return [_with_recorded_results(config, plan, sizes.token_bytes) if plan.name == "generate" else plan for plan in found]
+
+
+def _with_recorded_results(config: Config, plan: PhasePlan, token_bytes: int) -> PhasePlan:
+    """Makes room for the records of all requests that an engine may return at once."""
+    assert plan.result_bytes is not None
+    requests = request_slots(generation_config(config).vllm_cfg.max_num_seqs)
+    return replace(plan, result_bytes=plan.result_bytes + requests * bucket_widths(config.policy)[-1] * token_bytes)
 
 
 def logprob_phases(config: Config) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -33,7 +34,7 @@ from dagrl.run.checkpoints import Checkpoint, CheckpointStore
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS, SharedDevices
 from dagrl.run.model import prepare_model
-from dagrl.run.plans import PhasePlan
+from dagrl.run.plans import PhasePlan, with_records
 from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight, worker_classes
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
@@ -113,6 +114,7 @@ def open_session(config: Config, plan: Plans, last_step: int | None = None) -> I
         scheduler = stack.enter_context(Scheduler(groups, scheduler_options(config)))
         by_role = {group.role.name: group for group in groups}
         train, generation = by_role["train"], by_role.get("generation")
+        plans = with_records(config, plans, inputs.hf_config)
         clock = PhaseClock(trace)
         shared = _shared_devices(config, by_role, clock)
         replays = Replays(load_phases(config, plans), scheduler, clock, device_count(config), shared)
@@ -154,8 +156,10 @@ def _rollout_log(
 
 
 def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:
-    """Resolves the import paths of the planned phases, by their key in `phases`."""
-    return {plan.name: load_phase(config.phases, plan.name) for plan in plans}
+    """Resolves the import paths of the planned phases, by their key in `phases`, and adds the plans' fields."""
+    phases = {plan.name: load_phase(config.phases, plan.name) for plan in plans}
+    more = {plan.name: {**(phases[plan.name].inputs or {}), **plan.fields} for plan in plans if plan.fields}
+    return {name: replace(phase, inputs=more[name]) if name in more else phase for name, phase in phases.items()}
 
 
 def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:

@@ -41,6 +41,17 @@ TOKENS_PER_SEC_PER_GPU = "perf/tokens_per_sec_per_gpu"  # per GPU of the run, or
 
 MEASURED = (TIMING, IDLE, "perf/", "time", "replay_overhead_s")  # prefixes of what depends on the machine, not on the data
 
+# Experts of a model that has them, as means over its layers
+LOAD_BALANCING_LOSS = "moe/load_balancing_loss"  # without its coefficient; 1 if balanced, 0 if it is off
+Z_LOSS = "moe/z_loss"  # without its coefficient
+ROUTER_ENTROPY = "moe/router_entropy"  # nats, of the router's probabilities, per token
+BUSIEST_EXPERT = "moe/max_load"  # tokens of the busiest expert in the step over the mean of all experts
+BUSIEST_EXPERT_OF_WORST_LAYER = "moe/max_load_of_worst_layer"  # the largest of the layers
+BUSIEST_EXPERT_OF_SEQUENCES = "moe/sequence_max_load"  # the same within each sequence, as a mean over sequences
+UNUSED_EXPERTS = "moe/unused_experts"  # share of the experts without a token in the step
+REPLAYED_TOKENS = "moe/replayed_tokens"  # share of the tokens whose experts were those of generation
+REPLAYED_AGREEMENT = "moe/replayed_agreement"  # share of the replayed experts that the router chose too
+
 # Optimizer steps
 GRAD_NORM = "grad_norm"  # before clipping; the largest of several optimizer steps
 SKIPPED_STEPS = "skipped_steps"  # optimizer steps of the run skipped because the gradient was zero or not finite

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
+from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import moe
 from dagrl.workers.families.hf_config import SCALAR_HEAD, ModelConfig, check_query_groups, with_defaults
@@ -83,6 +84,11 @@ class Architecture:
             **{key: _number(self.rope, key) for key in rope},
             "layers with experts": [layer for layer, experts in enumerate(self.moe_layers) if experts],
         }
+
+    @property
+    def record(self) -> RoutedLayers | None:
+        """The sizes of a record of each token's experts; None for a dense model."""
+        return RoutedLayers(self.layers, self.experts, self.experts_per_token) if self.experts else None
 
     @property
     def qk_norm(self) -> bool:

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dagrl.workers.megatron.segments import Segments
+from dagrl.workers.megatron.segments import LayerInputs, Segments
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -62,19 +62,20 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         value: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        packed_seq_params: Segments | None = None,
+        packed_seq_params: LayerInputs | None = None,
         **_: Any,
     ) -> Tensor:
         """`query` [s, b, heads, d], `key` and `value` [s, b, kv_heads, d] -> [s, b, heads * d]."""
-        if packed_seq_params is None:
+        segments = None if packed_seq_params is None else packed_seq_params.segments
+        if segments is None:
             assert self.group is None, "context parallelism needs segments"
             q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             return _attend(q, k, v, self.scale).permute(2, 0, 1, 3).flatten(2)
         tokens, rows = query.shape[:2]
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
-        if packed_seq_params.key_order is not None:
-            k, v = gather_keys(k, v, packed_seq_params.key_order, self.group)
-        out = segment_attention(q, k, v, packed_seq_params, self.scale)
+        if segments.key_order is not None:
+            k, v = gather_keys(k, v, segments.key_order, self.group)
+        out = segment_attention(q, k, v, segments, self.scale)
         return out.view(rows, tokens, -1).transpose(0, 1)
 
 

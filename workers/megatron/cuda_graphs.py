@@ -35,7 +35,7 @@ FEWEST_SEGMENTS, SHORTEST_SEGMENT = 8, 256
 
 def plain_pass(chunk: Any, microbatch: Microbatch) -> Tensor:
     """Runs the pass without a graph."""
-    output: Tensor = chunk(microbatch.tokens, microbatch.positions, microbatch.segments)
+    output: Tensor = chunk(microbatch.tokens, microbatch.positions, microbatch.layer_inputs)
     return output
 
 

@@ -12,7 +12,7 @@ where torch is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +23,12 @@ from torch.nn.functional import pad
 
 from dagrl.config import PolicyConfig
 from dagrl.rl.losses import row_sums
+from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, RoutedLayers, field_bytes
 from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron.host_memory import upload
 from dagrl.workers.megatron.packing import Bins, by_length, fitting_width, largest, pack, pack_widths, spread
-from dagrl.workers.megatron.segments import Indices, Segments, make_segments, zigzag
+from dagrl.workers.megatron.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
 
 TAIL = 64  # tokens of one padding sequence: short ones cost attention little
 
@@ -69,7 +70,7 @@ class Microbatch:
     """Tensors [b, s]: `tokens`, `labels`, `positions`, and the fields of `data`. Fields of rows are repeated per token.
 
     `data` has `sequence_ids`, below `sequences`, if it has a loss mask. `targets` is the index of each token's label in the
-    flattened batch; past the end: no label. `segments` is None if every row is one sequence.
+    flattened batch; past the end: no label. `segments` is None if every row is one sequence, `routed` without experts.
     """
 
     tokens: Tensor
@@ -79,6 +80,20 @@ class Microbatch:
     data: Mapping[str, Tensor]
     segments: Segments | None
     sequences: int
+    routed: RoutedTokens | None = None
+
+    @property
+    def layer_inputs(self) -> LayerInputs | None:
+        """What layers need beside hidden states. None: nothing."""
+        return LayerInputs(self.segments, self.routed) if self.segments or self.routed else None
+
+
+@dataclass(frozen=True)
+class RoutedModel:
+    """What splitting a batch needs to know of a model with experts."""
+
+    vocabulary: int
+    record: RoutedLayers
 
 
 @dataclass(frozen=True)
@@ -106,21 +121,26 @@ class Microbatches:
         return whole[:-1].view(self.rows, self.width)
 
 
-def split_batch(batch: Batch, rule: SplitRule, rank: ParallelRank, vocabulary: int | None = None) -> Microbatches:
+def split_batch(batch: Batch, rule: SplitRule, rank: ParallelRank, model: RoutedModel | None = None) -> Microbatches:
     """Splits all rows except padding into microbatches, equally many on every worker. A collective over dp.
 
     No token sees padding and no loss counts it, but experts compute it, and a single id would send all of it to the same
-    experts. With a `vocabulary`, for a model with experts, padding repeats the batch's own tokens, or the ids of the
-    vocabulary if the batch is empty. Otherwise padding has id 0.
+    experts. With a `model`, which has experts, padding repeats the batch's own tokens, or the ids of the vocabulary if the
+    batch is empty. Otherwise padding has id 0. The batch may have `routed_experts` (`dagrl.rl.routed_experts`).
     """
     lengths = batch["lengths"].astype(np.int64)
     plans = [_MicrobatchPlan.of(rows, rank) for rows in _plan_rows(batch, lengths, rule, rank)]
     sequences = np.array([sequence for plan in plans for sequence in plan.sequences], np.int64).T
-    names = [name for name in batch.fields if name != "lengths"]
-    whole, own, *columns = upload([sequences, lengths, *(batch[name] for name in names)], rank.device)
+    arrays = {name: field_bytes(array) if name == ROUTED_EXPERTS else array for name, array in batch.fields.items()}
+    del arrays["lengths"]
+    whole, own, *columns = upload([sequences, lengths, *arrays.values()], rank.device)
     size = sum(rows * width for rows, width in (plan.shape for plan in plans))
     table = _table(whole, own, size, batch, rank)
-    items = _microbatches(plans, table, dict(zip(names, columns, strict=True)), own, vocabulary)
+    fields = dict(zip(arrays, columns, strict=True))
+    recorded = fields.pop(ROUTED_EXPERTS, None)
+    items = _microbatches(plans, table, fields, own, model)
+    if model is not None:
+        items = _with_routed_tokens(items, table, recorded, model, rank)
     filled = float(lengths.sum()) / rank.layout.cp
     rows, width = plans[0].shape
     shape = (rows, width * rank.layout.cp)
@@ -275,7 +295,7 @@ def _table(sequences: Tensor, lengths: Tensor, size: int, batch: Batch, rank: Pa
 
 
 def _microbatches(
-    plans: Sequence[_MicrobatchPlan], table: _Table, fields: Mapping[str, Tensor], lengths: Tensor, vocabulary: int | None
+    plans: Sequence[_MicrobatchPlan], table: _Table, fields: Mapping[str, Tensor], lengths: Tensor, model: RoutedModel | None
 ) -> tuple[Microbatch, ...]:
     """Gathers every field for all microbatches at once, then splits."""
     by_token = {name: field for name, field in fields.items() if field.ndim == 2}
@@ -287,14 +307,48 @@ def _microbatches(
     if "loss_mask" in data:
         data["sequence_ids"] = table.rows
     labels, tokens = data.pop("tokens"), _gather(by_token["tokens"], table.sources)
-    if vocabulary is not None:
-        tokens = _fill_padding(tokens, by_token["tokens"], table, lengths, vocabulary)
+    if model is not None:
+        tokens = _fill_padding(tokens, by_token["tokens"], table, lengths, model.vocabulary)
     sizes = [rows * width for rows, width in (plan.shape for plan in plans)]
     columns = [torch.split(one, sizes) for one in (tokens, labels, table.positions, table.following, *data.values())]
     return tuple(
         _microbatch([column[number].view(plan.shape) for column in columns], list(data), plan.segments, len(lengths) + 1)
         for number, plan in enumerate(plans)
     )
+
+
+def _with_routed_tokens(
+    items: Sequence[Microbatch], table: _Table, recorded: Tensor | None, model: RoutedModel, rank: ParallelRank
+) -> tuple[Microbatch, ...]:
+    """Adds each microbatch's tokens as this worker's routers see them. `recorded` [rows, width, bytes]: ids of experts."""
+    inside = table.sources != table.nowhere
+    rows = torch.where(inside, table.rows, table.rows.new_tensor(items[0].sequences - 1))
+    sizes = [item.tokens.numel() for item in items]
+    columns: list[Sequence[Tensor | None]] = [torch.split(rows, sizes)]
+    if recorded is None:
+        columns.append([None] * len(items))
+    else:
+        taken = recorded.flatten(0, 1).index_select(0, torch.where(inside, table.sources, 0))
+        taken = torch.where(inside[:, None], taken, MISSING)
+        columns.append(torch.split(_ids(taken, model.record), sizes))
+    return tuple(
+        replace(item, routed=RoutedTokens(*(_as_hidden(part, item.tokens.shape, rank) for part in parts)))  # type: ignore[arg-type]
+        for item, *parts in zip(items, *columns, strict=True)
+    )
+
+
+def _ids(recorded: Tensor, record: RoutedLayers) -> Tensor:
+    """Returns ids [tokens, layers, chosen] from bytes [tokens, bytes]. Without a record they are no expert's: 255 or -1."""
+    ids = recorded if record.dtype.itemsize == 1 else recorded.contiguous().view(torch.int16)
+    return ids.view(len(ids), record.layers, record.chosen)
+
+
+def _as_hidden(values: Tensor | None, shape: Sequence[int], rank: ParallelRank) -> Tensor | None:
+    """Orders values [b * s, ...] like hidden states [s, b], of which a tensor-parallel worker holds a part."""
+    if values is None:
+        return None
+    ordered = values.view(*shape, *values.shape[1:]).transpose(0, 1)
+    return ordered.chunk(rank.layout.tp)[rank.at.tp].flatten(0, 1)
 
 
 def _gather(field: Tensor, index: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ from dagrl.workers.megatron.attention import CausalAttention, RMSNorm
 from dagrl.workers.megatron.experts import GroupedExperts
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard
-from dagrl.workers.megatron.segments import Segments
+from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
+from dagrl.workers.megatron.segments import LayerInputs
 
 ADAPTERS = "adapters"
 """Name of the module with a layer's LoRA adapters."""
@@ -41,14 +42,14 @@ class HiddenStatesModel(GPTModel):  # type: ignore[misc]
     The logits of a microbatch would dominate its memory. `dagrl.workers.megatron.logprobs` computes them in chunks.
     """
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Segments | None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs | None) -> Tensor:
         """Returns the last hidden states [b, s, hidden size] on the last pipeline stage, for `tokens` and `positions` [b,
         s].
 
         All rows have the positions of the first.
         """
         self.rotary_pos_emb.positions = positions[0]
-        hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=segments)
+        hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=inputs)
         return hidden
 
     def output_weight(self) -> Tensor:
@@ -177,7 +178,7 @@ class ModelChunks:
         for chunk in self.chunks:
             for layer in chunk.modules():
                 if isinstance(layer, MoELayer):
-                    layer.token_dispatcher.probs = None
+                    layer.token_dispatcher.probs = layer.router.tokens = None
 
 
 def build_model(
@@ -202,7 +203,7 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         **_sizes(architecture),
         **_parallelism(architecture, policy, layout),
         **_recomputation(policy.megatron_cfg),
-        **(_experts(architecture) if architecture.experts else {}),
+        **(_experts(architecture, policy.megatron_cfg) if architecture.experts else {}),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -283,15 +284,16 @@ def _recomputation(wanted: MegatronConfig) -> dict[str, Any]:
     }
 
 
-def _experts(architecture: Architecture) -> dict[str, Any]:
+def _experts(architecture: Architecture, wanted: MegatronConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": architecture.experts,
         "moe_router_topk": architecture.experts_per_token,
         "moe_ffn_hidden_size": architecture.expert_ffn,
         "moe_layer_freq": [int(experts) for experts in architecture.moe_layers],
         "moe_grouped_gemm": False,  # needs an extension; `layer_specs` replaces the sequential experts by ours
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": wanted.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": wanted.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": wanted.moe_z_loss_coeff or None,
         "moe_permute_fusion": False,
         "moe_router_dtype": "fp32",
         # A softmax over the chosen experts equals the softmax over all, normalized over the chosen.
@@ -318,11 +320,12 @@ def _build_chunk(
         vp_stage=virtual,
     )
     model.rotary_pos_emb = PositionRotary(inverse_frequencies(architecture))
+    pass_tokens_to_routers(model)
     return model
 
 
 def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
-    """Returns Megatron's local layer specifications with our attention, norms and experts."""
+    """Returns Megatron's local layer specifications with our attention, norms, router and experts."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual)
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
@@ -333,6 +336,7 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if parts.mlp.module is MoELayer:
             parts.mlp.submodules.experts.module = GroupedExperts
+            parts.mlp.submodules.router = Router
     return block
 
 

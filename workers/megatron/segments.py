@@ -1,4 +1,6 @@
-"""Attention segments of a microbatch whose rows are packed or split over context-parallel workers.
+"""What layers need of a microbatch beside hidden states: attention segments, and the tokens that routers see.
+
+Segments exist if rows are packed or split over context-parallel workers.
 
 A microbatch of `b` rows is flattened to `b * s` tokens. A segment is a run of queries and the keys they see. It is causal
 from its end: the last query sees every key, the previous one all but the last, and so on. A packed sequence is one segment.
@@ -24,14 +26,11 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Segments:
-    """`n` segments. Passed through Megatron as `packed_seq_params`, of which it reads the two class variables.
+    """`n` segments.
 
     `query_starts` and `key_starts` [n + 1] int32 are offsets on the device. `key_order` indexes the keys of all
     context-parallel workers, gathered in rank order; None: keys are ordered like queries.
     """
-
-    qkv_format: ClassVar[str] = "sbhd"  # Megatron rotates and reshapes as for other microbatches
-    cp_group: ClassVar[None] = None
 
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
@@ -48,6 +47,32 @@ class Segments:
     def longest_key(self) -> int:
         """Number of keys in the largest segment."""
         return max(self.key_lengths)
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """The tokens of a microbatch that this worker's routers see, in their order.
+
+    `rows` [tokens] is each token's row in the batch; padding has the number of rows. `experts` [tokens, layers, top k] are
+    recorded expert ids of all layers of the model, None without a record. An id that no expert has means: no record.
+    """
+
+    rows: Tensor
+    experts: Tensor | None
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Passed through Megatron to every layer as `packed_seq_params`, of which it reads the two class variables.
+
+    `segments` is None if every row is one sequence, `routed` in models without experts.
+    """
+
+    qkv_format: ClassVar[str] = "sbhd"  # Megatron rotates and reshapes as for other microbatches
+    cp_group: ClassVar[None] = None
+
+    segments: Segments | None
+    routed: RoutedTokens | None
 
 
 def zigzag(indices: Tensor, held: Tensor, size: int, rank: int) -> Tensor:

@@ -18,6 +18,7 @@ from dagrl.machine import DeviceMemory
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.algorithm import Algorithm, algorithm_for
+from dagrl.rl.routed_experts import without_record
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
@@ -47,6 +48,7 @@ class MegatronWorker(MegatronWorkerBase):
         `accumulate_gradients` with other rows of that batch. A warm-up replay does everything except the update.
         """
         from dagrl.rl.losses import divided, loss_denominator
+        from dagrl.workers.megatron.expert_load import counting
         from dagrl.workers.megatron.forward_backward import run_losses
         from dagrl.workers.megatron.throughput import throughput_metrics
 
@@ -63,15 +65,17 @@ class MegatronWorker(MegatronWorkerBase):
                 else:
                     trainer.zero_gradients()
                 scored = self._microbatch_loss(algorithm, denominators)
-                losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
+                with counting(trainer.model, microbatches) as load:
+                    losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
             shared = trainer.step(rate, apply=not in_warmup())
             early = divided(before.metrics, algorithm, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
+            experts = load.read()
         whole = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
         figures = throughput_metrics(
             trainer.model.architecture, self.config.policy, self.context, self._device, whole.lengths, whole.seconds
         )
-        return merge_step_metrics([metrics if self._reports else StepMetrics(), figures])
+        return merge_step_metrics([metrics if self._reports else StepMetrics(), experts, figures])
 
     def accumulate_gradients(self, batch: Batch, loss: str) -> None:
         """Accumulates gradients of some rows of a global batch before the others exist; `train_step` adds the rest.
@@ -203,6 +207,8 @@ class MegatronWorker(MegatronWorkerBase):
 
         from dagrl.workers.megatron.forward_backward import run_logprobs
 
+        if model == "reference" and self._reference_model is not None:
+            batch = without_record(batch)  # of experts that another model does not have
         with self._running(), self._chunks_of(model, model_pass) as (held, chunks, chosen_pass):
             layer = held.output_layer(self._temperature, self.config.policy.logprob_chunk_size)
             for microbatches in self._microbatches(batch, "logprob"):
@@ -447,17 +453,18 @@ class MegatronWorker(MegatronWorkerBase):
 
     def _microbatches(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
         """Returns the batch's microbatches; in a warm-up first those of every shape that its phase has not run at."""
-        from dagrl.workers.megatron.microbatches import SplitRule, split_batch, warmup_batches
+        from dagrl.workers.megatron.microbatches import RoutedModel, SplitRule, split_batch, warmup_batches
 
-        rank = self._parallel_rank()
-        rule, model = SplitRule.of(self.config.policy, purpose), self._ready().model.architecture
-        vocabulary = model.vocabulary if model.experts else None
+        rank, rule = self._parallel_rank(), SplitRule.of(self.config.policy, purpose)
+        architecture = self._ready().model.architecture
+        model = None if architecture.record is None else RoutedModel(architecture.vocabulary, architecture.record)
         if not in_warmup():
-            return iter((split_batch(batch, rule, rank, vocabulary),))
+            return iter((split_batch(batch, rule, rank, model),))
+        batch = without_record(batch)  # its ids are made up
         seen = self._warm_widths.setdefault(current_replay().phase, set())
         times = 2 if self.config.policy.megatron_cfg.cuda_graphs else 1  # the second run of a shape is recorded
         warmups = (item for item in warmup_batches(batch, rule, rank, seen) for _ in range(times))
-        return (split_batch(item, rule, rank, vocabulary) for item in warmups)
+        return (split_batch(item, rule, rank, model) for item in warmups)
 
     def _parallel_rank(self) -> ParallelRank:
         from megatron.core import parallel_state

@@ -21,6 +21,7 @@ from dagrl.config.settings import has_fp8_kv_cache
 from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.kept_logprobs import KeptLogprobs
+from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron.accumulation import AccumulatedParts
@@ -102,6 +103,7 @@ class MegatronWorkerBase:
                 "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather is true, and peft.enabled: "
                 "adapters are too small to gather in parts; set overlap_param_gather=false"
             )
+        _check_routing(config, hf_config)
         shapes = parameter_shapes(hf_config)
         if config.policy.megatron_cfg.peft.enabled:
             check_adapters(config.policy.megatron_cfg.peft, shapes)
@@ -296,6 +298,17 @@ class MegatronWorkerBase:
         """The group in which workers wait for each other's files."""
         assert self._checkpoint_group is not None, "`setup` creates it"
         return self._checkpoint_group
+
+
+def _check_routing(config: Config, hf_config: Mapping[str, Json]) -> None:
+    """Raises ConfigError for settings of a router that the model does not have."""
+    if config.policy.router_replay:
+        routed_layers(hf_config)
+    megatron = config.policy.megatron_cfg
+    if (megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff) and not read_architecture(hf_config).experts:
+        raise ConfigError(
+            "policy.megatron_cfg.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0"
+        )
 
 
 def _check_reference_model(directory: str, layout: ParallelLayout) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreOutput
 
+    from dagrl.workers.vllm.expert_recorder import ExpertRecorder
     from dagrl.workers.vllm.peers import Peers
 
 
@@ -42,13 +43,14 @@ class Request:
 
 @dataclass
 class _Running:
-    """State of a running request.
+    """State of a running request. `name` is vLLM's own for it.
 
     `starts` has `(version, tokens generated before it)` for each version that worked on it. `progress` is what the last
     quantum reported.
     """
 
     request: Request
+    name: str
     progress: RequestProgress
     starts: list[tuple[int, int]]
 
@@ -62,8 +64,12 @@ class QuantumEngine:
         sampling: Callable[[Request], SamplingParams],
         peers: Peers | None = None,
         burst_steps: int = 1,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
-        """`peers` are the engine's tensor-parallel ranks, if there are several. `burst_steps`: see `Bursts`."""
+        """`peers` are the engine's tensor-parallel ranks, if there are several. `burst_steps`: see `Bursts`. `recorder` is
+        attached to its model.
+        """
+        self._recorder = recorder
         self._engine = engine
         self._bursts = Bursts(engine.engine_core.engine_core, burst_steps) if burst_steps > 1 else None
         self._peers = peers
@@ -176,8 +182,7 @@ class QuantumEngine:
         names = [name for name in known if name in wanted]
         self._engine.abort_request([name for name in names if name in self._running])
         self._held = [request for name, request in held.items() if name not in wanted]
-        for name in names:
-            self._running.pop(name, None)
+        self._forget(names)
         return len(names)
 
     def set_version(self, version: int, *, recompute: bool = False) -> None:
@@ -192,6 +197,8 @@ class QuantumEngine:
             self._running[name].starts.append((version, tokens))
         self._restart_requests([name for name, tokens in made.items() if not tokens])
         if recompute:
+            if self._recorder is not None:
+                self._recorder.forget_prefixes()
             self._engine.reset_prefix_cache(reset_running_requests=True)
         else:
             self.reset_prefix_cache()
@@ -201,10 +208,16 @@ class QuantumEngine:
 
         Otherwise requests that wait for a slot could match prefixes that older weights computed for the same prompt.
         """
-        requests = [self._running.pop(name).request for name in names]
+        requests = [self._running[name].request for name in names]
         self._engine.abort_request(list(names))
+        self._forget(names)
         for request in requests:
             self._add(request)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        gone = [self._running.pop(name).name for name in names if name in self._running]
+        if self._recorder is not None:
+            self._recorder.drop(gone)
 
     def sleep(self, level: int) -> None:
         """Frees the KV cache and the weights. Level 1 moves the weights to host memory, level 2 drops them.
@@ -228,6 +241,8 @@ class QuantumEngine:
 
     def reset_prefix_cache(self) -> bool:
         """Frees cached prefixes. False while requests hold blocks; the version in the cache key then separates them."""
+        if self._recorder is not None:
+            self._recorder.forget_prefixes()
         return bool(self._engine.reset_prefix_cache())
 
     def _check(self, requests: Sequence[Request]) -> None:
@@ -257,10 +272,12 @@ class QuantumEngine:
         name = str(request.request_id)
         # The version is part of the cache key, so a request never matches a prefix computed by older weights.
         prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {self._version}"}
-        self._engine.add_request(name, prompt, self._sampling(request))
+        own = str(self._engine.add_request(name, prompt, self._sampling(request)))
         state: Any = next(reversed(self._engine.output_processor.request_states.values()))
         state.logprobs_processor = SampledLogprobs()
-        self._running[name] = _Running(request, RequestProgress(request.request_id), [(self._version, 0)])
+        self._running[name] = _Running(request, own, RequestProgress(request.request_id), [(self._version, 0)])
+        if self._recorder is not None:
+            self._recorder.follow(own, request.prompt, self._version)
 
     def _finish(self, output: RequestOutput) -> FinishedRequest:
         running = self._running.pop(output.request_id)
@@ -272,13 +289,15 @@ class QuantumEngine:
             logprobs=_flat(completion.logprobs),
             versions=_token_versions(running.starts, len(tokens)),
             finish_reason=str(completion.finish_reason),
+            experts=None if self._recorder is None else self._recorder.take(running.name, tokens),
         )
 
     def _partial(self, running: _Running, state: Any) -> FinishedRequest:
         tokens = [] if state is None else [int(token) for token in state.detokenizer.output_token_ids]
         logprobs = _flat(state.logprobs_processor.logprobs) if tokens else []
         versions = _token_versions(running.starts, len(tokens))
-        return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished")
+        experts = None if self._recorder is None else self._recorder.peek(running.name, tokens)
+        return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished", experts)
 
     def _states(self) -> dict[str, Any]:
         """vLLM's state of each request, by our name for it."""

@@ -36,6 +36,8 @@ from dagrl.workers.vllm.quantization import quantization_arguments, quantizes
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
+    from dagrl.workers.vllm.expert_recorder import ExpertRecorder
+
 
 ALONE = "dagrl-alone"
 """URL scheme of the init method of a single-rank engine."""
@@ -98,8 +100,13 @@ def _register_alone() -> None:
     register_rendezvous_handler(ALONE, alone)  # type: ignore[no-untyped-call]
 
 
-def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous) -> LLMEngine:
-    """Starts an engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM."""
+def start_engine(
+    config: Config, context: WorkerContext, rendezvous: Rendezvous, recorder: ExpertRecorder | None = None
+) -> LLMEngine:
+    """Starts an engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM.
+
+    A `recorder` is attached to its model.
+    """
     _import_vllm()
     from vllm import LLMEngine
 
@@ -109,9 +116,9 @@ def start_engine(config: Config, context: WorkerContext, rendezvous: Rendezvous)
     register_loader(quantizes(config, hf_config))
     _import_model(hf_config.get("architectures") or ())
     # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
-    own = {"additional_config": {"device": rendezvous.local_rank}}
+    own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)
-    engine = LLMEngine(engine_config, _executor_class(rendezvous), log_stats=False, multiprocess_mode=False)
+    engine = LLMEngine(engine_config, _executor_class(rendezvous, recorder), log_stats=False, multiprocess_mode=False)
     _drop_message_queue()
     return engine
 
@@ -249,7 +256,7 @@ def _tokenizer(config: Config) -> str | None:
     return config.policy.tokenizer.name or model_path(config)
 
 
-def _executor_class(rendezvous: Rendezvous) -> type[Any]:
+def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None) -> type[Any]:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class QuantumExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
@@ -257,6 +264,17 @@ def _executor_class(rendezvous: Rendezvous) -> type[Any]:
 
         def _distributed_args(self) -> tuple[str, int, int]:
             return rendezvous.init_method, rendezvous.rank, rendezvous.local_rank
+
+        def _init_executor(self) -> None:
+            super()._init_executor()
+            if recorder is not None:
+                recorder.attach(self.driver_worker.worker.get_model(), self.vllm_config)
+
+        def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+            output = super().execute_model(scheduler_output, non_block)
+            if recorder is not None:
+                recorder.step(self.driver_worker.worker.model_runner, scheduler_output)
+            return output
 
     return QuantumExecutor
 

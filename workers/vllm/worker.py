@@ -16,6 +16,7 @@ from dagrl.errors import ConfigError, RunError
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, quantum_seconds, quantum_steps
+from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, in_warmup
@@ -25,6 +26,7 @@ from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
 from dagrl.workers.vllm.environment import check_head_size, require_generation, show_host_gpus, vllm_environment
+from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.peers import Peers
@@ -71,6 +73,8 @@ class VllmWorker:
             check_family(hf_config)
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
         check_head_size(config, hf_config)
+        if config.policy.router_replay:
+            routed_layers(hf_config)
 
     @staticmethod
     def describe(
@@ -104,12 +108,15 @@ class VllmWorker:
 
     def _start(self, address: str) -> None:
         self._hf_config = read_hf_config(self.config)
-        llm = self._llm = start_engine(self.config, self.context, meet(self.context, address))
+        recorder = ExpertRecorder(routed_layers(self._hf_config)) if self.config.policy.router_replay else None
+        llm = self._llm = start_engine(self.config, self.context, meet(self.context, address), recorder)
+        if recorder is not None:
+            recorder.cache_holds(int(llm.vllm_config.cache_config.num_gpu_blocks or 0))
         model, self._device = llm.collective_rpc(_worker_model)[0]
         self._destinations = self._find_destinations(model, llm)
         max_model_len = int(llm.model_config.max_model_len)
         sampling = Sampling.of(self.generation, _eos_token_ids(self._hf_config), max_model_len)
-        self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps())
+        self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps(), recorder)
         if self._device.type == "cuda":
             import torch
 

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from dagrl.config import Config
 from dagrl.rl.algorithm import advantages_of, algorithm_of
 from dagrl.rl.rewards import shuffled
-from dagrl.rl.rollout.episodes import Sample, token_rows
+from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.rl.routed_experts import ROUTED_EXPERTS, field_of
 from dagrl.runtime.shapes import Batch
 
 Key = tuple[int, int]
@@ -25,7 +26,15 @@ def scored_batch(config: Config, groups: Sequence[ScoredGroup], step: int) -> Ba
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]
     batch = train_batch(samples, advantages(config, groups, step), valid)
+    batch = with_experts(config, batch, [sample.completion for sample in samples])
     return batch.with_fields(row_ids=row_ids(config, sample_keys(groups)))
+
+
+def with_experts(config: Config, batch: Batch, episodes: Sequence[Episode]) -> Batch:
+    """Adds the recorded experts of the episodes, one per row, if `policy.router_replay` is on."""
+    if not config.policy.router_replay:
+        return batch
+    return batch.with_fields(**{ROUTED_EXPERTS: field_of([episode.experts for episode in episodes], batch.tokens)})
 
 
 def sample_keys(groups: Sequence[ScoredGroup]) -> list[Key]:

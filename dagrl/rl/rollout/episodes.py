@@ -15,6 +15,7 @@ from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.routed_experts import Record, join_records
 from dagrl.runtime.shapes import Batch
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Episode:
     `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `opened` is
     True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`
     is the environment's error if the finish reason is `environment_failed`. A `greedy` sequence takes the likeliest token at
-    each step.
+    each step. `experts` is the record of prompt and tokens, which may be shorter than they are.
     """
 
     prompt: Prompt
@@ -46,6 +47,7 @@ class Episode:
     failure: str = ""
     greedy: bool = False
     turn_rewards: list[float] = field(default_factory=list)
+    experts: Record | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
@@ -67,11 +69,14 @@ class Episode:
         self.logprobs += made.logprobs
         self.versions += made.versions
         self.sampled += [True] * len(made.tokens)
+        self.experts = join_records(self.experts, made.experts)
 
     def take_back(self, count: int) -> None:
         """Removes the last `count` tokens, which will be generated again."""
         for column in (self.tokens, self.logprobs, self.versions, self.sampled):
             del column[len(column) - count :]
+        if self.experts is not None:
+            self.experts = self.experts[: len(self)]
 
     def answer(self, tokens: Sequence[int]) -> None:
         """Appends the tokens of the environment and begins a new turn."""

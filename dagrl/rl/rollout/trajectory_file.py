@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
 NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")
 """Stands for a prompt of the data, which the group's key finds. Only those that an environment gave are saved."""
+EXPERTS = "experts"
 TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
 
 
@@ -49,6 +50,8 @@ def write_trajectories(directory: Path, groups: Sequence[SavedGroup], state: Map
         name: np.concatenate([np.array(getattr(episode, name), dtype) for episode in episodes] or [np.zeros(0, dtype)])
         for name, dtype in TOKEN_FIELDS.items()
     }
+    records = [np.zeros((0, 0), np.uint8) if episode.experts is None else episode.experts for episode in episodes]
+    arrays[EXPERTS] = np.concatenate([record.reshape(-1) for record in records] or [np.zeros(0, np.uint8)])
     np.savez(directory / ARRAYS, allow_pickle=False, **arrays)
     index = {"state": dict(state), "groups": [_describe(saved) for saved in groups]}
     (directory / INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -61,14 +64,18 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
     index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
     with np.load(directory / ARRAYS, allow_pickle=False) as arrays:
         columns = {name: arrays[name] for name in TOKEN_FIELDS}
-    groups, start = [], 0
+        recorded = arrays[EXPERTS]
+    groups, start, read = [], 0, 0
     for item in index["groups"]:
         episodes = []
         for described in item["episodes"]:
             end = start + described.pop("length")
             made = {name: column[start:end].tolist() for name, column in columns.items()}
-            episodes.append(Episode(_prompt(described.pop("prompt")), **described, **made))
-            start = end
+            shape = described.pop(EXPERTS)
+            size = shape[0] * shape[1]
+            record = recorded[read : read + size].reshape(shape) if size else None
+            episodes.append(Episode(_prompt(described.pop("prompt")), **described, **made, experts=record))
+            start, read = end, read + size
         group = RolloutGroup(item["number"], item["key"], episodes, item["cohort"])
         groups.append(SavedGroup(group, item["version"], item["whole"]))
     return SavedTrajectories(groups, index["state"])
@@ -79,7 +86,8 @@ def can_go_on(config: Config, version: int, prompt: Prompt, group: RolloutGroup,
 
     `version` is the current policy version. `limits` are the new tokens that a turn of each sequence may have in this run.
     """
-    return _fits(config, prompt, group, limits) and not _runs_across(config, version, group)
+    fits = _fits(config, prompt, group, limits) and not _runs_across(config, version, group)
+    return fits and not (config.policy.router_replay and _lacks_record(group))
 
 
 def _describe(saved: SavedGroup) -> dict[str, Json]:
@@ -97,6 +105,7 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
             "awaiting": episode.awaiting,
             "failure": episode.failure,
             "turn_rewards": list(episode.turn_rewards),
+            EXPERTS: [0, 0] if episode.experts is None else list(episode.experts.shape),
         }
         for episode in (group.episodes if saved.whole else ())
     ]
@@ -149,6 +158,11 @@ def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[
         max(limits),
     )
     return False
+
+
+def _lacks_record(group: RolloutGroup) -> bool:
+    """Whether tokens of the group were made in a run without `policy.router_replay`."""
+    return any(episode.tokens and episode.experts is None for episode in group.episodes)
 
 
 def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:

@@ -19,7 +19,7 @@ from typing import Self
 from dagrl.config import Config
 from dagrl.config.settings import samples_per_step
 from dagrl.errors import StopRequestedError
-from dagrl.rl.rollout.batches import Key, row_ids, sample_keys, scored_batch
+from dagrl.rl.rollout.batches import Key, row_ids, sample_keys, scored_batch, with_experts
 from dagrl.rl.rollout.episodes import Episode, token_rows
 from dagrl.rl.rollout.experience import NextBatch
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -101,7 +101,7 @@ class EarlyWork:
             begin_logprobs(self._config, self._replays, self._step)
         keys = list(episodes)
         rows = token_rows(list(episodes.values())).with_fields(row_ids=row_ids(self._config, keys))
-        batch = logprob_batch(rows, self._step)
+        batch = logprob_batch(with_experts(self._config, rows, list(episodes.values())), self._step)
         self._chunk = _Chunk(keys, batch, submit_logprobs(self._config, self._replays, batch))
 
     def _read_chunk(self, chunk: _Chunk) -> None:

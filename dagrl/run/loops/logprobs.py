@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from dagrl.config import Config
 from dagrl.config.settings import uses_teacher
+from dagrl.rl.routed_experts import ROUTED_EXPERTS
 from dagrl.run.plans import logprob_phases
 from dagrl.run.replays import Replays
 from dagrl.runtime.replay import Replay
@@ -83,7 +84,7 @@ def _whole(config: Config, splits: Sequence[ShardRows] | None) -> ShardRows | No
 
 def logprob_batch(batch: Batch, step: int) -> Batch:
     """The fields of `batch` that the log-probability phases read."""
-    fields = {name: batch[name] for name in ("tokens", "lengths", "row_ids")}
+    fields = {name: batch[name] for name in ("tokens", "lengths", "row_ids", ROUTED_EXPERTS) if name in batch.fields}
     return Batch(fields, {"step": step})
 
 

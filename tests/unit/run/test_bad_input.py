@@ -651,6 +651,36 @@ TABLE = [
             MIXTURE,
         ),
     ),
+    *(
+        Row(f"router {name}", says, words)
+        for name, says, words in (
+            (
+                "loss without a kind",
+                ("moe_router_load_balancing_type is 'none'", "moe_aux_loss_coeff 0.01", "set both"),
+                (f"{MEGATRON}.moe_aux_loss_coeff=0.01", MIXTURE),
+            ),
+            (
+                "loss with early gradients",
+                ("grpo.overlap_training is true, and the router has a loss", "Set overlap_training=false"),
+                (f"{MEGATRON}.moe_z_loss_coeff=0.01", "grpo.overlap_training=true", "grpo.overlap_logprobs=true", MIXTURE),
+            ),
+            (
+                "loss without experts",
+                ("moe_z_loss_coeff is set, but the model has no experts", "set both to 0"),
+                (f"{MEGATRON}.moe_z_loss_coeff=0.01",),
+            ),
+            (
+                "replay without experts",
+                ("policy.router_replay is true", "'qwen3' has no experts to replay"),
+                ("policy.router_replay=true",),
+            ),
+            (
+                "replay without generation",
+                ("policy.router_replay is true, but algorithm 'sft' generates nothing",),
+                ("policy.router_replay=true", "algorithm=sft", MIXTURE),
+            ),
+        )
+    ),
     Row(
         "overlapped tensor-parallel communication",
         (f"{MEGATRON}.tp_comm_overlap is true", "Transformer Engine", "Set tp_comm_overlap=false"),

@@ -10,9 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.megatron.microbatches import Microbatch, ParallelRank, SplitRule, split_batch, warmup_batches
+from dagrl.workers.megatron.microbatches import (
+    Microbatch,
+    ParallelRank,
+    RoutedModel,
+    SplitRule,
+    split_batch,
+    warmup_batches,
+)
 
 WIDTH = 24
 RULES = {
@@ -110,7 +118,7 @@ def test_microbatches_of_rows_are_equal_with_minimal_padding(rows: int, limit: i
 @pytest.mark.parametrize("kind", RULES)
 def test_attention_stays_inside_a_sequence(kind: str) -> None:
     batch = make_batch([3, 24, 1, 17, 9, 22, 5])
-    for item in split_batch(batch, RULES[kind], place(), vocabulary=200).items:
+    for item in split_batch(batch, RULES[kind], place(), model=RoutedModel(200, RoutedLayers(2, 4, 2))).items:
         followed = (item.targets.flatten() < batch.rows * WIDTH).tolist()  # no padding, and not the last of a sequence
         for token, real, seen in zip(item.tokens.flatten().tolist(), followed, attended(item), strict=True):
             if real:
@@ -124,7 +132,7 @@ def test_padding_repeats_the_batchs_own_tokens_evenly(kind: str, cp: int) -> Non
     lengths = [3, 24, 0, 5, 2, 7]
     batch, own = make_batch(lengths), sum(lengths)
     for rank in range(cp):
-        items = split_batch(batch, RULES[kind], place(cp, rank), vocabulary=200).items
+        items = split_batch(batch, RULES[kind], place(cp, rank), model=RoutedModel(200, RoutedLayers(2, 4, 2))).items
         tokens = torch.cat([item.tokens.flatten() for item in items])
         counts = np.bincount(tokens.numpy(), minlength=len(lengths) * WIDTH + 1)
         real = (batch["tokens"] > 0) & (np.arange(WIDTH) < batch["lengths"][:, None])
@@ -135,7 +143,7 @@ def test_padding_repeats_the_batchs_own_tokens_evenly(kind: str, cp: int) -> Non
 
 def test_an_empty_batch_is_padded_with_the_vocabulary() -> None:
     assert not split_batch(make_batch([0, 0]), RULES["rows"], place()).items[0].tokens.any()  # of a model without experts
-    (item,) = split_batch(make_batch([0, 0]), RULES["rows"], place(), vocabulary=20).items
+    (item,) = split_batch(make_batch([0, 0]), RULES["rows"], place(), model=RoutedModel(20, RoutedLayers(2, 4, 2))).items
     assert np.bincount(item.tokens.flatten().numpy()).tolist() == [3] * 8 + [2] * 12  # 48 tokens
     assert not item.data["loss_mask"].any()
 

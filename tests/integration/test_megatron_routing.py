@@ -1,0 +1,212 @@
+"""Router losses, load and replayed experts, against the papers' formulas on a Hugging Face model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, field_of
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.split import split_rows
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, train
+
+BALANCE, Z = 0.5, 0.1  # large: a wrong share would show in every gradient
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout. `megatron` and `policy` are further keys of these sections."""
+
+    model: str
+    kind: str
+    layout: ParallelLayout
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "sequences": Case("qwen3_moe_mixed", "seq_aux_loss", ParallelLayout()),
+    "sequences-tp2ep2-packed": Case("qwen3_moe", "seq_aux_loss", ParallelLayout(tp=2, ep=2, etp=1), policy=PACKED),
+    "sequences-dp2cp2-recomputed": Case(
+        "qwen3_moe", "seq_aux_loss", ParallelLayout(dp=2, cp=2), {"activation_checkpointing": True}, PACKED
+    ),
+    "microbatches-dp2pp2": Case("qwen3_moe_mixed", "aux_loss", ParallelLayout(dp=2, pp=2, ep=2)),
+    "batches-dp2tp2": Case("qwen3_moe", "global_aux_loss", ParallelLayout(dp=2, tp=2)),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+class Routers:
+    """Hooks on the routers of a Hugging Face model: they keep logits, and replace the chosen experts by `forced` ones.
+
+    `forced` are ids [rows, width, layers, top k], -1 where the model chooses.
+    """
+
+    def __init__(self, model: Any, batch: Batch, forced: Any = None) -> None:
+        self.lengths, self.forced, self.top_k = batch["lengths"].tolist(), forced, model.config.num_experts_per_tok
+        self.normalized = getattr(model.config, "norm_topk_prob", True)
+        self.logits: dict[int, list[Tensor]] = {}  # by layer, row after row: [tokens, experts]
+        for name, module in model.named_modules():
+            if name.endswith("mlp.gate"):
+                layer = int(name.split(".")[2])
+                module.register_forward_hook(lambda _, __, output, layer=layer: self._routed(layer, output))
+
+    def _routed(self, layer: int, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, _, chosen = output
+        row = len(self.logits.setdefault(layer, []))
+        self.logits[layer].append(logits)
+        if self.forced is None:
+            return output
+        wanted = torch.tensor(self.forced[row, : self.lengths[row], layer])
+        chosen = torch.where(wanted < 0, chosen, wanted)
+        weights = logits.softmax(-1).gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen
+
+
+def share_of(logits: Sequence[Tensor], top_k: int) -> Tensor:
+    """f_i of GShard and Switch: the share of the chosen experts of these tokens that are i."""
+    chosen = torch.cat([part.topk(top_k, -1).indices.flatten() for part in logits])
+    return torch.bincount(chosen, minlength=logits[0].shape[1]) / len(chosen)
+
+
+def groups_of(kind: str, batch: Batch, dp: int) -> list[tuple[list[int], list[int]]]:
+    """The rows whose probabilities belong together, and the rows over which their f_i are taken.
+
+    The tests' microbatches are of two rows. Those of global balancing see the step's earlier ones, too.
+    """
+    if kind == "seq_aux_loss":
+        return [([row], [row]) for row in range(batch.rows)]
+    shards = [rows.tolist() for rows in split_rows(batch["lengths"], dp)]
+    parts = [[rows[start : start + 2] for start in range(0, len(rows), 2)] for rows in shards]
+    if kind == "aux_loss":
+        return [(rows, rows) for shard in parts for rows in shard]
+    groups = []
+    for number in range(len(parts[0])):
+        seen = [row for shard in parts for rows in shard[: number + 1] for row in rows]
+        groups += [(shard[number], seen) for shard in parts]
+    return groups
+
+
+def losses_of(routers: Routers, kind: str, batch: Batch, dp: int) -> tuple[Tensor, Tensor]:
+    """Returns load-balancing and z loss, each the sum over layers: E sum_i f_i P_i, token-weighted, and mean logsumexp^2."""
+    total = sum(routers.lengths)
+    balance, z_loss = torch.zeros(()), torch.zeros(())
+    for logits in routers.logits.values():
+        for rows, seen in groups_of(kind, batch, dp):
+            shares = share_of([logits[row] for row in seen], routers.top_k)
+            probabilities = torch.cat([logits[row].softmax(-1) for row in rows])
+            balance = balance + len(shares) * (shares * probabilities.mean(0)).sum() * len(probabilities) / total
+        z_loss = z_loss + torch.cat(logits).logsumexp(-1).square().mean()
+    return balance, z_loss
+
+
+def figures_of(routers: Routers) -> dict[str, float]:
+    """Returns the metrics of load, as means over layers."""
+    found: dict[str, list[float]] = {"max_load": [], "sequence_max_load": [], "router_entropy": [], "unused_experts": []}
+    for logits in routers.logits.values():
+        whole = share_of(logits, routers.top_k)
+        found["max_load"].append(float(whole.max() * len(whole)))
+        of_rows = [share_of([row], routers.top_k) for row in logits]
+        found["sequence_max_load"].append(float(np.mean([float(row.max() * len(row)) for row in of_rows])))
+        distribution = torch.cat(logits).softmax(-1)
+        found["router_entropy"].append((-(distribution * distribution.log()).sum(-1).mean()).item())
+        found["unused_experts"].append(float((whole == 0).float().mean()))
+    worst = max(found["max_load"])
+    return {**{name: float(np.mean(values)) for name, values in found.items()}, "max_load_of_worst_layer": worst}
+
+
+def load_model(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 2e-5) -> None:
+    assert set(found) == set(expected)
+    for name, gradient in expected.items():
+        scale = float(np.abs(gradient).max()) or 1.0
+        np.testing.assert_allclose(found[name] / scale, gradient / scale, atol=tolerance, rtol=0, err_msg=name)
+
+
+@each_case
+def test_losses_gradients_and_metrics_are_those_of_the_papers(
+    name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    case, batch = CASES[name], reference.make_batch()
+    model = load_model(tiny_models[case.model])
+    routers = Routers(model, batch)
+    likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
+    balance, z_loss = losses_of(routers, case.kind, batch, case.layout.dp)
+    (likelihood + BALANCE * balance + Z * z_loss).backward()
+    settings = {"moe_router_load_balancing_type": case.kind, "moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
+    keys = {**case.policy, "megatron_cfg": {**case.megatron, **settings}}
+    config = reference.make_config(tiny_models[case.model], optimizer=UNCLIPPED, **keys)
+    with megatron_pool.group(case.layout, config) as group:
+        step = train(group, batch, warmup=True)  # gradients, but no update
+        gradients = reference.assemble(group.call("gradients"))
+    layers = len(routers.logits)
+    expected = {"load_balancing_loss": balance.item() / layers, "z_loss": z_loss.item() / layers, **figures_of(routers)}
+    assert step["loss"] == pytest.approx(likelihood.item(), abs=1e-5)
+    assert {key: step[f"moe/{key}"] for key in expected} == pytest.approx(expected, rel=1e-5)
+    assert_close(gradients, reference._checkpoint_names(model))
+
+
+REPLAYS = {
+    "single": ParallelLayout(),
+    "tp2cp2ep2-packed-recomputed": ParallelLayout(tp=2, cp=2, ep=2, etp=1),
+    "dp2pp2": ParallelLayout(dp=2, pp=2, ep=2),
+}
+
+
+def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int) -> tuple[Batch, Any]:
+    """Returns the batch with random experts for most tokens, and their ids; a sequence's last tokens have no record."""
+    generator = np.random.default_rng(5)
+    ids = generator.random((batch.rows, batch.tokens, layers, experts)).argsort(-1)[..., :top_k]
+    ids[generator.random(ids.shape[:2]) < 0.2] = -1
+    ids[:, :, 1] = -1  # dense in the mixed model
+    records = [
+        np.where(row < 0, MISSING, row).astype(np.uint8).reshape(batch.tokens, -1)[: int(length) - 1]
+        for row, length in zip(ids, batch["lengths"], strict=True)
+    ]
+    for row, length in zip(ids, batch["lengths"], strict=True):
+        row[int(length) - 1 :] = -1
+    return batch.with_fields(**{ROUTED_EXPERTS: field_of(records, batch.tokens)}), ids
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_replayed_experts_are_those_of_the_record(
+    name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """Log-probabilities and gradients of a model whose routers are made to choose the recorded experts."""
+    plain = reference.make_batch()
+    model = load_model(tiny_models["qwen3_moe_mixed"])
+    batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_experts, 2)
+    Routers(model, plain, forced)
+    expected = reference.hf_logprobs(model, plain)[0]
+    reference.sft_reference(expected, plain).backward()
+    own = reference.hf_logprobs(load_model(tiny_models["qwen3_moe_mixed"]), plain)[0]
+    assert (expected - own).abs().max() > 0.1, "the record changes nothing"
+    keys: dict[str, Any] = {"router_replay": True}
+    if "packed" in name:
+        keys |= {**PACKED, "megatron_cfg": {"activation_checkpointing": True}}
+    config = reference.make_config(tiny_models["qwen3_moe_mixed"], optimizer=UNCLIPPED, **keys)
+    with megatron_pool.group(REPLAYS[name], config) as group:
+        found = logprobs(group, batch)
+        step = train(group, batch)
+        gradients = reference.assemble(group.call("gradients"))
+    np.testing.assert_allclose(found["logprobs"], expected.detach().numpy(), atol=1e-5, rtol=0)
+    assert step["loss"] == pytest.approx(reference.sft_reference(expected, plain).item(), abs=1e-5)
+    used = (forced[:, :, 0, 0] >= 0).sum() / plain["lengths"].sum()
+    assert step["moe/replayed_tokens"] == pytest.approx(used)
+    assert 0 < step["moe/replayed_agreement"] < 1
+    assert_close(gradients, reference._checkpoint_names(model))

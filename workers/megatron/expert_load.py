@@ -1,0 +1,104 @@
+"""Metrics of a step's routing: the router's losses and entropy, and how evenly tokens are spread over the experts.
+
+Routers count on the device (`router.py`). Two all-reduces and one read per step turn the counts into metrics. Imported only
+where Megatron is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from dagrl.telemetry.metrics import (
+    BUSIEST_EXPERT,
+    BUSIEST_EXPERT_OF_SEQUENCES,
+    BUSIEST_EXPERT_OF_WORST_LAYER,
+    LOAD_BALANCING_LOSS,
+    REPLAYED_AGREEMENT,
+    REPLAYED_TOKENS,
+    ROUTER_ENTROPY,
+    UNUSED_EXPERTS,
+    Z_LOSS,
+    StepMetrics,
+)
+from dagrl.workers.megatron.microbatches import Microbatches
+from dagrl.workers.megatron.model import ModelChunks
+from dagrl.workers.megatron.router import Router, StepCounts, routers
+
+
+@dataclass
+class ExpertLoad:
+    """What the routers of this worker counted in a step. Empty for a stage without experts."""
+
+    model: ModelChunks
+    counts: list[StepCounts]
+
+    def read(self) -> StepMetrics:
+        """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""
+        if not self.counts:
+            return StepMetrics()
+        by_row = torch.stack([count.by_row[:-1] for count in self.counts])  # [layers, rows, experts]
+        dist.all_reduce(by_row, group=parallel_state.get_tensor_and_context_parallel_group())
+        sums = torch.stack([count.sums for count in self.counts]).sum(0)
+        dist.all_reduce(sums, group=parallel_state.get_tensor_and_context_parallel_group())
+        layers = sum(self.model.architecture.moe_layers)
+        return _metrics(by_row, sums, layers, self.model.architecture.experts_per_token)
+
+
+def _metrics(by_row: Tensor, sums: Tensor, layers: int, chosen: int) -> StepMetrics:
+    """Returns this stage's share of the metrics. `by_row` [layers here, rows, experts], `sums` [5] of this shard."""
+    experts = by_row.shape[2]
+    used = by_row[0].sum(-1) > 0  # [rows]: not padding
+    sequences = (_busiest(by_row[:, used]).sum(), used.sum().double())
+    of_shards = torch.cat([sums, torch.stack(sequences), by_row.sum(1).flatten().double()])
+    dist.all_reduce(of_shards, group=parallel_state.get_data_parallel_group())
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) or parallel_state.get_tensor_model_parallel_rank():
+        return StepMetrics()
+    here, load = by_row.shape[0], of_shards[7:].view(-1, experts)
+    busiest = _busiest(load)
+    figures = torch.stack([busiest.sum(), busiest.max(), (load == 0).double().mean(-1).sum(), load[0].sum()])
+    balance, z_loss, entropy, replayed, equal, ratios, rows, total, worst, unused, pairs = torch.cat(
+        [of_shards[:7], figures]
+    ).tolist()
+    means = {
+        LOAD_BALANCING_LOSS: balance,
+        Z_LOSS: z_loss,
+        ROUTER_ENTROPY: entropy,
+        BUSIEST_EXPERT: total,
+        BUSIEST_EXPERT_OF_SEQUENCES: ratios / max(rows, 1.0),
+        UNUSED_EXPERTS: unused,
+    }
+    if replayed:
+        means |= {REPLAYED_TOKENS: replayed / pairs, REPLAYED_AGREEMENT: equal / replayed * here}
+    return StepMetrics({name: value / layers for name, value in means.items()}, {BUSIEST_EXPERT_OF_WORST_LAYER: worst})
+
+
+def _busiest(load: Tensor) -> Tensor:
+    """Returns the tokens of the busiest expert over the mean, of tokens by expert [..., experts]."""
+    load = load.double()
+    return load.amax(-1) / load.mean(-1).clamp(min=1e-9)
+
+
+@contextmanager
+def counting(model: ModelChunks, batch: Microbatches) -> Iterator[ExpertLoad]:
+    """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards."""
+    found: list[Router] = list(routers(model.chunks))
+    load = ExpertLoad(model, [])
+    if model.architecture.experts:
+        device = batch.items[0].tokens.device
+        tokens = torch.tensor(batch.filled * batch.rank.layout.cp, device=device)
+        dist.all_reduce(tokens, group=batch.rank.data_group)
+        load.counts = [StepCounts.empty(batch.rows, model.architecture.experts, tokens) for _ in found]
+    for router, counts in zip(found, load.counts, strict=False):
+        router.counts = counts
+    try:
+        yield load
+    finally:
+        for router in found:
+            router.counts = None

@@ -1,0 +1,175 @@
+"""Megatron's top-k router with losses over the global batch, replayed experts, and counts of each expert's load.
+
+Losses of the router are sums over tokens divided by the tokens of the global batch, as all losses here, so they do not
+depend on how the batch is split. Padding takes no part. With p_ti the router's probability of expert i for token t,
+f_i the share of the chosen experts that are i, and N the tokens of the global batch, a layer adds
+
+  load balancing   coefficient * E / N * sum_t sum_i p_ti * f_i      Switch Transformer, arXiv:2101.03961, equations 4 to 6
+  z loss           coefficient / N * sum_t logsumexp(logits_t)^2     ST-MoE, arXiv:2202.08906, equation 5
+
+f_i is taken over the microbatch of t (`aux_loss`), over the sequence of t (`seq_aux_loss`, DeepSeek-V2, arXiv:2405.04434,
+equation 23), or over the step's microbatches so far on all shards (`global_aux_loss`, arXiv:2501.11873). A hook passes each
+layer's router the microbatch, also when activations are recomputed. Imported only where Megatron is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from dagrl.workers.megatron.segments import RoutedTokens
+
+
+@dataclass
+class StepCounts:
+    """What a router counts in a step: tokens of each expert by row [rows + 1, experts], and sums over tokens.
+
+    `tokens` are those of the global batch. `sums` [5]: load-balancing loss, z loss, entropy of the probabilities in nats,
+    pairs of token and expert that were replayed, and those among them that the router chose too.
+    """
+
+    tokens: Tensor
+    by_row: Tensor
+    sums: Tensor
+    seen: Tensor  # tokens of each expert in the step's microbatches so far, over all shards
+
+    @staticmethod
+    def empty(rows: int, experts: int, tokens: Tensor) -> StepCounts:
+        """Returns counts of nothing, for a batch of `rows` rows."""
+        zeros, device = torch.zeros, tokens.device
+        return StepCounts(
+            tokens,
+            zeros(rows + 1, experts, dtype=torch.int64, device=device),
+            zeros(5, dtype=torch.float64, device=device),
+            zeros(experts, device=device),
+        )
+
+
+class _Choice:
+    """Megatron's `router_replay` argument: takes recorded experts where there are any. `own` are the router's."""
+
+    def __init__(self, recorded: Tensor | None) -> None:
+        self.recorded, self.own, self.chosen = recorded, torch.empty(0), torch.empty(0)
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: Any, group_topk: Any, compute: Callable[..., tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns scores and ids [tokens, top k] of each token's experts. `scores` [tokens, experts]."""
+        values, self.own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.chosen = self.own
+        if self.recorded is None:
+            return values, self.own
+        found = has_record(self.recorded, scores.shape[1])
+        self.chosen = torch.where(found, self.recorded, self.own)
+        return scores.gather(1, self.chosen), self.chosen
+
+
+def has_record(recorded: Tensor, experts: int) -> Tensor:
+    """Returns which tokens [tokens, 1] have a record, from ids [tokens, top k]."""
+    return ((recorded >= 0) & (recorded < experts)).all(-1, keepdim=True)
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """See the module's docstring. `tokens` are of the microbatch that runs; `counts` is None outside of training steps."""
+
+    tokens: RoutedTokens | None = None
+    counts: StepCounts | None = None
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns probabilities and the map of chosen experts [tokens, experts], for hidden states [s, b, hidden size]."""
+        config = self.config
+        logits = self.gating(hidden).view(-1, config.num_moe_experts)
+        choice = _Choice(self._recorded())
+        probabilities, chosen = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            score_function=self.score_function,
+            router_replay=choice,
+        )
+        # Once per microbatch: recomputed activations are first computed without gradients.
+        if self.counts is not None and self.tokens is not None and torch.is_grad_enabled():
+            has_loss = bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
+            with torch.set_grad_enabled(has_loss):
+                loss = self._loss(logits, choice, self.counts, self.tokens.rows)
+            if has_loss:
+                probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
+        return probabilities, chosen
+
+    def _recorded(self) -> Tensor | None:
+        """Returns the recorded ids [tokens, top k] of this layer."""
+        if self.tokens is None or self.tokens.experts is None:
+            return None
+        return self.tokens.experts[:, self.layer_number - 1].long()
+
+    def _loss(self, logits: Tensor, choice: _Choice, counts: StepCounts, rows: Tensor) -> Tensor:
+        """Returns this worker's share of the layer's losses, and counts the microbatch."""
+        valid = rows < len(counts.by_row) - 1
+        scores, normalizer = logits.softmax(-1, dtype=torch.float32), logits.float().logsumexp(-1)
+        z_loss = (normalizer.square() * valid).sum() / counts.tokens
+        balance = self._imbalance(scores, choice.own, counts, rows, valid)
+        with torch.no_grad():
+            entropy = ((normalizer - (scores * logits).sum(-1)) * valid).sum() / counts.tokens
+            _count(counts.by_row, rows, choice.chosen)
+            counts.sums += torch.stack([balance, z_loss, entropy, *_replayed(choice, valid, scores.shape[1])])
+        loss: Tensor = self.config.moe_aux_loss_coeff * balance + (self.config.moe_z_loss_coeff or 0.0) * z_loss
+        return loss
+
+    def _imbalance(self, scores: Tensor, own: Tensor, counts: StepCounts, rows: Tensor, valid: Tensor) -> Tensor:
+        """Returns E / N * sum_t sum_i p_ti f_i over this worker's tokens; 0 without a coefficient."""
+        if not self.config.moe_aux_loss_coeff:
+            return scores.new_zeros(())
+        experts, kind = scores.shape[1], self.routing_type
+        by_row = torch.zeros_like(counts.by_row, dtype=torch.float32)
+        _count(by_row, rows, own)
+        held = by_row if kind == "seq_aux_loss" else by_row[:-1].sum(0)
+        dist.all_reduce(held, group=self.tp_dp_cp_group if kind == "global_aux_loss" else self.tp_cp_group)
+        if kind == "global_aux_loss":
+            held = counts.seen.add_(held).clone()
+        shares = held / held.sum(-1, keepdim=True).clamp(min=1)
+        weights = shares[rows] if kind == "seq_aux_loss" else shares
+        return ((scores * weights).sum(-1) * valid).sum() * experts / counts.tokens
+
+
+def _count(by_row: Tensor, rows: Tensor, chosen: Tensor) -> None:
+    """Adds the experts `chosen` [tokens, top k] for the tokens of `rows` [tokens] to `by_row` [rows + 1, experts]."""
+    index = (rows[:, None] * by_row.shape[1] + chosen).flatten()
+    by_row.view(-1).index_add_(0, index, torch.ones_like(index, dtype=by_row.dtype))
+
+
+def _replayed(choice: _Choice, valid: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Returns how many experts of valid tokens were replayed, and how many of them the router chose too."""
+    if choice.recorded is None:
+        nothing = valid.new_zeros((), dtype=torch.float32)
+        return nothing, nothing
+    used = has_record(choice.recorded, experts) & valid[:, None]
+    equal = (choice.recorded[:, :, None] == choice.own[:, None, :]).any(-1)
+    return used.expand_as(equal).sum().float(), (equal & used).sum().float()
+
+
+def pass_tokens_to_routers(model: Any) -> None:
+    """Makes each expert layer of a model give its router the microbatch that runs."""
+    for layer in model.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.register_forward_pre_hook(_pass_tokens, with_kwargs=True)
+
+
+def _pass_tokens(layer: Any, _: Any, named: dict[str, Any]) -> None:
+    inputs = named["packed_seq_params"]
+    layer.mlp.router.tokens = None if inputs is None else inputs.routed
+
+
+def routers(chunks: Any) -> Iterator[Router]:
+    """Yields the routers of a model's chunks, layer by layer."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Router):
+                yield module
