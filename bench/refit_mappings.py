@@ -128,6 +128,7 @@ class RefitMapping:
 _EP4TP2DP2 = ParallelLayout(tp=2, dp=4, ep=4, etp=1)
 _EP4TP2PP2 = ParallelLayout(tp=2, pp=2, dp=2, ep=4, etp=1)
 _EP8PP2 = ParallelLayout(pp=2, dp=8, ep=8, etp=1)
+_EP8DP2 = ParallelLayout(dp=16, ep=8, etp=1)
 _EP16TP4PP8 = ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11)
 _EP16PP16 = ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2)
 LARGEST = [
@@ -149,11 +150,16 @@ TABLE = [
         for tp, dp in ((4, 4), (2, 8), (8, 2))
     ),
     RefitMapping(NEMOTRON_NANO, ParallelLayout(tp=2, dp=4, ep=8, etp=1), 4, 2),
+    RefitMapping(NEMOTRON_NANO, ParallelLayout(dp=4, ep=4, etp=1), 2, 4),
     RefitMapping(NEMOTRON_SUPER, ParallelLayout(tp=2, pp=2, dp=8, ep=8, etp=1), 8, 2),
+    RefitMapping(NEMOTRON_SUPER, ParallelLayout(tp=8, pp=2, dp=2, ep=16, etp=1), 8, 2),  # 2 key-value heads on 8 ranks
+    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8, fp8=True),
+    RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 4, 2, fp8=True),
     RefitMapping(QWEN3_4B, ParallelLayout(tp=2, dp=4), 4, 2, fp8=True),
     RefitMapping(QWEN3_4B, ParallelLayout(pp=2, dp=4), 4, 2, fp8=True),
-    RefitMapping(QWEN3_30B, _EP4TP2DP2, 2, 8, fp8=True),
-    RefitMapping(QWEN3_30B, _EP8PP2, 2, 8, fp8=True),
+    RefitMapping(QWEN3_4B, ParallelLayout(pp=4, dp=2), 4, 2, fp8=True),
+    # Without expert parallelism, 128 divides the experts' 768 rows only in halves.
+    *(RefitMapping(QWEN3_30B, train, 2, 8, fp8=True) for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2, _EP8DP2)),
     *LARGEST,
 ]
 

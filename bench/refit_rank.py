@@ -33,10 +33,9 @@ from dagrl.bench.refit_rivals import (
 from dagrl.bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
 from dagrl.bench.refit_truth import clear, fill, wrong
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.channels.base import MAILBOX_SLOTS
+from dagrl.channels.base import MAILBOX_SLOTS, ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
 from dagrl.refit.carry.autotune import TRIALS
-from dagrl.refit.connect import ChannelKind
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+ChannelKind = Literal["gloo", "nccl", "ipc"]
+
 MAILBOX_SLOTS = 2
 """Messages that a mailbox of an IPC channel holds (`ipc.py`): one is written while another is read."""
 
@@ -30,7 +32,7 @@ class ChannelSpec:
     `timeout_s` limits the opening and every wait, in seconds. Raises ChannelError for a malformed address or rank.
     """
 
-    kind: Literal["gloo", "nccl", "ipc"]
+    kind: ChannelKind
     address: str
     rank: int
     size: int

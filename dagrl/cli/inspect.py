@@ -171,6 +171,8 @@ def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
     plan = plan_config_refit(config, hf_config)
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
-    train = layouts(config)["train"].world_size
-    text = plan.summary().text(LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s))
+    train, summary = layouts(config)["train"].world_size, plan.summary()
+    text = summary.text(LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s))
+    if config.refit.delta != "off":
+        text += f"\n  refit.delta: a train rank keeps a copy of what it sends, at most {max(summary.sent) / 1e6:,.3f} MB"
     return f"{text}\n  the first {train} ranks are train workers, the others generation workers"

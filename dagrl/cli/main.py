@@ -44,6 +44,7 @@ BENCHES = {
     "step_overhead": "what a step costs beyond its workers' own time, compiled and eager",
     "refit": "refits from Megatron to vLLM, compared with broadcasts",
     "refit_plan": "time and memory of planning refits of full-size models, without weights",
+    "refit_delta": "whole and delta refits over a slow link between network namespaces",
     "refit_architectures": "tiny models of every architecture that vLLM builds, refitted and compared with its own loader",
     "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
     "peers": "GRPO and SFT steps and generation, compared with TRL and vLLM's own engines",

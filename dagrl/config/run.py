@@ -33,6 +33,13 @@ class RefitConfig(Section):
     verify: Literal["off", "checksum", "bitwise"] = "off"
     """Check after each refit that the received weights equal the sent ones: by checksums, or by sending all bytes again."""
 
+    delta: Literal["off", "lossless"] = "off"
+    """`lossless`: send only the bytes that changed since the last refit. Each train rank keeps a copy of what it sends."""
+
+    unmapped: Literal["error", "load"] = "error"
+    """What to do with a parameter that vLLM's loader does not simply copy. `load`: send it whole to every rank, where the
+    loader loads it after each refit."""
+
     bucket_bytes: PositiveInt | None = None
     """Bytes sent at once. null: 64 to 512 MB by the model's size; at most 256 MB if colocated, by the number of ranks."""
 

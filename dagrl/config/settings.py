@@ -48,6 +48,7 @@ def check_settings(config: Config) -> None:
     _check_on_policy(config)
     _check_overlap(config)
     _check_colocated(config)
+    _check_delta(config)
     _check_shared_gpus(config)
     _check_cuda_graphs(config)
     _check_communication(config)
@@ -474,6 +475,21 @@ def _check_role(config: Config, role: str) -> None:
             _check_rates(own)
     except UserError as error:
         raise type(error)(re.sub(r"\bpolicy\.(?!generation)", f"{role}.", str(error))) from error
+
+
+def _check_delta(config: Config) -> None:
+    if config.refit.delta == "off":
+        return
+    if is_colocated(config):
+        raise ConfigError(
+            "refit.delta is lossless and policy.generation.colocated.enabled is true: copies inside a GPU are faster than "
+            "comparing, and the kept copy would take its memory. Set refit.delta=off"
+        )
+    if config.refit.cuda_graph is True:
+        raise ConfigError(
+            "refit.delta is lossless and refit.cuda_graph is true, but a graph sends the same bytes each time; set "
+            "refit.cuda_graph=auto, or refit.delta=off"
+        )
 
 
 def _check_shared_gpus(config: Config) -> None:

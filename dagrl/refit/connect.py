@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from dagrl.channels import ChannelSpec
+from dagrl.channels.base import ChannelKind, ChannelSpec
 from dagrl.errors import RefitPlanError
+from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.phase import refit
 from dagrl.refit.plan.links import LinkSpeeds
 from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.transfers import RecordMode, Verify
+from dagrl.refit.transfers import DeltaMode, RecordMode, Verify
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.phase import Phase
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ChannelKind = Literal["gloo", "nccl", "ipc"]
 _UNKNOWN = object()
 
 
@@ -58,6 +58,7 @@ class Refit:
         kind: ChannelKind | None = None,
         verify: Verify = "off",
         record: RecordMode = "auto",
+        delta: DeltaMode = "off",
         bucket_bytes: int | None = None,
         replicate_in_host: bool = True,
         speeds: LinkSpeeds | None = None,
@@ -75,6 +76,8 @@ class Refit:
         - `tied_embeddings`: fill a generation head of its own from the embedding.
         - `kind`: of the channel. None chooses `gloo` without GPUs, `ipc` where workers of one host share a GPU, else `nccl`.
         - `verify`: `off`, `checksum` or `bitwise`. `record`: replay a refit as one CUDA graph; `auto` measures both.
+        - `delta`: `lossless` sends only what changed since the last refit, never as a CUDA graph. Each sender keeps a copy
+          of what it sends.
         - `bucket_bytes`, `replicate_in_host`, `speeds`: see `plan_refit`.
         - `timeout_s`: limit of every wait in a refit. `connect_timeout_s`: limit of this call.
 
@@ -88,6 +91,7 @@ class Refit:
         devices = [*train.call_function(device_of), *generation.call_function(device_of)]
         kind = kind or choose_kind(devices)
         check_devices(kind, hosts, devices)
+        check_delta(delta, kind)
         plan = plan_refit(
             distinct_slices(train),
             distinct_slices(generation),
@@ -105,7 +109,7 @@ class Refit:
 
         address = train.call_function(free_address, deadline=deadline)[0]
         arguments = [
-            (plan.for_rank(rank, verify, record), ChannelSpec(kind, address, rank, plan.size, timeout_s))
+            (plan.for_rank(rank, verify, record, delta), ChannelSpec(kind, address, rank, plan.size, timeout_s))
             for rank in range(plan.size)
         ]
         offset = train.layout.world_size

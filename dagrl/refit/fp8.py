@@ -7,17 +7,20 @@ follows vLLM's `per_block_cast_to_fp8` (vllm/utils/deep_gemm.py) operation by op
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
+
+from dagrl.refit.slices import Box, Scales, WeightSlice
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from dagrl.refit.slices import Box
 
 BLOCK = 128
 FP8 = "float8_e4m3fn"
 LARGEST = 448.0  # of e4m3
 SMALLEST_PEAK = 1e-4
+SCALE_SUFFIX = "_scale_inv"
+"""Added to the name of a weight in a checkpoint, gives that of its scales."""
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -28,6 +31,22 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def in_blocks(box: Box) -> Box:
     """Returns a box whose edges are between blocks, counted in blocks."""
     return (*box[:-2], *((start // BLOCK, -(-stop // BLOCK)) for start, stop in box[-2:]))
+
+
+def with_scales(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
+    """Yields the slices, those of FP8 weights with their scales, which checkpoints have as parameters of their own."""
+    slices = list(slices)
+    scales = {(one.name, one.box): one for one in slices if one.name.endswith(SCALE_SUFFIX)}
+    used: set[int] = set()
+    merged: list[WeightSlice] = []
+    for one in slices:
+        held = scales.get((f"{one.name}{SCALE_SUFFIX}", in_blocks(one.box))) if one.dtype == FP8 else None
+        if held is None:
+            merged.append(one)
+            continue
+        used.add(id(held))
+        merged.append(WeightSlice(one.name, one.box, one.tensor, one.local, one.dtype, Scales(held.tensor, held.local)))
+    yield from (one for one in merged if id(one) not in used)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

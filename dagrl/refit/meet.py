@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Literal
 
 from dagrl.channels.base import ChannelSpec
 from dagrl.errors import ChannelError
+from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.connect import check_devices, choose_kind
 from dagrl.refit.plan.planner import plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.transfers import RankPlan, Verify
+from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
 from dagrl.runtime.ports import reserve_port
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def meet(
     target_dtype: str | None = None,
     tied_embeddings: bool = False,
     verify: Verify = "off",
+    delta: DeltaMode = "off",
 ) -> tuple[RankPlan, ChannelSpec]:
     """Returns this rank's plan and its end of the channel. Call it in all processes of both sides at once.
 
@@ -71,7 +73,7 @@ def meet(
         store.set(f"{meeting.side}/{meeting.rank}", pickle.dumps(here))  # type: ignore[arg-type]
         store.set(f"{meeting.side}/size", str(meeting.size))
         if meeting.leads:
-            _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify)
+            _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify, delta)
         told = pickle.loads(store.get(f"plan/{meeting.side}/{meeting.rank}"))  # noqa: S301
         if meeting.leads:
             store.set(f"read/{meeting.side}/{meeting.rank}", "")
@@ -104,7 +106,13 @@ def _open(meeting: Meeting) -> TCPStore:
 
 
 def _plan(
-    meeting: Meeting, store: TCPStore, dtype: str, target_dtype: str | None, tied_embeddings: bool, verify: Verify
+    meeting: Meeting,
+    store: TCPStore,
+    dtype: str,
+    target_dtype: str | None,
+    tied_embeddings: bool,
+    verify: Verify,
+    delta: DeltaMode,
 ) -> None:
     """Plans with what all ranks hold, and tells each its part, or all the error."""
     from dagrl.refit.plan.planner import TIED_HEAD
@@ -118,6 +126,7 @@ def _plan(
         devices = [device for _, _, device in here]
         kind = choose_kind(devices)
         check_devices(kind, hosts, devices)
+        check_delta(delta, kind)
         slices = [held for held, _, _ in here]
         plan = plan_refit(
             slices[: meeting.size],
@@ -130,7 +139,7 @@ def _plan(
         )
         address = f"{meeting.address.rpartition(':')[0]}:{reserve_port()}"
         specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
-        told = [(plan.for_rank(rank, verify), specs[rank]) for rank in range(plan.size)]
+        told = [(plan.for_rank(rank, verify, delta=delta), specs[rank]) for rank in range(plan.size)]
     except Exception as error:
         told = [error] * len(ranks)
     for (side, rank), part in zip(ranks, told, strict=True):

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dagrl.errors import RefitPlanError
+from dagrl.refit.fp8 import BLOCK, FP8, SCALE_SUFFIX, with_scales
 from dagrl.refit.slices import Box, WeightSlice, intersect
 from dagrl.refit.strided import NEW_DIM, Arranged, Strided, StridedCopy, copied_slices, stack_experts
 
@@ -38,8 +39,11 @@ def slices_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None)
     the checkpoint, as torchtitan's `StateDictAdapter.to_hf` does. None takes the conversion of a transformers model, and the
     module's own names otherwise. Tied parameters are described once.
 
-    Raises RefitPlanError for a placement that holds no part of a parameter (Partial), and for a checkpoint parameter that
-    `to_hf` computes instead of taking it from one parameter.
+    Blockwise FP8 weights are sent as they are, with the scales that the module has under the name of the weight and
+    `_scale_inv`, as in DeepSeek-V3's checkpoints.
+
+    Raises RefitPlanError for a placement that holds no part of a parameter (Partial), for a checkpoint parameter that
+    `to_hf` computes instead of taking it from one parameter, and for a shard that ends inside an FP8 block.
     """
     return _described(module, dtype, to_hf)[0]
 
@@ -64,7 +68,19 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
             if part is not None:
                 found.append(part)
                 tensors[part.tensor] = place.of(local.detach())
-    return stack_experts(found), tensors
+    return stack_experts(_quantized(found)), tensors
+
+
+def _quantized(slices: Sequence[WeightSlice]) -> list[WeightSlice]:
+    """Joins FP8 weights with their scales. Raises RefitPlanError if a shard ends inside a block."""
+    found = list(with_scales(slices))
+    for one in found:
+        if one.dtype == FP8 and one.scales is None:
+            raise RefitPlanError(
+                f"parameter {one.name!r}: this rank holds {one.box} in FP8 without the scales of just these blocks of "
+                f"{BLOCK}x{BLOCK}; give the module {one.name}{SCALE_SUFFIX}, and shard both between blocks"
+            )
+    return found
 
 
 def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -181,13 +181,16 @@ Verify = Literal["off", "checksum", "bitwise"]
 RecordMode = bool | Literal["auto"]
 """Whether refits are replayed as one CUDA graph. `auto`: the first refits measure both ways, later ones use the faster."""
 
+DeltaMode = Literal["off", "lossless"]
+"""Whether a refit sends only what changed since the last one; see `carry/delta.py`."""
+
 
 @dataclass(frozen=True)
 class RankPlan:
     """What one channel rank sends and receives in a refit, in order, and how it is verified and replayed.
 
-    `digest` identifies the whole plan and is equal on all ranks; `verify` must be too. Raises RefitPlanError for an unknown
-    `verify`.
+    `digest` identifies the whole plan and is equal on all ranks; `verify` and `delta` must be too. Raises RefitPlanError for
+    an unknown `verify` or `delta`.
     """
 
     rank: int
@@ -197,7 +200,9 @@ class RankPlan:
     receives: tuple[TransferBucket, ...]
     verify: Verify = "off"
     record: RecordMode = "auto"
+    delta: DeltaMode = "off"
 
     def __post_init__(self) -> None:
-        if self.verify not in get_args(Verify):
-            raise RefitPlanError(f"refit.verify is {self.verify!r}; choose one of {', '.join(get_args(Verify))}")
+        for key, value, known in (("verify", self.verify, get_args(Verify)), ("delta", self.delta, get_args(DeltaMode))):
+            if value not in known:
+                raise RefitPlanError(f"refit.{key} is {value!r}; choose one of {', '.join(known)}")

@@ -322,6 +322,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             kind="ipc" if is_colocated(config) else None,
             verify=config.refit.verify,
             record=config.refit.cuda_graph,
+            delta=config.refit.delta,
             timeout_s=config.timeouts.collective_s,
             connect_timeout_s=config.timeouts.start_s,
             bucket_bytes=config.refit.bucket_bytes,

@@ -101,6 +101,23 @@ def test_checksums_on_the_gpu_are_those_of_the_cpu(alone: bool) -> None:
             view[len(view) // 2] += 4
 
 
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_changes_on_the_gpu_are_exact(share: float) -> None:
+    """Also in views that start anywhere in a word. Packets are those of the CPU."""
+    from dagrl.refit.carry.changes import apply, encode
+
+    for skip, length in ((0, 40 << 20), (3, 70_001)):
+        old = random((skip + length,), torch.uint8)[skip:]
+        new = torch.where(torch.rand(length, device="cuda") < share, random((length,), torch.uint8), old)
+        received, on_host = old.clone(), old.cpu()
+        packets = encode(new, old, 3 * length)
+        expected = encode(new.cpu(), on_host, 3 * length)
+        assert packets is not None and expected is not None
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(packets, expected, strict=True))
+        apply(packets, received)
+        assert torch.equal(received, new) and torch.equal(old, new)
+
+
 def moved(place: Place) -> object:
     """Six versions over two GPUs: recorded from the second on, recorded again after one side's tensors moved."""
     return _refits(place, 6, record=True, verify="off", moves=(3, 4))

@@ -9,23 +9,29 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 from torch import Tensor
 
+from dagrl.errors import ConfigError
 from dagrl.refit import plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.slices import Box, WeightSlice, expand
+from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm.derived import ABSORBED, derive
+from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.launch import _import_model, _import_vllm
+from dagrl.workers.vllm.loader import LoadedModel, LoadedParameter, _sample
 from dagrl.workers.vllm.recording import record
 from dagrl.workers.vllm.weights import VllmRank, local_name, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
@@ -171,6 +177,7 @@ def check(case: Case, root: Path) -> None:
             check_derived(model)
     if case.fp8:
         check_refit(whole, config, ranks, held)
+        check_fp8_source(checkpoint, directory, ranks, held)
     print("agrees:", case.family, case.tp, case.ep, case.fp8, flush=True)
 
 
@@ -234,9 +241,38 @@ def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Seq
     layout, modules = ParallelLayout(tp=2, pp=2), MegatronModules(transformer_engine=True, grouped_experts=True)
     slices = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
+    check_received(slices, [fill(whole, mine) for mine in slices], wanted, held)
+
+
+def check_fp8_source(checkpoint: Weights, directory: Path, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:
+    """A refit from transformers' FP8 module, which holds the checkpoint, gives the bytes of vLLM's loader for it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    settings = AutoConfig.from_pretrained(directory)
+    kept = ["lm_head", *settings.quantization_config["modules_to_not_convert"]]
+    del settings.quantization_config
+    module = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    if any("experts" in name for name, _ in module.named_modules()):
+        return  # transformers holds experts in FP8 only in layouts of its own
+    module = replace_with_fp8_linear(module, kept, FineGrainedFP8Config(), pre_quantized=True)
+    module.load_state_dict(checkpoint, assign=True)
+    slices, tensors = slices_of(module, dtype="bfloat16"), tensors_of(module, dtype="bfloat16")
+    assert {one.name for one in slices} == {name for name in checkpoint if not name.endswith("_scale_inv")}
+    config = json.loads((directory / "config.json").read_text())
+    check_received([slices], [tensors], [vllm_weight_slices(config, rank) for rank in ranks], held)
+
+
+def check_received(
+    slices: Sequence[Sequence[WeightSlice]],
+    sources: Sequence[Weights],
+    wanted: Sequence[Sequence[WeightSlice]],
+    held: Sequence[Weights],
+) -> None:
+    """A refit writes what `held` has."""
     plan = plan_refit(slices, wanted, dtype="bfloat16", bucket_bytes=100_000)
     built = [{name: torch.zeros_like(tensor) for name, tensor in tensors.items()} for tensors in held]
-    run_refit(plan, [*(fill(whole, mine) for mine in slices), *built], verify="checksum")
+    run_refit(plan, [*sources, *built], verify="checksum")
     for ours, theirs, mine in zip(built, held, wanted, strict=True):
         for one in expand(mine):
             assert torch.equal(_raw(ours[one.tensor][_slices(one.local)]), _raw(theirs[one.tensor][_slices(one.local)])), one
@@ -258,6 +294,61 @@ def fill(whole: Weights, slices: Sequence[WeightSlice]) -> Weights:
         target = built[one.tensor][_slices(one.local)]
         target.copy_(whole[one.name][_slices(one.box)].view(target.shape))
     return built
+
+
+class OddLoader:
+    """A test double: a loader that assembles one parameter in a buffer, and needs the values of another."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.load = model.load_weights
+
+    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.load(self.odd(name, weight) for name, weight in weights)
+
+    def odd(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
+        if name == "model.norm.weight":
+            return name, torch.zeros(weight.shape, dtype=weight.dtype).copy_(weight)
+        return name, weight * bool(weight.abs().max() > 0) if name.endswith("0.input_layernorm.weight") else weight
+
+
+def check_unmapped(root: Path) -> None:
+    """With `unmapped="load"` a refit gives vLLM's loader what cannot be followed, and writes the rest itself."""
+    case = Case("qwen3", 2)
+    directory = root / "unmapped"
+    _, checkpoint = random_model(case.config, directory)
+    whole = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()]
+    settings = SimpleNamespace(
+        quant_config=None, parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32), compilation_config=None
+    )
+    built = [build(directory, case, rank) for rank in range(2)]
+    found = []
+    for model in built:
+        model.load_weights = OddLoader(model)
+        with pytest.raises(ConfigError, match=r"which a refit cannot .* Set refit.unmapped to load"):
+            record(model, whole, torch.float32)
+        recording = record(model, whole, torch.float32, unmapped="load")
+        assert set(recording.unmapped) == {"model.norm.weight", "model.layers.0.input_layernorm.weight"}
+        tensors = {
+            name: LoadedParameter(tensor.data, _sample(tensor.data))
+            for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        }
+        found.append(find_destinations(model, LoadedModel(tensors, recording), settings, tied=True))
+    boxes = [
+        WeightSlice(name, box, name, box)
+        for name, tensor in checkpoint.items()
+        for box in [tuple((0, size) for size in tensor.shape)]
+    ]
+    plan = plan_refit([boxes], [one.slices for one in found], dtype="float32")
+    run_refit(plan, [checkpoint, *(one.tensors for one in found)], verify="checksum")
+    for rank, (model, one) in enumerate(zip(built, found, strict=True)):
+        for hook in one.hooks:
+            hook.run()
+        expected = build(directory, case, rank)
+        expected.load_weights(iter(checkpoint.items()))
+        theirs = named_tensors(expected)
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in named_tensors(model).items())
+    print("loads what is unmapped", flush=True)
 
 
 def _do_without_kernels() -> None:
@@ -289,6 +380,7 @@ def main() -> None:
         # vLLM makes its expert-parallel group when the first model has experts.
         for case in sorted([*CASES, *FP8_CASES], key=lambda case: "expert" not in str(case.config)):
             check(case, Path(root))
+        check_unmapped(Path(root))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
+from dagrl.refit.strided import Strided
 from dagrl.workers.vllm.derived import RefitHook, derive
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form
@@ -23,7 +24,6 @@ from dagrl.workers.vllm.quantization import check_form
 if TYPE_CHECKING:
     import torch
 
-    from dagrl.refit.strided import Strided
     from dagrl.workers.vllm.recording import Computation, Recording
 
 HEAD = "lm_head.weight"
@@ -54,6 +54,7 @@ def find_destinations(
     check_complete(type(model).__name__, recording)
     slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
     inputs = {name: _like(*form, model) for one in recording.computations for name, form in one.inputs.items()}
+    whole = {name: _like(Strided.whole(shape), dtype, model) for name, (shape, dtype) in recording.unmapped.items()}
     live = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     tensors, kept = dict[str, "torch.Tensor"](), dict[str, "torch.Tensor"]()
     for name in _local_names(slices):
@@ -70,22 +71,55 @@ def find_destinations(
             if not _same_memory(tensor, live.get(parameter)):
                 kept[parameter] = tensor
         tensors[name] = arranged.of(tensor) if arranged else tensor
+    for name in recording.unwritten if whole else ():
+        if not _same_memory(loaded.tensors[name].tensor, live.get(name)):
+            raise ConfigError(
+                f"refit.unmapped is load, but vLLM converted {name!r} after loading and its loader can no longer write it; "
+                "choose a kernel that computes with the loaded parameter"
+            )
+    slices += [_whole(name, tensor, vllm_config.model_config.dtype) for name, tensor in whole.items()]
+    tensors |= {_unmapped(name): tensor for name, tensor in whole.items()}
     derived = derive(model, scaled, vllm_config.model_config.dtype)
     computed = [_computed(one, inputs, loaded) for one in recording.computations]
-    hooks = (*computed, *_hooks(model, kept, tied, vllm_config), *derived.hooks)
+    hooks = (*([_load(model, whole)] if whole else []), *computed, *_hooks(model, kept, tied, vllm_config), *derived.hooks)
     return Destinations(slices, {**tensors, **derived.inputs}, hooks)
 
 
 def check_complete(model: str, recording: Recording) -> None:
     """Raises ConfigError unless a refit can write all of the model."""
     for name, reason in recording.refused.items():
-        raise ConfigError(f"vLLM's loader of {model} puts {name!r} where a refit cannot: {reason}")
-    if recording.unwritten:
+        raise ConfigError(
+            f"vLLM's loader of {model} puts {name!r} where a refit cannot: {reason}. Set refit.unmapped to load, and the "
+            "loader itself loads it after each refit"
+        )
+    if recording.unwritten and not recording.unmapped:  # vLLM has checked that the checkpoint fills the model
         names = [f"{name!r} ({count} elements)" for name, count in sorted(recording.unwritten.items())]
         raise ConfigError(
             f"the checkpoint fills {model} of this vLLM in part: {', '.join(names[:4])} of {len(names)} parameters would "
             "stay as they are. Use a complete plain checkpoint, or a kernel that does not pad"
         )
+
+
+def _unmapped(name: str) -> str:
+    return f"load_weights({name})"
+
+
+def _whole(name: str, tensor: torch.Tensor, default: torch.dtype) -> WeightSlice:
+    box = tuple((0, size) for size in tensor.shape)
+    dtype = "" if tensor.dtype == default else str(tensor.dtype).removeprefix("torch.")
+    return WeightSlice(name, box, _unmapped(name), box, dtype)
+
+
+def _load(model: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> RefitHook:
+    """Returns a hook that gives whole parameters to vLLM's own loader of the model."""
+
+    def load() -> None:
+        import torch
+
+        with torch.no_grad():
+            model.load_weights(iter(whole.items()))  # type: ignore[operator]
+
+    return RefitHook(f"load {', '.join(whole)}", load)
 
 
 def _like(where: Strided, dtype: torch.dtype, model: torch.nn.Module) -> torch.Tensor:

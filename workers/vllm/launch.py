@@ -113,7 +113,7 @@ def start_engine(
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ.update(RANK=str(rendezvous.rank), LOCAL_RANK=str(rendezvous.local_rank), WORLD_SIZE=str(context.layout.tp))
     hf_config = read_hf_config(config)
-    register_loader(quantizes(config, hf_config))
+    register_loader(quantizes(config, hf_config), config.refit.unmapped)
     _import_model(hf_config.get("architectures") or ())
     # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
     own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}

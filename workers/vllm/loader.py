@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dagrl.errors import ConfigError
 from dagrl.workers.vllm.quantization import quantize_checkpoint
@@ -46,10 +46,11 @@ class LoadedModel:
     recording: Recording
 
 
-def register_loader(quantizes: bool = False) -> None:
+def register_loader(quantizes: bool = False, unmapped: Literal["error", "load"] = "error") -> None:
     """Registers the load format for the next engine (`vllm.model_executor.model_loader.register_model_loader`).
 
     `quantizes`: a plain checkpoint is read into an FP8 model. What the model holds in FP8 is quantized while it is read.
+    `unmapped`: see `record`.
     """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
@@ -77,7 +78,7 @@ def register_loader(quantizes: bool = False) -> None:
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            _keep(model, self.checkpoint, model_config.dtype)
+            _keep(model, self.checkpoint, model_config.dtype, unmapped)
 
     register_model_loader(LOAD_FORMAT)(KeepingLoader)
 
@@ -115,11 +116,13 @@ def register_for_transfers(backend: str) -> None:
         _LOAD_FORMAT_TO_MODEL_LOADER[name] = TransferLoader
 
 
-def _keep(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def _keep(
+    model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, unmapped: Literal["error", "load"] = "error"
+) -> None:
     """Records the model's loader for this checkpoint, and keeps the parameters as they are now."""
     from dagrl.workers.vllm.recording import record
 
-    recording = record(model, checkpoint, dtype)
+    recording = record(model, checkpoint, dtype, unmapped=unmapped)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tensors = {name: LoadedParameter(tensor.data, _sample(tensor.data)) for name, tensor in named}
     object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))

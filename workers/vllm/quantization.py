@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config, Json
 from dagrl.config.settings import generation_dtype
 from dagrl.errors import ConfigError
-from dagrl.refit.fp8 import BLOCK, quantize_blocks
+from dagrl.refit.fp8 import BLOCK, SCALE_SUFFIX, quantize_blocks
 from dagrl.workers.families import find_family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.vllm.environment import require_generation
@@ -20,8 +20,6 @@ from dagrl.workers.vllm.environment import require_generation
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-SCALE_SUFFIX = "_scale_inv"
 
 ROUTERS = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate", "block_sparse_moe.gate", "mixer.gate")
 """Names of routers in a layer."""

@@ -9,6 +9,7 @@ operation below, and keeps copies into parameters instead of executing them:
 - constants stay as vLLM has initialized them.
 
 Operations that need the data (`item`, boolean masks) and parameters changed in place raise a ConfigError with their name.
+With `unmapped="load"` such parameters are left out instead: a refit sends them whole, and the loader itself loads them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dagrl.errors import ConfigError, RefitPlanError
-from dagrl.refit.fp8 import in_blocks
-from dagrl.refit.slices import Scales, WeightSlice, volume
+from dagrl.refit.fp8 import with_scales
+from dagrl.refit.slices import WeightSlice, volume
 from dagrl.refit.strided import Arranged, Strided, StridedCopy, copied_slices, stack_experts
-from dagrl.workers.vllm.quantization import SCALE_SUFFIX
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class Recording:
 
     `unwritten` has the parameters of which a refit would leave elements unwritten that the loader does not set to a constant
     either, and how many. `quantized` are the checkpoint's parameters that are held in FP8. `refused` has the reason for each
-    parameter of the checkpoint that cannot be described.
+    parameter of the checkpoint that cannot be described. `unmapped` has shape and dtype of those left to the loader.
     """
 
     slices: list[WeightSlice] = field(default_factory=list)
@@ -65,19 +65,52 @@ class Recording:
     unwritten: dict[str, int] = field(default_factory=dict)
     quantized: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
+    unmapped: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+
+Checkpoint = Iterable[tuple[str, tuple[int, ...], torch.dtype]]
+"""Name, shape and dtype of each parameter."""
+
+Load = Callable[[Iterator[tuple[str, "Tensor"]]], object]
+
+
+class UnmappedError(ConfigError):
+    """The loader does something with the parameters `names` of the checkpoint that a recording cannot follow."""
+
+    def __init__(self, message: str, names: Iterable[str]) -> None:
+        super().__init__(message)
+        self.names = frozenset(names)
 
 
 def record(
     model: torch.nn.Module,
-    checkpoint: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
+    checkpoint: Checkpoint,
     dtype: torch.dtype,
-    load: Callable[[Iterator[tuple[str, Tensor]]], object] | None = None,
+    load: Load | None = None,
+    unmapped: Literal["error", "load"] = "error",
 ) -> Recording:
     """Records what `model.load_weights` (or `load`) does with a checkpoint of these names, shapes and dtypes.
 
     Neither parameters nor buffers change. Slices of tensors in other dtypes than `dtype` have theirs. Raises ConfigError if
-    the loader needs data.
+    the loader needs data, and `unmapped` is `error`.
     """
+    if unmapped == "error":
+        return _record(model, checkpoint, dtype, load)
+    left, forms = set[str](), {name: (tuple(shape), kind) for name, shape, kind in checkpoint}
+    while True:
+        try:
+            found = _record(model, [(name, *form) for name, form in forms.items() if name not in left], dtype, load)
+            more = found.refused.keys() & forms.keys()
+        except UnmappedError as error:
+            more = set(error.names) & forms.keys() - left
+            if not more:
+                raise
+        if not more:
+            return replace(found, unmapped={name: forms[name] for name in forms if name in left})
+        left |= more
+
+
+def _record(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, load: Load | None) -> Recording:
     recorder = _Recorder(model)
     sources = [(name, recorder.source(name, shape, kind)) for name, shape, kind in checkpoint]
     with torch.inference_mode(False), torch.no_grad(), recorder:
@@ -161,10 +194,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return target
         into, taken = self._view(target), self._view(value)
         if into is None or into.base.kind != "target":
-            names = ", ".join(sorted({view.base.name for view in (taken.sources() if taken else ())})) or into
-            raise ConfigError(
-                f"vLLM's loader assembles {names} in a buffer of its own, which a refit cannot follow; dagrl bench "
-                "refit_architectures lists the models that can be refitted"
+            sources = sorted({view.base.name for view in (taken.sources() if taken else ())})
+            raise UnmappedError(
+                f"vLLM's loader assembles {', '.join(sources) or into} in a buffer of its own, which a refit cannot follow. "
+                "Set refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
+                sources,
             )
         self._written.add(into.base.name)
         if taken is None:
@@ -212,9 +246,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _refusal(self, operation: object, tracked: Iterable[Tensor]) -> ConfigError:
         views = [view for tensor in tracked for view in (self._view(tensor),) if view is not None]
         names = sorted({source.base.name for view in views for source in view.sources()})
-        return ConfigError(
-            f"vLLM's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe; dagrl "
-            "bench refit_architectures lists the models that can be refitted"
+        return UnmappedError(
+            f"vLLM's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe. Set "
+            "refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
+            names,
         )
 
     def _register(self, tensor: Tensor, base: _Base) -> Tensor:
@@ -303,7 +338,7 @@ class _Finish:
             if missing > 0 and tensor.dim():  # scalars belong to the KV cache
                 self._found.unwritten[name] = missing
         fp8 = {one.name for one in self._slices if one.dtype == "float8_e4m3fn"}
-        slices = stack_experts(_with_scales(self._slices))
+        slices = stack_experts(with_scales(self._slices))
         return Recording(
             slices,
             self._found.arranged,
@@ -366,19 +401,3 @@ def _reads(view: _View, name: str) -> bool:
 
 def _elements(where: Strided) -> int:
     return volume(tuple((0, size) for size in where.shape))
-
-
-def _with_scales(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
-    """Yields the slices, those of FP8 weights with their scales, which checkpoints have as parameters of their own."""
-    slices = list(slices)
-    scales = {(one.name, one.box): one for one in slices if one.name.endswith(SCALE_SUFFIX)}
-    used: set[int] = set()
-    merged: list[WeightSlice] = []
-    for one in slices:
-        held = scales.get((f"{one.name}{SCALE_SUFFIX}", in_blocks(one.box))) if one.dtype == "float8_e4m3fn" else None
-        if held is None:
-            merged.append(one)
-            continue
-        used.add(id(held))
-        merged.append(WeightSlice(one.name, one.box, one.tensor, one.local, one.dtype, Scales(held.tensor, held.local)))
-    yield from (one for one in merged if id(one) not in used)

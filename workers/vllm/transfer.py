@@ -35,7 +35,7 @@ from dagrl.refit.carry.commit import commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
 from dagrl.refit.meet import Meeting, meet
 from dagrl.refit.sources import ToHf, slices_of, tensors_of
-from dagrl.refit.transfers import Verify
+from dagrl.refit.transfers import DeltaMode, Verify
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.plugin import BACKEND
@@ -61,7 +61,8 @@ class DagrlTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """How one trainer rank meets the engine.
 
     `address` is a free `host:port` on the host of rank 0, `world_size` the number of trainer ranks. `tied_embeddings`: fill
-    an engine's own head from the embedding. `timeout_s` limits the meeting and every wait of a refit.
+    an engine's own head from the embedding. `delta`: `lossless` sends only what changed since the last update. `timeout_s`
+    limits the meeting and every wait of a refit.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -69,6 +70,7 @@ class DagrlTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     world_size: int = 1
     tied_embeddings: bool = False
     verify: Verify = "off"
+    delta: DeltaMode = "off"
     timeout_s: float = 300.0
 
 
@@ -165,6 +167,7 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
                 dtype=source.dtype,
                 tied_embeddings=init_info.tied_embeddings,
                 verify=init_info.verify,
+                delta=init_info.delta,
             )
             channel = open_channel(spec)
             return channel, RefitSender(plan, source.tensors, channel)

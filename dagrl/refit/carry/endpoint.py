@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dagrl.channels.base import Channel, wait_all
 from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.autotune import Autotune
+from dagrl.refit.carry.delta import Delta, check_delta
 from dagrl.refit.carry.handshake import Handshake
 from dagrl.refit.carry.pack import BucketMemory, spare_messages
 from dagrl.refit.carry.rounds import RefitRounds
@@ -40,15 +41,17 @@ class _Endpoint:
                 f"{channel.spec.size}; make the plan for the ranks that the channel joins"
             )
         self._channel, self._verify, self._record = channel, plan.verify, plan.record
+        check_delta(plan.delta, channel.spec.kind)
         self.rounds = RefitRounds(plan, tensors, channel)
         """The rounds of this rank, bound to memory."""
+        self._delta = Delta(self.rounds, channel) if plan.delta == "lossless" else None
         self._prepare()
         self._carried_once = False
         self._methods: Autotune[Callable[[], None]] | None = None  # to run all rounds, after the first refit
-        self._sums: dict[int, list[torch.Tensor]] = {}
+        self._sums: dict[int, torch.Tensor] = {}  # by the id of the bucket's memory
         self._targets = _in_order(bucket.source for bucket in plan.receives)
         self._receivers = _in_order(bucket.destination for bucket in plan.sends)
-        digest = int(plan.digest[:15], 16) ^ {"off": 0, "checksum": 1, "bitwise": 2}[plan.verify]
+        digest = int(plan.digest[:15], 16) ^ ({"off": 0, "checksum": 1, "bitwise": 2}[plan.verify] + 4 * bool(self._delta))
         self._headers = Handshake(channel, digest, self._targets, self._receivers, self.rounds.device)
         self._sent = sum(bucket.nbytes for bucket in plan.sends)
         self._received = sum(bucket.nbytes for bucket in plan.receives)
@@ -65,23 +68,35 @@ class _Endpoint:
         elif self._verify == "bitwise":
             self._prove_bytes(version)
         self._channel.synchronize()
-        return RefitReport(version, self._sent, self._received, time.perf_counter() - start)
+        sent, received = self._sent, self._received
+        if self._delta is not None:
+            self._delta.complete()
+            sent, received = self._delta.sent, self._delta.received
+        return RefitReport(version, sent, received, time.perf_counter() - start)
 
     def _prepare(self) -> None:
         """Uploads what verifying needs. During a refit an upload would wait for messages, without the channel's deadline."""
         if self._verify == "checksum":
             for memory in (*self.rounds.sends, *self.rounds.receives):
                 prepare_checksums(memory)
+        if self._delta is not None:
+            for memory in self.rounds.receives:
+                memory.prepare_reload()
 
     def _follow_memory(self) -> None:
         """Binds again if a tensor has new memory; otherwise views, tables and graphs would use freed memory."""
         if self.rounds.moved:
             self._methods, self._carried_once = None, False
             self.rounds.bind()
+            if self._delta is not None:
+                self._delta.forget()
             self._prepare()
 
     def _carry(self) -> None:
         """Runs all rounds: the first time one by one, which also opens connections, later by the faster method."""
+        if self._delta is not None:
+            self._do(self._run_delta)
+            return
         if not self._carried_once:
             self._do(self._run_rounds)
             self._carried_once = True
@@ -111,32 +126,40 @@ class _Endpoint:
 
         return [recorded] if self._record is True else [recorded, self._run_rounds]
 
+    def _run_delta(self) -> None:
+        assert self._delta is not None
+        self._sums = {}
+        self._delta.run(self._keep, self._unpack)
+
     def _run_rounds(self) -> None:
         self._sums = {}
         self.rounds.run(self._keep, self._unpack)
 
     def _keep(self, memory: BucketMemory) -> None:
-        """Keeps the checksums of a sent bucket, by receiver."""
+        """Keeps the checksums of a bucket that is packed, or unpacked."""
         if self._verify == "checksum":
-            self._sums.setdefault(memory.bucket.destination, []).append(checksums(memory))
+            self._sums[id(memory)] = checksums(memory)
 
     def _unpack(self, memory: BucketMemory) -> None:
-        """Unpacks a received bucket, then keeps the checksums of the tensors, by sender."""
+        """Unpacks a received bucket, then keeps the checksums of the tensors."""
         memory.unpack()
-        if self._verify == "checksum":
-            self._sums.setdefault(-1 - memory.bucket.source, []).append(checksums(memory))
+        self._keep(memory)
 
     def _compare_sums(self, version: int) -> None:
         """Sends the senders' checksums to the receivers, which compare them with theirs."""
         import torch
 
-        held = {peer: torch.cat(self._sums[-1 - peer]) for peer in self._targets}
+        def sums(memories: Iterable[BucketMemory]) -> torch.Tensor:
+            return torch.cat([self._sums[id(memory)] for memory in memories])
+
+        sends, receives = self.rounds.sends, self.rounds.receives
+        held = {peer: sums(one for one in receives if one.bucket.source == peer) for peer in self._targets}
         told = {peer: torch.empty_like(mine) for peer, mine in held.items()}
-        mine = [(torch.cat(self._sums[peer]), peer) for peer in self._receivers]
+        mine = [(sums(one for one in sends if one.bucket.destination == peer), peer) for peer in self._receivers]
         wait_all(self._channel.exchange(mine, [(told[peer], peer) for peer in self._targets]))
         self._channel.synchronize()
         for peer in self._targets:
-            moves = [move for one in self.rounds.receives if one.bucket.source == peer for move in one.bucket.moves]
+            moves = [move for one in receives if one.bucket.source == peer for move in one.bucket.moves]
             compare_checksums(moves, told[peer], held[peer], peer, version)
 
     def _prove_bytes(self, version: int) -> None:
@@ -181,6 +204,11 @@ class RefitReceiver(_Endpoint):
         After an error the weights may be torn and must not be used until a complete refit succeeds.
         """
         return self._run(version)
+
+    def forget(self) -> None:
+        """Makes the next refit send everything, as the tensors have lost their content in their memory."""
+        if self._delta is not None:
+            self._delta.forget()
 
 
 def _in_order(peers: Iterable[int]) -> list[int]:

@@ -53,7 +53,7 @@ class Handshake:
         for (digest, sent), peer in zip(self._read.tolist(), self._senders, strict=True):
             if digest != self._digest:
                 raise self._broken(
-                    f"rank {peer} has another refit plan or another refit.verify; give every rank its part of one plan"
+                    f"rank {peer} has another refit plan, refit.verify or refit.delta; give every rank its part of one plan"
                 )
             if sent != version:
                 raise self._broken(

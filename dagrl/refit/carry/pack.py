@@ -74,6 +74,7 @@ class BucketMemory:
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live views, and their views in messages
         self._owners: list[int] = []  # the move of each pair
         self._copy: BatchedCopy | None = None  # of staged messages
+        self._reload: BatchedCopy | None = None  # the copy back; made by `prepare_reload`
         self._quantizer = BlockQuantizer([])
         self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
         self.alone = False  # no message needs multiprocessors while it is packed, unpacked or summed
@@ -127,6 +128,21 @@ class BucketMemory:
     def unpack(self) -> None:
         """Copies the messages into the live views, with a cast if dtypes differ."""
         self._run_copy()
+
+    @property
+    def casts(self) -> bool:
+        """Whether some of the bucket has another dtype in its message than in its tensor."""
+        return any(live.dtype != place.dtype for live, place in zip(*self._pairs, strict=True))
+
+    def prepare_reload(self) -> None:
+        """Uploads the table of `reload`."""
+        parts, places = self._pairs
+        self._reload = BatchedCopy(places, parts) if parts else None
+
+    def reload(self) -> None:
+        """Copies the live views into the messages of a received bucket, as they were when it was last unpacked."""
+        if self._reload is not None:
+            self._reload.run(self.alone)
 
     def summed(self) -> list[list[SummedView]]:
         """Returns the memory that each move's checksum covers: live views and scales, or the message if cast or quantized.
@@ -200,15 +216,19 @@ def _message_views(move: Move, place: torch.Tensor) -> list[SummedView]:
 
 
 def bind_staging(memories: Sequence[BucketMemory]) -> int:
-    """Binds `memories`, in the order of use, to two buffers in turn. Returns the bytes of both buffers."""
+    """Binds `memories`, in the order of use, to two buffers in turn. Returns the bytes of the buffers.
+
+    A bucket to relay is packed when all earlier messages have arrived: one buffer is enough.
+    """
     import torch
 
     largest = max((memory.staged_bytes for memory in memories), default=0)
     device = memories[0].live[0][0].device if memories else torch.device("cpu")
-    slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+    buffers = 1 if all(one.bucket.relay and one.side == "source" for one in memories) else 2
+    slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(buffers)]
     for index, memory in enumerate(memories):
-        memory.bind(slots[index % 2])
-    return 2 * largest
+        memory.bind(slots[index % buffers])
+    return buffers * largest
 
 
 def spare_messages(memories: Sequence[BucketMemory]) -> list[list[torch.Tensor]]:

@@ -81,12 +81,18 @@ class RefitRounds:
         return [pointer() for pointer in self._pointers] != self._addresses
 
     def run(
-        self, packed: BucketCallback, received: BucketCallback, into: Mapping[int, Sequence[torch.Tensor]] | None = None
+        self,
+        packed: BucketCallback,
+        received: BucketCallback,
+        into: Mapping[int, Sequence[torch.Tensor]] | None = None,
+        instead: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
         """Sends and receives all buckets. Calls `packed` with each bucket before it is sent, `received` to unpack each.
 
-        `into` has other memory to receive into, by the `id` of the bucket's `BucketMemory`.
+        `into` has other memory to receive into, by the `id` of the bucket's `BucketMemory`; `instead` has other messages to
+        send, of buckets that are then not packed.
         """
+        into, instead = into or {}, instead or {}
         flying: list[tuple[RefitRound, Sequence[PendingMessage]]] = []
         for one in self._rounds:
             # A relayed bucket was received in an earlier round, which must have been unpacked.
@@ -94,26 +100,28 @@ class RefitRounds:
             while len(flying) > depth:
                 self._land(*flying.pop(0), received)
             with annotate(f"refit bucket {one.number}: pack, post"):
-                if one.send is not None:
+                if one.send is not None and id(one.send) not in instead:
                     one.send.pack()
                     packed(one.send)
-                flying.append((one, self._post(one, into or {})))
+                flying.append((one, self._post(one, into, instead)))
         for landing in flying:
             self._land(*landing, received)
 
     def run_wire(self) -> None:
         """Sends and receives messages without packing or unpacking, to measure them. Their content is undefined."""
         for one in self._rounds:
-            wait_all(self._post(one, {}))
+            wait_all(self._post(one, {}, {}))
 
-    def _post(self, one: RefitRound, into: Mapping[int, Sequence[torch.Tensor]]) -> Sequence[PendingMessage]:
+    def _post(
+        self, one: RefitRound, into: Mapping[int, Sequence[torch.Tensor]], instead: Mapping[int, Sequence[torch.Tensor]]
+    ) -> Sequence[PendingMessage]:
         """Posts the round as one group. Both ends of a bucket post its messages in the same order."""
-        sends = [(message, one.send.bucket.destination) for message in one.send.messages] if one.send else []
-        receive = one.receive
+        send, receive = one.send, one.receive
+        sends = [(message, send.bucket.destination) for message in instead.get(id(send), send.messages)] if send else []
         receives = (
             [(message, receive.bucket.source) for message in into.get(id(receive), receive.messages)] if receive else []
         )
-        return self._channel.exchange(sends, receives)
+        return self._channel.exchange(sends, receives) if sends or receives else []
 
     def _land(self, one: RefitRound, pending: Sequence[PendingMessage], received: BucketCallback) -> None:
         with annotate(f"refit bucket {one.number}: land"):

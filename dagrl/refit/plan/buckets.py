@@ -53,9 +53,18 @@ class BucketFiller:
         self._moves, self._limits, self._in_several_places = moves, limits, in_several_places
         self._bytes_of: dict[tuple[int, PartGroup], PartBytes] = {}
         self._runs: dict[tuple[int, PartGroup], bool] = {}
+        self._filled: dict[tuple[int, int, tuple[PartGroup, ...]], list[BucketContents]] = {}
 
     def fill(self, pair: RankPair, groups: Sequence[PartGroup]) -> list[BucketContents]:
-        """Returns the buckets of one pair, within the limits.
+        """Returns the buckets of one pair, within the limits. Replicas of a destination that want the same share them."""
+        key = pair[0], self._description[pair[1]], tuple(groups)
+        found = self._filled.get(key)
+        if found is None:
+            found = self._filled[key] = self._fill(pair, groups)
+        return found
+
+    def _fill(self, pair: RankPair, groups: Sequence[PartGroup]) -> list[BucketContents]:
+        """Fills buckets.
 
         Large parts of whole rows come first and last. Unless they are cast they need no staging, so nothing has to be packed
         before the first message or unpacked after the last.

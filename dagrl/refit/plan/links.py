@@ -29,6 +29,11 @@ class Placement:
     hosts: tuple[int, ...]
     replicate_in_host: bool
 
+    def may_relay(self, sources: int) -> bool:
+        """Whether a destination may relay to another: two are on one host, and not all ranks. The first `sources` send."""
+        hosts = self.hosts[sources:]
+        return self.replicate_in_host and len(set(self.hosts)) > 1 and len(set(hosts)) < len(hosts)
+
     def crosses(self, sender: int, receiver: int) -> bool:
         """Returns whether two ranks are on different hosts."""
         return self.hosts[sender] != self.hosts[receiver]

@@ -131,7 +131,7 @@ class MessageBuilder:
             target.tensor,
             placed_part.target_local,
             _scales_of(target, part.box),
-            _scales_of(relayed, part.box) if relayed else None,
+            _scales_of(held, part.box),
         )
 
 

@@ -76,15 +76,17 @@ class _Unstarted:
 
         Considers only buckets of `freed`, the ranks whose round has just ended; no other could start.
         """
-        reached = freed & self._next.keys()
-        for sender in freed & self._receivers.keys():
-            reached |= self._receivers[sender]
+        ready = freed & idle
+        senders = ready & self._receivers.keys()
+        reached = [
+            rank for rank in idle & self._next.keys() if rank in freed or not self._next[rank].keys().isdisjoint(senders)
+        ]
         chosen: list[BucketPosition] = []
         busy: set[int] = set()
-        for receiver in sorted(reached & idle, key=lambda rank: (-self._to_receive[rank], rank)):
+        for receiver in sorted(reached, key=lambda rank: (-self._to_receive[rank], rank)):
             waiting = self._next[receiver]
             best, most = -1, (0, 0, 0)
-            for sender in waiting.keys() & (idle if receiver in freed else freed & idle):
+            for sender in waiting.keys() & (idle if receiver in freed else ready):
                 if sender in busy:
                     continue
                 rank = (self._durations[sender, receiver][waiting[sender]], self._to_send[sender], -sender)

@@ -37,9 +37,20 @@ from dagrl.refit.plan.links import LinkSpeeds, Placement
 from dagrl.refit.plan.messages import MessageBuilder
 from dagrl.refit.plan.ordering import BucketPosition, order_rounds
 from dagrl.refit.plan.routes import PartGroup, RankPair, choose_routes, group_parts
-from dagrl.refit.plan.summary import PlanSummary
+from dagrl.refit.plan.summary import RELAYING_BUCKETS, PlanSummary
 from dagrl.refit.slices import Box, WeightSlice, volume
-from dagrl.refit.transfers import DIRECT_BYTES, ITEM_BYTES, RankPlan, RecordMode, TransferBucket, Verify, aligned, move_bytes
+from dagrl.refit.transfers import (
+    ALIGNMENT,
+    DIRECT_BYTES,
+    ITEM_BYTES,
+    DeltaMode,
+    RankPlan,
+    RecordMode,
+    TransferBucket,
+    Verify,
+    aligned,
+    move_bytes,
+)
 from dagrl.runtime.garbage import gc_paused
 
 BUCKET_BYTES = (64 << 20, 256 << 20)
@@ -51,6 +62,11 @@ Starting a round takes as long as sending 10 MB over NVLink. Only between two ra
 more ranks NCCL uses half of its channels for messages under 256 MB, also in groups: 4B from TP2 to TP2 then took 16.2 ms
 instead of 12.4 (four H200, bench/results/4x-nvidia-h200/2026-11-22/refit-straight.json)."""
 NEVER_DIRECT = sys.maxsize
+STAGING_BUCKETS = 2
+"""No rank stages more than this many of the largest buckets, except for the mailboxes of an IPC channel.
+
+A rank that only sends, or only receives, has two buckets in flight. One that relays packs a third, so that buckets must be
+smaller in plans with relays."""
 MAILBOXES_BYTES = 1 << 30
 """Most memory for the mailboxes of a sender.
 
@@ -110,19 +126,20 @@ class RefitPlan:
         """Number of channel ranks."""
         return self.sources + self.destinations
 
-    def for_rank(self, rank: int, verify: Verify = "off", record: RecordMode = "auto") -> RankPlan:
-        """Returns the part of channel rank `rank`, and makes its moves. All ranks need the same `verify`."""
+    def for_rank(self, rank: int, verify: Verify = "off", record: RecordMode = "auto", delta: DeltaMode = "off") -> RankPlan:
+        """Returns the part of channel rank `rank`, and makes its moves. All ranks need the same `verify` and `delta`."""
         if not 0 <= rank < self.size:
             raise RefitPlanError(f"the rank is {rank}; expected 0 to {self.size - 1} in a refit of {self.size} ranks")
         mine = [self._transfer(bucket) for bucket in self._of_rank.get(rank, ())]
         sends = tuple(bucket for bucket in mine if bucket.source == rank)
         receives = tuple(bucket for bucket in mine if bucket.destination == rank)
-        return RankPlan(rank, self.size, self.digest, sends, receives, verify, record)
+        return RankPlan(rank, self.size, self.digest, sends, receives, verify, record, delta)
 
     def summary(self) -> PlanSummary:
         """Returns bytes per pair and link, balance, staging memory and duration."""
-        messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
-        copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
+        with gc_paused():
+            messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
+            copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
         return PlanSummary(messages, copied, self.sources, self.destinations, self.hosts, self.mailboxes)
 
     def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
@@ -171,8 +188,9 @@ def plan_refit(
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
     pair = len(sources) + len(destinations) == 2 and (hosts is None or len(set(hosts)) == 1)
     mailboxed = len(destinations) if mailboxes else 0
-    limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes)
     placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
+    relays = placement is not None and placement.may_relay(len(sources))
+    limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes, relays)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
     # Planning creates millions of objects and no cyclic garbage; collections would take a third of the time.
     with gc_paused():
@@ -182,10 +200,13 @@ def plan_refit(
     return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), mailboxes, planner.moves)
 
 
-def _limits(most: int, pair: bool, mailboxed: int, bucket_bytes: int | None, direct_bytes: int | None) -> BucketLimits:
+def _limits(
+    most: int, pair: bool, mailboxed: int, bucket_bytes: int | None, direct_bytes: int | None, relays: bool
+) -> BucketLimits:
     """Returns the limits asked for, or those for destinations that want at most `most` bytes.
 
     `pair`: one rank sends to one other in its host. `mailboxed`: number of destinations that a sender has mailboxes for.
+    `relays`: a rank may stage `RELAYING_BUCKETS` at once.
     """
     if mailboxed:
         largest = min(BUCKET_BYTES[1], MAILBOXES_BYTES // (MAILBOX_SLOTS * mailboxed))
@@ -195,6 +216,9 @@ def _limits(most: int, pair: bool, mailboxed: int, bucket_bytes: int | None, dir
     staged = bucket_bytes or min(bucket, BUCKET_BYTES[1])
     if direct_bytes is None:
         direct_bytes = DIRECT_BYTES if pair or mailboxed else NEVER_DIRECT
+    if relays:
+        least = staged * STAGING_BUCKETS // RELAYING_BUCKETS
+        bucket = staged = least // ALIGNMENT * ALIGNMENT or least
     return BucketLimits(bucket, staged, direct_bytes)
 
 
@@ -325,9 +349,11 @@ def _check_dtypes(source: WeightSlice, target: WeightSlice, dtype: str) -> str:
     _item_bytes(sent)
     wanted = target.dtype or sent
     if source.scales is not None:
+        if target.scales is not None and sent == wanted == FP8:
+            return FP8
         raise RefitPlanError(
-            f"parameter {source.name!r} is quantized in the sources (tensor {source.tensor!r} has scales), which a refit "
-            f"cannot send; train in {', '.join(CASTABLE[1:])}: senders quantize for destinations that have scales"
+            f"parameter {source.name!r} is in blockwise FP8 in the sources (tensor {source.tensor!r}), but not in tensor "
+            f"{target.tensor!r}; start the engine in FP8, or hold the parameter in {', '.join(CASTABLE[1:])} in the sources"
         )
     if target.scales is not None and wanted == FP8 and sent in CASTABLE:
         return FP8

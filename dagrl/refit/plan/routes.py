@@ -123,21 +123,27 @@ class _Chooser:
         self._new_pair = {rank: min(limit // 4, count // 64) for rank, count in wanted.items()}
         self._load: dict[int, int] = defaultdict(int)  # bytes a source sends, or a destination receives from other hosts
         self._near: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self._by_host: dict[tuple[int, ...], dict[int, list[int]]] = {}
 
     def _receivers(self, group: PartGroup) -> list[int]:
         return [rank for index in group.lists for rank in self._ranks_of[index]]
 
+    def _receivers_by_host(self, group: PartGroup) -> dict[int, list[int]]:
+        assert self._placement is not None
+        found = self._by_host.get(group.lists)
+        if found is None:
+            found = self._by_host[group.lists] = defaultdict(list)
+            for rank in self._receivers(group):
+                found[self._placement.hosts[rank]].append(rank)
+        return found
+
     def route(self, group: PartGroup) -> None:
         """Chooses a sender for every destination of `group`."""
-        receivers = self._receivers(group)
         if self._placement is None or not self._placement.replicate_in_host:
-            for rank in receivers:
+            for rank in self._receivers(group):
                 self._send(group, rank)
             return
-        hosts: dict[int, list[int]] = defaultdict(list)
-        for rank in receivers:
-            hosts[self._placement.hosts[rank]].append(rank)
-        for host, ranks in hosts.items():
+        for host, ranks in self._receivers_by_host(group).items():
             if self._holders_on(group.holders, host):
                 for rank in ranks:
                     self._send(group, rank)
@@ -146,7 +152,7 @@ class _Chooser:
 
     def _send_once(self, group: PartGroup, ranks: Sequence[int]) -> None:
         """Sends the group to one of `ranks`, the one with the least from other hosts so far, which relays it to the rest."""
-        leader = min(ranks, key=lambda rank: (self._load[rank], rank))
+        leader = min(ranks, key=lambda rank: (self._load[rank], rank)) if len(ranks) > 1 else ranks[0]
         self._load[leader] += group.nbytes
         self._send(group, leader)
         for rank in ranks:

@@ -13,6 +13,8 @@ from dagrl.refit.plan.ordering import simulate
 from dagrl.refit.plan.routes import RankPair
 
 SHOWN_PAIRS = 64
+RELAYING_BUCKETS = 3
+"""Buckets that a rank which relays stages at once: two that it receives, and one that it packs when they have arrived."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class PlanSummary:
 
     @property
     def staging_bytes(self) -> int:
-        """Most staging memory of any rank: twice what it packs and unpacks of a bucket, and a mailbox per receiver.
+        """Most staging memory of any rank: for two buckets, for `RELAYING_BUCKETS` if it relays, and a mailbox per receiver.
 
         Transposed tensors need more. `verify: bitwise` temporarily needs two of the largest received buckets more.
         """
@@ -52,8 +54,9 @@ class PlanSummary:
             for side, rank in enumerate((sender, receiver)):
                 largest[rank, side] = max(largest[rank, side], copied[side])
         found: dict[int, int] = defaultdict(int)
-        for (rank, _), nbytes in largest.items():
-            found[rank] += 2 * nbytes
+        for (rank, side), nbytes in largest.items():
+            relays = side == 0 and rank >= self.sources
+            found[rank] += nbytes if relays else 2 * nbytes
         if self.mailboxes:
             for (sender, _), nbytes in boxes.items():
                 found[sender] += MAILBOX_SLOTS * nbytes

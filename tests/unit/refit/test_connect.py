@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from dagrl.channels.base import ChannelKind
 from dagrl.config import Config
 from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, plan_refit
-from dagrl.refit.connect import ChannelKind, check_devices, choose_kind, device_of, distinct_slices
+from dagrl.refit.connect import check_devices, choose_kind, device_of, distinct_slices
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.executors.node import install
 from dagrl.runtime.layout import ParallelLayout

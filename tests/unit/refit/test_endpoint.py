@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dagrl.channels import ChannelSpec, open_channel
+from dagrl.channels.base import ChannelKind
 from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
 from dagrl.refit import (
     RefitPlan,
@@ -28,7 +29,6 @@ from dagrl.refit import (
 )
 from dagrl.refit.carry.pack import BucketMemory, bind_staging
 from dagrl.refit.carry.rounds import RefitRounds
-from dagrl.refit.connect import ChannelKind
 from dagrl.refit.kernels.batched_copy import BatchedCopy
 from dagrl.refit.slices import Box, Scales
 from tests.unit.refit.memory_channel import Done, MemoryChannel, Queues, run_refit

@@ -56,7 +56,7 @@ def test_relayed_weights_arrive() -> None:
 
 
 def test_a_relaying_rank_has_staging_for_both_directions() -> None:
-    """The memory of bound ranks is at most what the summary says, and for the busiest rank nearly that."""
+    """The memory of bound ranks is at most what the summary says: two buckets of the limit, also for a rank that relays."""
     layout = ParallelLayout(dp=2, ep=2)
     plan = plan_of(CONFIG, 3, [0, 0, 1, 1, 1, 1, 2, 2], replicate=True)
     weights = hf_weights(CONFIG)
@@ -66,7 +66,7 @@ def test_a_relaying_rank_has_staging_for_both_directions() -> None:
     for rank, held in enumerate(tensors):
         taken.append(RefitRounds(plan.for_rank(rank), held, MemoryChannel(rank, 8, {})).staging_bytes)
     largest = max(bucket.nbytes for bucket in plan.buckets)
-    assert 2 * largest < max(taken) <= plan.summary().staging_bytes <= 4 * largest
+    assert 2 * largest < max(taken) <= plan.summary().staging_bytes <= 2 * 8192
     boxes = replace(plan, mailboxes=True).summary().staging_bytes
     assert plan.summary().staging_bytes < boxes <= plan.summary().staging_bytes + 2 * largest * 7
 

@@ -14,6 +14,7 @@ from dagrl.bench.refit_mappings import DEEPSEEK_V3, LARGEST, QWEN3_4B, QWEN3_30B
 from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
 from dagrl.refit.fp8 import quantize_blocks
+from dagrl.refit.plan.planner import BUCKET_BYTES
 from dagrl.refit.slices import expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
@@ -57,12 +58,13 @@ def test_planned_at_full_size(row: RefitMapping) -> None:
             held[rank] += size * _volume(one.box) + (4 * _volume(one.scales.local) if one.scales else 0)
     for index, count in enumerate(received):
         assert held[index % row.tp] <= count < 1.001 * held[index % row.tp] + 1000
-    if row.tp == 1:
+    if row.tp == 1 and not row.fp8:
         assert abs(received[0] / (2 * parameters(row.model)) - 1) < 1e-4
     assert max(summary.sent) <= 1.2 * sum(summary.sent) / len(summary.sent)  # 1.18: FP8 does not quantize the embedding
     speeds = LinkSpeeds()
     assert summary.floor_s(speeds) <= summary.busiest_s(speeds)
     assert 0.999 <= summary.schedule_s(speeds) / summary.busiest_s(speeds) <= 1.25
+    assert summary.staging_bytes <= 2 * BUCKET_BYTES[1]
 
 
 def _volume(box: tuple[tuple[int, int], ...]) -> int:
@@ -87,7 +89,7 @@ plan = plan_of(row, row.model, hosts=row.hosts)
 text = str(plan.summary())
 plan.for_rank(0), plan.for_rank(size - 1)
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0]]))
+print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0], plan.summary().staging_bytes]))
 """
 
 
@@ -97,8 +99,8 @@ def test_the_largest_models_are_planned_in_little_memory(index: int) -> None:
     row = LARGEST[index]
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(index)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    gib, received, title = json.loads(done.stdout)
-    assert gib < 4
+    gib, received, title, staging = json.loads(done.stdout)
+    assert gib < 4 and staging <= 2 * BUCKET_BYTES[1]
     assert f"from {row.train.world_size} to {row.tp * row.dp} ranks" in title
     share = 2 * parameters(row.model) / row.tp
     assert share < received < 1.2 * share  # norms, routers, latent projections and few key-value heads are repeated
@@ -139,11 +141,28 @@ def test_run_at_reduced_width(row: RefitMapping) -> None:
     assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row.fp8], ids=str)
+FP8_IN_CI = {
+    "4b-dp8-to-tp4dp2-fp8",
+    "4b-dp4tp2-to-tp4dp2-fp8",
+    "4b-dp4pp2-to-tp4dp2-fp8",
+    "30b-dp4tp2ep4etp1-to-tp2dp8-fp8",
+    "30b-dp8pp2ep8-to-tp2dp8-fp8",
+}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (str(row) not in FP8_IN_CI)) for row in TABLE if row.fp8], ids=str
+)
 def test_fp8_rows_run_at_reduced_width(row: RefitMapping) -> None:
     """Every weight that vLLM holds equals the whole model quantized and then split."""
     wide = {"hidden_size": 128, "head_dim": 128, "num_attention_heads": 8, "intermediate_size": 512, "vocab_size": 200}
-    model = {**row.model, **wide, "num_hidden_layers": 2, "num_key_value_heads": 4, "moe_intermediate_size": 256}
+    model = {
+        **row.model,
+        **wide,
+        "num_hidden_layers": max(2, row.train.pp),
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 256,
+    }
     model |= {"num_experts": 2 * row.train.ep} if "num_experts" in model else {}
     model.setdefault("tie_word_embeddings", False)
     plan = plan_of(RefitMapping(model, row.train, row.tp, 2, fp8=True), model, bucket_bytes=1 << 20)

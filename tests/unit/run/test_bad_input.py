@@ -490,6 +490,12 @@ TABLE = [
         ("policy.generation.colocated.enabled=true", "grpo.async_grpo.enabled=true"),
     ),
     Row(
+        "colocated with delta refits",
+        ("refit.delta", "policy.generation.colocated.enabled"),
+        ("policy.generation.colocated.enabled=true", "refit.delta=lossless"),
+    ),
+    Row("delta refits as CUDA graphs", ("refit.delta", "cuda_graph"), ("refit.delta=lossless", "refit.cuda_graph=true")),
+    Row(
         "colocated with overlapped log-probabilities",
         ("grpo.overlap_logprobs", "take turns"),
         ("policy.generation.colocated.enabled=true", "grpo.overlap_logprobs=true"),
