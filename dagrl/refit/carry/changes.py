@@ -85,7 +85,7 @@ def _changed(new: torch.Tensor, old: torch.Tensor, most: int) -> torch.Tensor | 
     cells = differ.nonzero().flatten()
     if len(cells) + len(tail) > most:
         return None
-    return torch.cat([words[cells // WORD] * WORD + cells % WORD, tail])
+    return torch.cat([words[cells >> 3] * WORD + (cells & 7), tail])
 
 
 def _apply_piece(packet: torch.Tensor, piece: torch.Tensor) -> None:
