@@ -170,7 +170,12 @@ def scheduler(case: Case, groups: Groups) -> Iterator[Scheduler]:
     """The two groups of the case, connected for refits, with their phases compiled and warmed up."""
     train, generation = groups.train(case), groups.generation(case)
     connected = Refit.connect(
-        train, generation, dtype="float32", tied_embeddings=case.model == "qwen3_tied", verify="checksum"
+        train,
+        generation,
+        dtype="float32",
+        tied_embeddings=case.model == "qwen3_tied",
+        verify="checksum",
+        delta="lossless" if case.generation_tp == 2 else "off",
     )
     assert connected.plan.sources == case.layout.world_size and connected.plan.destinations == case.generation_tp
     assert 0 < connected.floor_s and f"to {case.generation_tp} ranks" in str(connected)
