@@ -151,6 +151,11 @@ def samples_per_step(config: Config) -> int:
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
 
 
+def rows_per_sample(config: Config) -> int:
+    """Returns the rows of a batch that each sample has: one, or the conversations of an agent, with empty rows for fewer."""
+    return config.environment.max_conversations if config.environment.agent is not None else 1
+
+
 def uses_reference(config: Config) -> bool:
     """Whether the algorithm reads log-probabilities of a reference policy."""
     return "reference_logprobs" in load_algorithm(config).columns
@@ -379,6 +384,11 @@ def _check_on_policy(config: Config) -> None:
 
 def _check_overlap(config: Config) -> None:
     """Checks that `grpo.overlap_training` can train on rows before the batch is complete, in any order."""
+    if config.grpo.overlap_logprobs and rows_per_sample(config) > 1:
+        raise ConfigError(
+            f"grpo.overlap_logprobs is true, and environment.max_conversations is {config.environment.max_conversations}: "
+            "early work takes samples of one conversation. Set overlap_logprobs=false, or max_conversations=1"
+        )
     if not config.grpo.overlap_training or not generates(config):
         return
     if not config.grpo.overlap_logprobs:

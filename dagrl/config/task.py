@@ -147,6 +147,17 @@ class RewardConfig(FunctionConfig):
     """Permute the rewards over the samples: a control run that cannot learn."""
 
 
+class EndpointConfig(Section):
+    """Where the driver listens for the requests of agents. See docs/agents.md."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on, which agents are given too. An address of the network admits agents on other hosts; requests
+    need the API key of an episode, and are not encrypted."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on. 0: a free one."""
+
+
 class EnvironmentConfig(ProcessConfig):
     """The environment of multi-turn rollouts: answers each turn of the policy. See docs/rewards.md."""
 
@@ -164,10 +175,24 @@ class EnvironmentConfig(ProcessConfig):
     tool_parser: str = "hermes"
     """vLLM's parser of the model's tool calls, as in `vllm serve --tool-call-parser`."""
 
+    agent: str | None = None
+    """Import path of a function `agent(example, endpoint)`, plain or `async`, that talks to the policy as to an OpenAI model
+    and returns the reward. Replaces `function` and `tools`. See docs/agents.md."""
+
+    agent_timeout_s: PositiveFloat = 600.0
+    """Deadline of a whole episode of the agent, in seconds."""
+
+    max_conversations: PositiveInt = 1
+    """Conversations of an agent's episode that are trained on, those with the most sampled tokens. Each has a row of the
+    batch, so phases are warmed up at as many times the rows."""
+
+    endpoint: EndpointConfig = EndpointConfig()
+    """The endpoint that agents talk to."""
+
     max_turns: PositiveInt = 4
-    """Maximum number of policy turns per sequence."""
+    """Maximum number of policy turns per sequence, or of requests per episode of an agent."""
 
     @property
     def enabled(self) -> bool:
         """Whether sequences have an environment."""
-        return self.function is not None or bool(self.tools)
+        return self.function is not None or bool(self.tools) or self.agent is not None

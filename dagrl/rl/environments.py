@@ -59,6 +59,9 @@ FAILED = "environment_failed"
 
 def check_environment(config: EnvironmentConfig) -> None:
     """Raises ConfigError for an import path, a class or arguments that cannot make an environment."""
+    if config.agent is not None:
+        _check_agent(config)
+        return
     if config.tools:
         _check_tools(config)
         return
@@ -78,6 +81,27 @@ def check_environment(config: EnvironmentConfig) -> None:
     except TypeError as error:
         accepted = ", ".join(signature.parameters) or "no arguments"
         raise ConfigError(f"environment.args: {error}; {config.function} takes {accepted}") from error
+
+
+def _check_agent(config: EnvironmentConfig) -> None:
+    if config.function is not None or config.tools or config.args:
+        raise ConfigError(
+            "environment.agent is set, and so is environment.function, environment.tools or environment.args; leave out the "
+            "latter. An agent brings its own tools"
+        )
+    assert config.agent is not None
+    found = load_callable(config.agent, "environment.agent")
+    for package in ("starlette", "uvicorn", *getattr(found, "requires", ())):
+        require_package(package, "environment.agent")
+    try:
+        inspect.signature(found).bind({}, None)
+    except ValueError:  # some C functions have no signature
+        return
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.agent: {config.agent} cannot be called as agent(example, endpoint): {error}; docs/agents.md has "
+            "an example"
+        ) from error
 
 
 def _check_tools(config: EnvironmentConfig) -> None:
@@ -163,7 +187,11 @@ class EnvironmentRunner:
         """Asks for the replies to n episodes, in one call in the background. An episode always has the same worker."""
         self._open |= dict.fromkeys((question.key for question in questions), worker)
         requests = [
-            {"arguments": self._arguments, "turns": list(question.turns), "example": _example(question)}
+            {
+                "arguments": self._arguments,
+                "turns": list(question.turns),
+                "example": example_of(question.prompt, question.seed, question.group_seed),
+            }
             for question in questions
         ]
         asked = self._runners[worker].submit([question.key for question in questions], requests)
@@ -215,25 +243,31 @@ class EnvironmentRunner:
         return ids
 
 
-def reply_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], *, closed: bool) -> str:
-    """Returns what the chat template writes after a turn of the policy: its end, `messages`, and the next opening."""
+def reply_text(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], *, closed: bool, **template: Any
+) -> str:
+    """Returns what the chat template writes after a turn of the policy: its end, `messages`, and the next opening.
+
+    `template` are further variables of the template.
+    """
     turn = "ends here"
     before = [{"role": "user", "content": "begins"}, {"role": "assistant", "content": turn}]
-    whole = str(tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True))
+    after = [*before, *messages]
+    whole = str(tokenizer.apply_chat_template(after, tokenize=False, add_generation_prompt=True, **template))
     rest = whole[whole.index(turn) + len(turn) :]
     return rest.removeprefix(str(tokenizer.eos_token)) if closed else rest
 
 
-def _example(question: Question) -> dict[str, Any]:
-    prompt = question.prompt
+def example_of(prompt: Prompt, seed: int, group_seed: int) -> dict[str, Any]:
+    """Returns what an environment or an agent gets of its example. `seed` is the sequence's own."""
     return {
         "prompt": prompt.text,
         "reference": prompt.reference,
         "messages": [dict(message) for message in prompt.messages],
         "columns": dict(prompt.columns),
         "task": prompt.task,
-        "seed": question.seed,
-        "group_seed": question.group_seed,
+        "seed": seed,
+        "group_seed": group_seed,
     }
 
 

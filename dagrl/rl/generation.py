@@ -9,11 +9,12 @@ collective.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -41,10 +42,43 @@ def quantum_seconds(batch: Batch) -> float:
 
 
 @dataclass(frozen=True)
+class RequestOptions:
+    """How a request is sampled where it differs from the configuration (None), and which strings end it too.
+
+    With `stream`, each quantum returns its new tokens before it has finished.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+
+
+AS_CONFIGURED = RequestOptions()
+
+OPTION_BYTES = 512
+"""Room for the options of one request in a quantum's batch."""
+
+
+def options_text(options: Mapping[int, RequestOptions]) -> str:
+    """Returns the scalar `options` of a quantum: JSON, by request id. Requests sampled as configured are left out."""
+    changed = {request: asdict(item) for request, item in options.items() if item != AS_CONFIGURED}
+    return json.dumps(changed, ensure_ascii=False) if changed else ""
+
+
+def quantum_options(batch: Batch) -> dict[int, RequestOptions]:
+    """Returns the options of the requests that have some, by request id."""
+    text = str(batch.scalars.get("options", "")).strip()
+    found = json.loads(text) if text else {}
+    return {int(key): RequestOptions(**{**item, "stop": tuple(item["stop"])}) for key, item in found.items()}
+
+
+@dataclass(frozen=True)
 class FinishedRequest:
     """A finished request: its sampled tokens, their log-probabilities, and the policy version that sampled each.
 
-    `experts`: with `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing.
+    Without a finish reason these are the new tokens of a running request that streams. `experts`: with
+    `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing.
     """
 
     request_id: int
@@ -71,12 +105,12 @@ def checksum(tokens: Sequence[int], before: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Generated:
-    """The `m` requests that finished in a quantum, sorted by id; the longest has `L` new tokens.
+    """The `m` requests that finished in a quantum, or whose new tokens stream, sorted by id; the longest has `L` new tokens.
 
     `logprobs` are of the sampling distribution: after temperature, top-p and top-k, or the model's own at temperature 0.
-    `finish_reasons` are `stop` or `length`. `running` has id, number of new tokens and checksum of the `r` requests that
-    stay in the engine. `experts` are the requests' records, or none at all. `digest` covers everything except
-    log-probabilities and records.
+    `finish_reasons` are `stop` or `length`, or empty for the new tokens of a running request. `running` has id, number of
+    new tokens and checksum of the `r` requests that stay in the engine. `experts` are the requests' records, or none at all.
+    `digest` covers everything except log-probabilities and records.
     """
 
     request_ids: IntArray  # [m]

@@ -14,12 +14,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.episodes import Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 Tools = Mapping[str, Callable[..., Any]]
 
@@ -111,14 +114,21 @@ def call_parser(schemas: str, name: str, tokenizer: str) -> Callable[[str], Call
     `schemas` is the JSON text of the tools' schemas, `name` that of vLLM's parser, and `tokenizer` a directory.
     """
     from transformers import AutoTokenizer
+
+    return parser_of_calls(schemas, name, AutoTokenizer.from_pretrained(tokenizer))
+
+
+def parser_of_calls(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], Calls]:
+    """Like `call_parser`, with a tokenizer that is loaded. Imports vLLM, which takes seconds."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
     request = ChatCompletionRequest(messages=[], tools=json.loads(schemas))
-    parser = ToolParserManager.get_tool_parser(name)(AutoTokenizer.from_pretrained(tokenizer), request.tools)
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
 
     def calls(text: str) -> Calls:
         found = parser.extract_tool_calls(text, request)
-        return Calls(found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls])
+        made = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return Calls((found.content or "") if made else text, made)
 
     return calls

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from dagrl.config import Config
 from dagrl.config.settings import device_count, generates
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
-from dagrl.rl.environments import EnvironmentRunner
+from dagrl.rl.agents.runner import open_environment
 from dagrl.rl.functions.answers import Answers
 from dagrl.rl.pass_at_k import pass_at_k
 from dagrl.rl.rewards import RewardRunner, Rewards, join_rewards, rewards_of
@@ -99,10 +99,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         made = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
         config = without_records(prepared_config(inputs.config, inputs, made / "init_model"))
         reward = stack.enter_context(RewardRunner(config.reward))
-        has_environment = config.environment.enabled
-        environment = stack.enter_context(
-            EnvironmentRunner(config.environment, inputs.tokenizer) if has_environment else nullcontext()
-        )
+        environment = stack.enter_context(open_environment(config, inputs.tokenizer))
         group = stack.enter_context(worker_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
         plan = generate_plan(config)
@@ -138,8 +135,8 @@ def _complete(
             episode.greedy = True
     rollouts.start(*groups)
     while rollouts.busy:
-        if not rollouts.generating and rollouts.pending:
-            wait(rollouts.pending, WAIT_S, FIRST_COMPLETED)
+        if not rollouts.generating and rollouts.awaited:
+            wait(rollouts.awaited, WAIT_S, FIRST_COMPLETED)
         for group in rollouts.advance():
             samples = samples_of(inputs.tokenizer, group)
             row_values = partial(reward_values, group, samples, inputs.tokenizer)

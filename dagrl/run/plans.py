@@ -18,12 +18,13 @@ from dagrl.config.settings import (
     generates,
     generation_config,
     has_fp8_kv_cache,
+    rows_per_sample,
     samples_per_step,
     uses_critic,
     uses_teacher,
 )
 from dagrl.rl.algorithm import COLUMN_PHASES, algorithm_of, column_phases
-from dagrl.rl.generation import FIRST_QUANTUM
+from dagrl.rl.generation import FIRST_QUANTUM, OPTION_BYTES
 from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
@@ -82,7 +83,8 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     """The phases of the loop over generated samples, and of the demonstrations before it if there are any."""
     samples = samples_per_step(config)
     chunks = chunk_buckets(config, early=config.grpo.overlap_training)
-    steps = chunks if config.grpo.overlap_training else train_buckets(config, config.policy.train_global_batch_size)
+    batch = config.policy.train_global_batch_size * rows_per_sample(config)
+    steps = chunks if config.grpo.overlap_training else train_buckets(config, batch)
     rows = chunk_buckets(config, early=config.grpo.overlap_logprobs)
     plans = [
         PhasePlan("train_step", steps, scalars=STEP),
@@ -157,7 +159,7 @@ def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:
 
 def chunk_buckets(config: Config, early: bool) -> tuple[Bucket, ...]:
     """Buckets for a whole batch of samples; with `early` also for the least chunk, twice that, and so on."""
-    samples = samples_per_step(config)
+    samples = samples_per_step(config) * rows_per_sample(config)
     rows = least_chunk(config) if early else samples
     buckets: tuple[Bucket, ...] = ()
     while rows < samples:
@@ -182,8 +184,15 @@ def generate_plan(config: Config) -> PhasePlan:
         "generate",
         _request_buckets(requests, bucket_widths(config.policy)[-1]),
         result_bytes,
-        scalars={"engine_steps": steps, "seconds": generation.quantum_seconds},
+        scalars={"engine_steps": steps, "seconds": generation.quantum_seconds, **_room_for_options(config, requests)},
     )
+
+
+def _room_for_options(config: Config, requests: int) -> Mapping[str, Scalar]:
+    """Agents' requests have options. The scalar goes to every shard whole."""
+    if config.environment.agent is None:
+        return {}
+    return {"options": " " * (OPTION_BYTES * requests * generation_config(config).vllm_cfg.layout.dp)}
 
 
 def _request_buckets(requests: int, widest: int) -> tuple[Bucket, ...]:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dagrl.errors import DataError, RunError
-from dagrl.rl.generation import FinishedRequest, Generated, RequestProgress, checksum, pack_generated
+from dagrl.rl.generation import (
+    AS_CONFIGURED,
+    FinishedRequest,
+    Generated,
+    RequestOptions,
+    RequestProgress,
+    checksum,
+    pack_generated,
+)
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.bursts import Bursts
 
@@ -39,6 +47,7 @@ class Request:
     seed: int
     max_new_tokens: int
     greedy: bool
+    options: RequestOptions = AS_CONFIGURED
 
 
 @dataclass
@@ -46,13 +55,14 @@ class _Running:
     """State of a running request. `name` is vLLM's own for it.
 
     `starts` has `(version, tokens generated before it)` for each version that worked on it. `progress` is what the last
-    quantum reported.
+    quantum reported, and `streamed` are the tokens that quanta have returned so far.
     """
 
     request: Request
     name: str
     progress: RequestProgress
     starts: list[tuple[int, int]]
+    streamed: int = 0
 
 
 class QuantumEngine:
@@ -106,7 +116,7 @@ class QuantumEngine:
         if engine_steps == 0 or not self._running:
             self.drain()
         finished, self._held = self._held + finished, []
-        return pack_generated(finished, self._progress(), steps)
+        return pack_generated([*finished, *self._streams()], self._progress(), steps)
 
     def warm_up(self, requests: Sequence[Request], engine_steps: int) -> Generated:
         """Runs a quantum and removes every trace of `requests`, whose ids are negative so that they cannot collide.
@@ -298,6 +308,17 @@ class QuantumEngine:
         versions = _token_versions(running.starts, len(tokens))
         experts = None if self._recorder is None else self._recorder.peek(running.name, tokens)
         return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished", experts)
+
+    def _streams(self) -> Iterator[FinishedRequest]:
+        """Yields the new tokens of the running requests that stream, without a finish reason."""
+        streams = {name: running for name, running in self._running.items() if running.request.options.stream}
+        states = self._states() if streams else {}
+        for name, running in streams.items():
+            made = self._partial(running, states.get(name))
+            begin, running.streamed = running.streamed, len(made.tokens)
+            if running.streamed > begin:
+                new = made.tokens[begin:], made.logprobs[begin:], made.versions[begin:]
+                yield FinishedRequest(running.request.request_id, *new, "")
 
     def _states(self) -> dict[str, Any]:
         """vLLM's state of each request, by our name for it."""

@@ -30,18 +30,20 @@ class Sampling:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        config = self.config
+        config, options = self.config, request.options
+        stops = [*config.stop_strings, *options.stop]
+        temperature = config.temperature if options.temperature is None else options.temperature
         forced = config.forced_lengths is not None
         return SamplingParams(
-            temperature=0.0 if request.greedy else config.temperature,
-            top_p=config.top_p,
+            temperature=0.0 if request.greedy else temperature,
+            top_p=config.top_p if options.top_p is None else options.top_p,
             top_k=config.top_k or 0,
             seed=request.seed,
             max_tokens=min(request.max_new_tokens, self.max_model_len - len(request.prompt)),
-            stop=[] if forced else list(config.stop_strings),
+            stop=[] if forced else stops,
             stop_token_ids=[] if forced else list(self.stop_token_ids),
             ignore_eos=forced,
-            detokenize=bool(config.stop_strings) and not forced,
+            detokenize=bool(stops) and not forced,
             logprobs=0,  # of the sampled token only
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

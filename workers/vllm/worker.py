@@ -15,7 +15,15 @@ from dagrl.config.settings import has_fp8_kv_cache, recomputes_kv_cache
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice
-from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, quantum_seconds, quantum_steps
+from dagrl.rl.generation import (
+    AS_CONFIGURED,
+    FinishedRequest,
+    Generated,
+    merge_generated,
+    quantum_options,
+    quantum_seconds,
+    quantum_steps,
+)
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
@@ -144,7 +152,8 @@ class VllmWorker:
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
         [n]. Scalars: `engine_steps`, of all shards or of each (optional in a warm-up); 0 drains the engine. `seconds`
-        (optional): a single-rank engine ends the quantum after the step in which they have passed.
+        (optional): a single-rank engine ends the quantum after the step in which they have passed. `options` (optional):
+        how some requests are sampled (`dagrl.rl.generation.RequestOptions`).
         """
         engine = self._ready_engine()
         self._enter_device()
@@ -363,6 +372,7 @@ def _worker_model(worker: Any) -> tuple[torch.nn.Module, torch.device]:
 
 def _requests(batch: Batch) -> list[Request]:
     rows = [row for row, length in enumerate(batch["lengths"].tolist()) if length > 0]
+    options = quantum_options(batch)
     return [
         Request(
             request_id=int(batch["request_ids"][row]),
@@ -370,6 +380,7 @@ def _requests(batch: Batch) -> list[Request]:
             seed=int(batch["seeds"][row]),
             max_new_tokens=int(batch["max_new_tokens"][row]),
             greedy=bool(batch["greedy"][row]),
+            options=options.get(int(batch["request_ids"][row]), AS_CONFIGURED),
         )
         for row in rows
     ]

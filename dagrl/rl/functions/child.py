@@ -1,7 +1,7 @@
 r"""The child process that runs a user's function:
 
-    python -m dagrl.rl.functions.child FD module:function KEY batched|single texts|named|episodes CONCURRENCY TIMEOUT_S \
-        TIMEOUT_KEY PREPARE
+    python -m dagrl.rl.functions.child FD module:function KEY batched|single texts|named|episodes|agents CONCURRENCY \
+        TIMEOUT_S TIMEOUT_KEY PREPARE
 
 Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
 - It first sends None, or why the function cannot be imported.
@@ -9,7 +9,8 @@ Started by `dagrl.rl.functions.process`, with which it talks over the connection
 - It exits when the connection is closed or its parent dies.
 
 With `named`, the last column has a dictionary per row, whose values are passed as keyword arguments. With `episodes`, the
-function makes environments (`dagrl.rl.functions.episodes`). Coroutine functions
+function makes environments (`dagrl.rl.functions.episodes`), and with `agents` the messages are those of
+`dagrl.rl.functions.agents`. Coroutine functions
 are awaited. With `single`, the coroutines of all rows of a call run concurrently, at most CONCURRENCY (0: all) at once,
 each under the deadline. All calls share one event loop, so the function may keep objects bound to it, such as a client or a
 semaphore. Tasks that a call leaves behind are cancelled, except those of environments, whose loop also runs between calls.
@@ -32,6 +33,7 @@ from typing import Any, Self, TypeVar
 
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
+from dagrl.rl.functions.agents import serve_agents
 from dagrl.rl.functions.answers import Failed, is_coroutine
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
@@ -56,6 +58,9 @@ def main() -> None:
             connection.send(str(error))
             return
         connection.send(None)
+        if arguments == "agents":
+            serve_agents(connection, function, Deadline(float(timeout_s), timeout_key))
+            return
         if arguments == "named":
             function = with_keywords(function, batched=how == "batched")
         elif arguments == "episodes":

@@ -58,7 +58,7 @@ class FunctionProcess:
     def start(self) -> None:
         """Makes sure that a process has imported the function. The next `ask` reports a failure."""
         try:
-            self._running()
+            self.connection()
         except RunError as error:
             self._failure = error
         except (EOFError, OSError):  # the next `ask` tries again
@@ -77,7 +77,7 @@ class FunctionProcess:
         `limit` replaces the deadline for this call. Raises RunError if the function was never imported in time.
         """
         try:
-            return self._answers(self._running(), columns, limit)
+            return self._answers(self.connection(), columns, limit)
         except RunError as error:
             if not self._imported:
                 raise
@@ -117,8 +117,16 @@ class FunctionProcess:
             with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
                 end.shutdown(socket.SHUT_RDWR)  # unblocks readers and writers even if a stray child holds the other end
 
-    def _running(self) -> Connection:
-        """Returns the connection to a process that has imported the function, starting one if necessary."""
+    @property
+    def imported(self) -> bool:
+        """Whether this process or an earlier one has imported the function."""
+        return self._imported
+
+    def connection(self) -> Connection:
+        """Returns the connection to a process that has imported the function, starting one if necessary.
+
+        Raises RunError if it cannot be imported, and EOFError or OSError if the process ended meanwhile.
+        """
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
+from dagrl.config.settings import rows_per_sample
+from dagrl.data.tokenization import Prompt
 from dagrl.rl.algorithm import advantages_of, algorithm_of
 from dagrl.rl.rewards import shuffled
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
@@ -18,14 +20,17 @@ from dagrl.runtime.shapes import Batch
 Key = tuple[int, int]
 """A sample: the number of its group, and its place in the group."""
 
+NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)
+"""A row without tokens."""
+
 
 def scored_batch(config: Config, groups: Sequence[ScoredGroup], step: int) -> Batch:
-    """Returns all samples of `groups`, in the order of `sample_keys`, for optimizer step `step`."""
+    """Returns the rows of all samples of `groups`, in the order of `row_keys`, for optimizer step `step`."""
     samples = [sample for group in groups for sample in group.samples]
     valid = np.concatenate([group.valid for group in groups])
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]
-    batch = train_batch(samples, advantages(config, groups, step), valid)
+    batch = train_batch(samples, advantages(config, groups, step), valid, rows_per_sample(config))
     batch = with_experts(config, batch, [sample.completion for sample in samples])
     return batch.with_fields(row_ids=row_ids(config, sample_keys(groups)))
 
@@ -42,9 +47,16 @@ def sample_keys(groups: Sequence[ScoredGroup]) -> list[Key]:
     return [(group.group.number, place) for group in groups for place in range(len(group.samples))]
 
 
+def row_keys(config: Config, groups: Sequence[ScoredGroup]) -> list[Key]:
+    """Returns the sample of every row: each of `sample_keys`, `rows_per_sample` times."""
+    return [key for key in sample_keys(groups) for _ in range(rows_per_sample(config))]
+
+
 def row_ids(config: Config, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
-    """Returns an id for each sample by which train workers find its log-probabilities. It is unique in a run."""
-    return np.array([group * config.grpo.num_generations_per_prompt + place for group, place in keys], np.int64)
+    """Returns an id for each row of samples by which train workers find its log-probabilities. It is unique in a run."""
+    rows = np.arange(rows_per_sample(config))
+    samples = np.array([group * config.grpo.num_generations_per_prompt + place for group, place in keys], np.int64)
+    return (samples[:, None] * len(rows) + rows).reshape(-1)
 
 
 def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
@@ -58,22 +70,27 @@ def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.
 
 
 def train_batch(
-    samples: Sequence[Sample], advantage: npt.NDArray[np.float32], valid: npt.NDArray[np.bool_] | None = None
+    samples: Sequence[Sample],
+    advantage: npt.NDArray[np.float32],
+    valid: npt.NDArray[np.bool_] | None = None,
+    rows_per_sample: int = 1,
 ) -> Batch:
     """Returns samples as token-aligned rows. Only tokens that the policy made have a loss mask and an advantage.
 
-    Samples that are not `valid` [samples] have no token in the loss.
+    Samples that are not `valid` [samples] have no token in the loss. A sample with fewer than `rows_per_sample` sequences
+    has empty rows too.
     """
-    rows = token_rows([sample.completion for sample in samples])
+    episodes = [one for sample in samples for one in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
+    rows = token_rows(episodes)
     shape = rows["tokens"].shape
     mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for row, sample in enumerate(samples):
-        start, end = len(sample.prompt), len(sample)
-        generation_logprobs[row, start:end] = sample.completion.logprobs
-        if valid is None or valid[row]:
-            mask[row, start:end] = sample.completion.sampled
+    for row, episode in enumerate(episodes):
+        start, end = len(episode.prompt), len(episode)
+        generation_logprobs[row, start:end] = episode.logprobs
+        if valid is None or valid[row // rows_per_sample]:
+            mask[row, start:end] = episode.sampled
     return rows.with_fields(
         loss_mask=mask,
-        advantages=mask * advantage[:, None],
+        advantages=mask * np.repeat(advantage, rows_per_sample)[:, None],
         generation_logprobs=mask * generation_logprobs,
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, RequestOptions
 from dagrl.rl.routed_experts import Record, join_records
 from dagrl.runtime.shapes import Batch
 
@@ -29,7 +29,11 @@ class Episode:
     `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `opened` is
     True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`
     is the environment's error if the finish reason is `environment_failed`. A `greedy` sequence takes the likeliest token at
-    each step. `experts` is the record of prompt and tokens, which may be shorter than they are.
+    each step; `options` are further ones of its request. `experts` is the record of prompt and tokens, which may be shorter
+    than they are.
+
+    An agent may have several conversations: `more` are those after the first, each with a prompt of its own, and `untrained`
+    counts sampled tokens that are in none of them. `reward_parts` are the rewards that it named.
     """
 
     prompt: Prompt
@@ -48,6 +52,10 @@ class Episode:
     greedy: bool = False
     turn_rewards: list[float] = field(default_factory=list)
     experts: Record | None = None
+    options: RequestOptions = AS_CONFIGURED
+    more: list[Episode] = field(default_factory=list)
+    untrained: int = 0
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)
@@ -98,6 +106,11 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.completion)
+
+    @property
+    def rows(self) -> list[Episode]:
+        """The sequences that are trained on: the completion, and an agent's other conversations."""
+        return [self.completion, *self.completion.more]
 
 
 @dataclass

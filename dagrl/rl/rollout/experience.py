@@ -27,6 +27,7 @@ from dagrl.config import Config, Json
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import RunError, StopRequestedError
+from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers, split_done
 from dagrl.rl.rewards import RewardRunner, Rewards, check_failures, join_rewards, rewards_of
@@ -89,7 +90,7 @@ class Experience:
         prompts: PromptData,
         engines: GenerationEngines,
         reward: RewardRunner,
-        environment: EnvironmentRunner | None,
+        environment: EnvironmentRunner | AgentRunner | None,
         stop: Stop,
         *,
         version: int,
@@ -134,7 +135,7 @@ class Experience:
         if self.rollouts.generating:
             self._sort(self.rollouts.advance())
         else:
-            awaited: list[Future[Any]] = [*self.rollouts.pending, *([] if other is None else [other])]
+            awaited: list[Future[Any]] = [*self.rollouts.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
             awaited += [item.answers for item in self._validated if not item.answers.done()]
             if not awaited and not self._validated:
@@ -246,7 +247,7 @@ class Experience:
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""
         samples = [sample for group in groups for sample in group.samples]
-        made = [np.array(one.completion.versions, np.int64)[np.array(one.completion.sampled, np.bool_)] for one in samples]
+        made = [np.array(one.versions, np.int64)[np.array(one.sampled, np.bool_)] for each in samples for one in each.rows]
         ages = self.buffer.version - np.concatenate(made)
         lengths = [len(sample.completion.tokens) for sample in samples]
         rewards = join_rewards([group.rewards for group in groups])
@@ -289,7 +290,7 @@ class Experience:
         """Writes the untrained groups, or only their prompts (`grpo.async_grpo.on_checkpoint`)."""
         self._engines.exclude_wait()
         self.rest()
-        whole = self._config.grpo.async_grpo.on_checkpoint == "save"
+        whole = self._config.grpo.async_grpo.on_checkpoint == "save" and self._config.environment.agent is None
         groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]
         groups += self.rollouts.snapshot()
         started = self.buffer.generating() | {group.number: group.version for group in self.buffer.untrained()}
@@ -311,7 +312,7 @@ class Experience:
         config, version = self._config, self.buffer.version
         seeds = [episode.seed for episode in saved.group.episodes]
         limits = [one.max_new_tokens for one in new_group(self._config, number, key, prompt, seeds).episodes]
-        whole = saved.whole and can_go_on(config, version, prompt, saved.group, limits)
+        whole = saved.whole and config.environment.agent is None and can_go_on(config, version, prompt, saved.group, limits)
         self.buffer.restart(number, saved.version if whole else version)
         if not whole:
             self.rollouts.start(self._new_group(number, key))

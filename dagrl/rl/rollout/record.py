@@ -28,11 +28,12 @@ NO_REWARD, OVERLONG = "no_reward", "overlong"
 def rollout_rows(
     groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int, texts: TokenTexts
 ) -> list[dict[str, Any]]:
-    """Returns one row per sample of `groups`. `batch` is the step's, with a row per sample in the same order."""
+    """Returns one row per sample of `groups`. `batch` is the step's, with as many rows for each, in the same order."""
     rows: list[dict[str, Any]] = []
+    samples = sum(len(group.samples) for group in groups)
     for group in groups:
         for place, sample in enumerate(group.samples):
-            index = len(rows)
+            index = len(rows) * batch.rows // samples
             dropped = _why_not(group, place, trained=bool(batch["loss_mask"][index].any()))
             rows.append(
                 {

@@ -18,16 +18,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
+from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
 from dagrl.rl.functions.answers import split_done
-from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.rl.generation import FinishedRequest, Generated, options_text
+from dagrl.rl.rollout.agent_turns import AgentTurns, TurnEpisode, cancelled
 from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, half_stop, token_rows, turn_seed
@@ -65,13 +67,14 @@ class Rollouts:
         config: Config,
         engines: GenerationEngines,
         tokenizer: PreTrainedTokenizerFast,
-        environment: EnvironmentRunner | None = None,
+        environment: EnvironmentRunner | AgentRunner | None = None,
     ) -> None:
         generation = generation_config(config)
         layout = generation.vllm_cfg.layout
         self._engines, self._tokenizer = engines, tokenizer
         self._stops = generation.stop_strings
-        self._environment = environment
+        self._agents = AgentTurns(environment) if isinstance(environment, AgentRunner) else None
+        self._environment = None if isinstance(environment, AgentRunner) else environment
         self._room = bucket_widths(config.policy)[-1]
         self._longest_first = generation.request_order == "longest_first"
         slots = request_slots(generation.vllm_cfg.max_num_seqs)
@@ -110,13 +113,21 @@ class Rollouts:
         """Unanswered calls of the environment."""
         return [asked.replies for asked in self._asked]
 
+    @property
+    def awaited(self) -> list[Future[Any]]:
+        """What to wait for while there is nothing to generate: when one is done, `advance` has something to do."""
+        return [*self.pending, *(self._agents.awaited if self._agents is not None else ())]
+
     def start(self, *groups: RolloutGroup) -> None:
-        """Starts the sequences of groups, or continues those that have tokens already.
+        """Starts the sequences of groups, or continues those that have tokens already. Agents always start afresh.
 
         Environments are asked about all of them at once: first for their prompts, unless tools are all they have.
         """
         assert not self.numbers & {group.number for group in groups}
         self._groups |= {group.number: group for group in groups}
+        if self._agents is not None:
+            self._agents.start(groups)
+            return
         turns = [(group, episode) for group in groups for episode in group.episodes if not episode.finish_reason]
         opens = self._environment is not None and self._environment.opens
         self._ask([turn for turn in turns if turn[1].awaiting or (opens and not (turn[1].opened or turn[1].tokens))])
@@ -127,6 +138,7 @@ class Rollouts:
     def advance(self) -> list[RolloutGroup]:
         """Waits for one quantum, with another in flight; returns the groups that are complete."""
         self._take_answers()
+        self._drop_cancelled()
         self.look_ahead()
         if self._quanta:
             self._read()
@@ -170,6 +182,8 @@ class Rollouts:
         """Drops groups with the tokens made so far. Call `settle` first, so that the engines are at rest."""
         for number in numbers:
             group = self._groups.pop(number)
+            if self._agents is not None:
+                self._agents.abort(group)
             for episode in group.episodes:
                 if not episode.finish_reason:
                     self._end(group, episode, ABORTED)
@@ -208,10 +222,11 @@ class Rollouts:
         return RolloutGroup(group.number, group.key, episodes, group.cohort)
 
     def _request(self, group: RolloutGroup, episode: Episode) -> None:
-        if self._stops:
+        stops = (*self._stops, *episode.options.stop)
+        if stops:
             # Engines search the tokens of one request only: a prefix of a stop string is generated again.
             decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            episode.take_back(half_stop(episode.tokens[episode.turn_start :], self._stops, decode))
+            episode.take_back(half_stop(episode.tokens[episode.turn_start :], stops, decode))
         request, self._next_request = self._next_request, self._next_request + 1
         self._requests[request] = (group, episode)
         expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
@@ -230,6 +245,8 @@ class Rollouts:
         """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""
         limit = {} if self.quantum_size.most_s is None else {"seconds": self.quantum_size.most_s}
         batch = self._batch(requests).with_scalars(engine_steps=engine_steps, **limit)
+        if options := options_text({request: self._requests[request][1].options for request in requests}):
+            batch = batch.with_scalars(options=options)
         self._quanta.append((engine_steps, self._engines.submit(batch, rows)))
 
     def _read(self) -> None:
@@ -238,7 +255,16 @@ class Rollouts:
         learned = [_steps_to_learn_from(part, steps) for part, steps in zip(result.generated, asked, strict=True)]
         self.quantum_size.record(learned, result.busy_s, result.overhead_s)
         made = [part.request(row) for part in result.generated for row in range(len(part))]
-        self._ask([turn for request in made if (turn := self._finish(request)) is not None])
+        self._ask([turn for request in made if (turn := self._take(request)) is not None])
+
+    def _take(self, made: FinishedRequest) -> Turn | None:
+        """Takes a finished request (see `_finish`), or passes on the new tokens of one that streams."""
+        if made.finish_reason:
+            return self._finish(made)
+        _, episode = self._requests[made.request_id]
+        assert isinstance(episode, TurnEpisode)
+        episode.stream(made)
+        return None
 
     def _finish(self, made: FinishedRequest) -> Turn | None:
         """Appends a finished request to its episode. Returns its turn if the environment must answer it."""
@@ -247,6 +273,9 @@ class Rollouts:
         episode.append(made)
         episode.turns += 1
         self.history.record(group.key, len(episode.tokens) - episode.turn_start)
+        if isinstance(episode, TurnEpisode):
+            episode.finish(made)
+            return None
         if self._environment is None or made.finish_reason != "stop":
             self._end(group, episode, made.finish_reason)
             return None
@@ -269,6 +298,10 @@ class Rollouts:
             self._asked.append(_Asked(part, replies))
 
     def _take_answers(self) -> None:
+        if self._agents is not None:
+            self._agents.finish()
+            for request in self._agents.requests():
+                self._request(*request)
         answered, self._asked = split_done(self._asked, lambda asked: asked.replies)
         for asked in answered:
             for (group, episode), reply in zip(asked.turns, asked.replies.result(), strict=True):
@@ -314,6 +347,17 @@ class Rollouts:
         closed = episode.tokens[-1:] == [self._tokenizer.eos_token_id]
         first = group.episodes[0].seed
         return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, first)
+
+    def _drop_cancelled(self) -> None:
+        """Takes requests whose clients have gone out of the queue and the engines."""
+        gone = cancelled((request, episode) for request, (_, episode) in self._requests.items())
+        if any(request not in self._waiting for request in gone):
+            while self._quanta:
+                self._read()
+            gone = [request for request in gone if request in self._requests]
+            self._engines.abort([request for request in gone if request not in self._waiting])
+        for request in gone:
+            self._forget(request)
 
     def _forget(self, request: int) -> None:
         del self._requests[request]

@@ -46,13 +46,16 @@ class Untrained:
 
 
 def with_turn_rewards(config: Config, rewards: Rewards, samples: Sequence[Sample]) -> Rewards:
-    """Adds the sum of the environment's turn rewards to each sample's reward, as the part `environment`."""
+    """Adds the environment's rewards to each sample's: the sum of its turns as the part `environment`, and named ones."""
     given = [sample.completion.turn_rewards for sample in samples]
-    if not any(given):
-        return rewards
-    part = np.array([sum(turns) for turns in given], np.float32)
-    values = rewards.values + config.reward.weights.get(ENVIRONMENT, 1.0) * part * rewards.answered
-    return replace(rewards, values=values.astype(np.float32), parts={**rewards.parts, ENVIRONMENT: part})
+    named = [sample.completion.reward_parts for sample in samples]
+    parts = {ENVIRONMENT: np.array([sum(turns) for turns in given], np.float32)} if any(given) else {}
+    for name in dict.fromkeys(name for item in named for name in item):
+        parts[name] = np.array([item.get(name, np.nan) for item in named], np.float32)
+    values = rewards.values
+    for name, part in parts.items():
+        values = values + config.reward.weights.get(name, 1.0) * np.nan_to_num(part) * rewards.answered
+    return replace(rewards, values=values.astype(np.float32), parts={**rewards.parts, **parts}) if parts else rewards
 
 
 def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rewards: Rewards) -> ScoredGroup:

@@ -9,11 +9,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import algorithm_name, holds_reference, uses_critic
+from dagrl.config.settings import algorithm_name, holds_reference, rows_per_sample, uses_critic
 from dagrl.refit import RefitReport
-from dagrl.rl.environments import EnvironmentRunner
+from dagrl.rl.agents.runner import open_environment
 from dagrl.rl.rewards import RewardRunner
-from dagrl.rl.rollout.batches import sample_keys, scored_batch
+from dagrl.rl.rollout.batches import row_keys, scored_batch
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -40,9 +40,8 @@ def open_experience(session: Session, reward: RewardRunner, *, max_age_steps: in
     before they sleep."""
     config, inputs, replays = session.config, session.inputs, session.replays
     assert session.generation is not None
-    has_environment = config.environment.enabled
     with (
-        EnvironmentRunner(config.environment, inputs.tokenizer) if has_environment else nullcontext() as environment,
+        open_environment(config, inputs.tokenizer) as environment,
         Experience(
             config,
             PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer),
@@ -98,7 +97,7 @@ def _counters(config: Config, experience: Experience) -> dict[str, Json]:
 def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> dict[str, float]:
     """Trains the train workers on one batch of groups. `early` is work on it that was done with the current weights."""
     config, replays = session.config, session.replays
-    keys, batch = sample_keys(groups), scored_batch(config, groups, step)
+    keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
     critic = CriticStep(session, batch) if uses_critic(config) else None
     compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
@@ -196,12 +195,12 @@ def optimize(
     splits: Sequence[ShardRows] | None = None,
     rest: Rest | None = None,
 ) -> dict[str, float]:
-    """Takes one optimizer step for each `policy.train_global_batch_size` rows; returns the metrics of all of them.
+    """Takes one optimizer step for the rows of each `policy.train_global_batch_size` samples; returns the metrics of all.
 
     A minibatch without a token in the loss is skipped and counted; `grpo.overlong_filtering` can leave one. `splits` are the
     rows of each shard, by minibatch. With a `rest`, the batch is one minibatch.
     """
-    size = config.policy.train_global_batch_size
+    size = config.policy.train_global_batch_size * rows_per_sample(config)
     batch = batch.with_scalars(step=step)
     minibatches = [batch.select(range(start, start + size)) for start in range(0, batch.rows, size)]
     assert rest is None or len(minibatches) == 1

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
-from dagrl.config.settings import uses_teacher
+from dagrl.config.settings import rows_per_sample, uses_teacher
 from dagrl.rl.routed_experts import ROUTED_EXPERTS
 from dagrl.run.plans import logprob_phases
 from dagrl.run.replays import Replays
@@ -33,7 +33,8 @@ def split_minibatches(config: Config, batch: Batch) -> list[ShardRows] | None:
     """
     if config.grpo.overlap_logprobs:
         return None
-    size, lengths = config.policy.train_global_batch_size, batch["lengths"].astype(np.int64)
+    size = config.policy.train_global_batch_size * rows_per_sample(config)
+    lengths = batch["lengths"].astype(np.int64)
     shards = config.policy.megatron_cfg.layout.dp
     return [split_rows(lengths[start : start + size], shards) for start in range(0, batch.rows, size)]
 
@@ -76,7 +77,7 @@ def _whole(config: Config, splits: Sequence[ShardRows] | None) -> ShardRows | No
     """The rows of the whole batch that each shard gets, from those of its minibatches."""
     if splits is None:
         return None
-    size = config.policy.train_global_batch_size
+    size = config.policy.train_global_batch_size * rows_per_sample(config)
     return [
         np.concatenate([number * size + rows for number, rows in enumerate(shard)]) for shard in zip(*splits, strict=True)
     ]

@@ -329,7 +329,7 @@ class Run:
         with ExitStack() as stack:
             for target, name, value in (
                 (grpo_step, "Experience", opened),
-                (grpo_step, "EnvironmentRunner", lambda *words: Environment(self.world)),
+                (grpo_step, "open_environment", self._environment),
                 (experience, "wait", self.world.wait),
                 (async_grpo, "training_thread", lambda: nullcontext(thread)),
                 (async_grpo, "learn", self._learn),
@@ -337,6 +337,9 @@ class Run:
             ):
                 stack.enter_context(patch.object(target, name, value))
             yield
+
+    def _environment(self, config: Config, _: object) -> Any:
+        return Environment(self.world) if config.environment.enabled else nullcontext()
 
     def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any) -> dict[str, float]:
         assert step == session.step + 1

@@ -1,0 +1,182 @@
+"""The conversations of an agent's episode, as the exact tokens that were sampled.
+
+An answer is a node of a tree: the tokens of its context, and those that the policy sampled. A request whose messages extend
+those of an earlier answer continues from that answer's tokens, and only its new messages are rendered and tokenized. A
+request that extends none is the root of another conversation. `rows` makes one row of each conversation; a token that
+several conversations share is in the loss of one of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dagrl.rl.generation import FinishedRequest
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a request asks: the answer that it extends, if any, and the tokens that follow it.
+
+    `messages` identify all messages up to here (`message_key`), `given` are those of the request, and `text` is what the
+    tokens were made of.
+    """
+
+    after: Answer | None
+    tokens: Sequence[int]
+    text: str
+    messages: tuple[str, ...] = ()
+    given: Sequence[Message] = ()
+
+    def whole(self) -> list[int]:
+        """Returns all tokens from the start of the conversation."""
+        return [*(self.after.whole() if self.after is not None else ()), *self.tokens]
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer of the policy in its context.
+
+    `said` identifies it in the messages of a later request. It is not `trained` on if it was sampled with other parameters
+    than the run's.
+    """
+
+    context: Context
+    made: FinishedRequest
+    text: str
+    said: str = ""
+    trained: bool = True
+    followed: bool = False
+
+    def whole(self) -> list[int]:
+        """Returns all tokens of the conversation up to the end of this answer."""
+        return [*self.context.whole(), *self.made.tokens]
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """Keys of the messages up to this answer."""
+        return (*self.context.messages, self.said)
+
+    def path(self) -> list[Answer]:
+        """Returns the answers from the start of the conversation to this one."""
+        before = self.context.after
+        return [*(before.path() if before is not None else ()), self]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation as it is trained on: the prompt's text and tokens, and what follows them.
+
+    `sampled` is True on tokens that are in the loss of this row; others have log-probability 0.
+    """
+
+    text: str
+    prompt: Sequence[int]
+    messages: Sequence[Message]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    finish_reason: str = ""
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, sampled: bool) -> None:
+        """Appends tokens."""
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs if sampled else [0.0] * len(tokens))
+        self.versions.extend(versions)
+        self.sampled.extend([sampled] * len(tokens))
+
+
+class Conversations:
+    """The answers of one episode, in the order in which they were given. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+
+    def add(self, answer: Answer) -> None:
+        """Records an answer."""
+        if answer.context.after is not None:
+            answer.context.after.followed = True
+        self.answers.append(answer)
+
+    def extended_by(self, messages: Sequence[str]) -> Answer | None:
+        """Returns the longest answer whose messages are the first of `messages`; of equal ones, an unanswered one."""
+        keys = tuple(messages)
+        found = [one for one in self.answers if one.said and one.messages == keys[: len(one.messages)]]
+        return _longest(found, [len(one.messages) for one in found])
+
+    def extended_by_tokens(self, tokens: Sequence[int]) -> Answer | None:
+        """Returns the longest answer whose tokens are the first of `tokens`."""
+        found = [(one, len(whole)) for one in self.answers if (whole := one.whole()) == list(tokens[: len(whole)])]
+        return _longest([one for one, _ in found], [length for _, length in found])
+
+    def extended_by_text(self, text: str) -> Answer | None:
+        """Returns the longest answer to a text prompt whose text is the start of `text`."""
+        found = [one for one in self.answers if not one.said and text.startswith(self.text_of(one))]
+        return _longest(found, [len(self.text_of(one)) for one in found])
+
+    def text_of(self, answer: Answer) -> str:
+        """Returns the text of a conversation of text prompts, up to the end of an answer."""
+        return "".join(one.context.text + one.text for one in answer.path())
+
+    def rows(self, most: int) -> tuple[list[Row], int]:
+        """Returns up to `most` conversations, those with the most tokens to learn first; and the sampled tokens in none."""
+        ends = [answer for answer in self.answers if not answer.followed]
+        left = {id(answer) for answer in self.answers if answer.trained}
+        rows: list[Row] = []
+        while ends and len(rows) < most:
+            best = max(ends, key=lambda end: _learned(end, left))
+            if rows and not _learned(best, left):
+                break
+            ends.remove(best)
+            rows.append(_row(best.path(), left))
+            left -= {id(answer) for answer in best.path()}
+        taken = sum(sum(row.sampled) for row in rows)
+        return rows, sum(len(answer.made.tokens) for answer in self.answers) - taken
+
+
+def _longest(answers: Sequence[Answer], lengths: Sequence[int]) -> Answer | None:
+    ranked = [(length, not one.followed, place) for place, (one, length) in enumerate(zip(answers, lengths, strict=True))]
+    return answers[max(ranked)[2]] if ranked else None
+
+
+def _learned(end: Answer, left: set[int]) -> int:
+    return sum(len(answer.made.tokens) for answer in end.path() if id(answer) in left)
+
+
+def _row(path: Sequence[Answer], left: set[int]) -> Row:
+    """The row of the answers of a path. Those not `left` to learn are context."""
+    first = path[0].context
+    row = Row(first.text, first.tokens, first.given, finish_reason=path[-1].made.finish_reason)
+    for answer in path:
+        made = answer.made
+        if answer is not path[0]:
+            version = row.versions[-1] if row.versions else made.versions[0]
+            row.extend(answer.context.tokens, (), [version] * len(answer.context.tokens), sampled=False)
+        row.extend(made.tokens, made.logprobs, made.versions, sampled=id(answer) in left)
+    return row
+
+
+def message_key(message: Message) -> str:
+    """Returns what identifies a message when a client sends it back: role, text, tool calls, and what a tool answers.
+
+    Clients add empty fields, strip texts, and write a call's JSON arguments in their own way.
+    """
+    key: dict[str, Any] = {"role": message["role"], "content": (message.get("content") or "").strip()}
+    if calls := message.get("tool_calls"):
+        key["tool_calls"] = [(call["function"]["name"], _parsed(call["function"]["arguments"])) for call in calls]
+    for name in ("name", "tool_call_id"):
+        if message["role"] != "assistant" and message.get(name):
+            key[name] = message[name]
+    return json.dumps(key, sort_keys=True)
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments

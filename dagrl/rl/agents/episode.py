@@ -1,0 +1,133 @@
+"""An agent's episode: its open requests and its conversations, shared by the endpoint's thread and the driver's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from dagrl.rl.agents.conversations import Answer, Context, Conversations, Row
+from dagrl.rl.agents.protocol import EndpointError, SamplingBody
+from dagrl.rl.generation import FinishedRequest, RequestOptions
+
+Event = FinishedRequest | EndpointError
+"""What a request hears of: its tokens so far, all tokens if the finish reason is not empty, or why there are none."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the run allows, and how it samples. `room` is the most tokens of a conversation."""
+
+    room: int
+    max_new_tokens: int
+    max_turns: int
+    temperature: float
+    top_p: float
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Turn:
+    """A request on its way through generation. `number` counts those of the episode; `prompt` is its whole context."""
+
+    context: Context
+    prompt: list[int]
+    number: int
+    max_new_tokens: int
+    seed: int | None
+    options: RequestOptions
+    trained: bool
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+
+    def tell(self, event: Event) -> None:
+        """Passes an event to the endpoint's thread."""
+        self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class AgentEpisode:
+    """One run of the agent. Methods may be called from any thread."""
+
+    def __init__(self, key: str, api_key: str, limits: Limits, *, greedy: bool = False) -> None:
+        self.key, self.api_key = key, api_key
+        self.answer: Future[Any] = Future()
+        self._limits, self._greedy = limits, greedy
+        self._lock = threading.Lock()
+        self._conversations = Conversations()
+        self._open: set[Turn] = set()
+        self._asked = 0
+        self._ended = ""
+
+    def ask(self, body: SamplingBody, context: Callable[[Conversations], Context]) -> Turn:
+        """Returns the turn of a request. Raises EndpointError if the episode has ended, or for a request beyond limits."""
+        with self._lock:
+            if self._ended:
+                raise EndpointError(self._ended, status=401, code="episode_ended")
+            if self._asked >= self._limits.max_turns:
+                raise EndpointError(
+                    f"the episode has made environment.max_turns = {self._limits.max_turns} requests; raise it, or ask less",
+                    code="max_turns",
+                )
+            turn = self._turn(body, context(self._conversations))
+            self._asked += 1
+            self._open.add(turn)
+            return turn
+
+    def give_up(self, turn: Turn) -> bool:
+        """Cancels a request whose client has gone, and returns whether it was open. Its tokens are not trained on."""
+        with self._lock:
+            if turn not in self._open:
+                return False
+            turn.cancelled = True
+            self._open.remove(turn)
+            return True
+
+    def record(self, turn: Turn, made: FinishedRequest, text: str, said: str) -> None:
+        """Adds an answer to the conversations, before the client gets it. Raises EndpointError if the episode has ended."""
+        with self._lock:
+            if self._ended:
+                raise EndpointError(self._ended, status=401, code="episode_ended")
+            self._open.discard(turn)
+            self._conversations.add(Answer(turn.context, made, text, said, turn.trained))
+
+    def end(self, why: str) -> None:
+        """Refuses further requests, and answers the open ones with an error."""
+        with self._lock:
+            self._ended = why
+            turns, self._open = self._open, set()
+            for turn in turns:
+                turn.cancelled = True
+        for turn in turns:
+            turn.tell(EndpointError(why, status=401, code="episode_ended"))
+
+    def rows(self, most: int) -> tuple[list[Row], int]:
+        """See `Conversations.rows`."""
+        with self._lock:
+            return self._conversations.rows(most)
+
+    @property
+    def answers(self) -> int:
+        """The answers that the agent has had."""
+        return len(self._conversations.answers)
+
+    def _turn(self, body: SamplingBody, context: Context) -> Turn:
+        limits, prompt = self._limits, context.whole()
+        room = limits.room - len(prompt)
+        if room < 1 or not prompt:
+            raise EndpointError(
+                f"the conversation has {len(prompt)} tokens; expected 1 to {limits.room - 1} (policy.sequence_buckets or "
+                "policy.max_total_sequence_length), as an answer needs room too",
+                code="context_length_exceeded",
+            )
+        temperature = body.temperature
+        if temperature is None and self._greedy:
+            temperature = 0.0
+        options = RequestOptions(temperature, body.top_p, body.stop, body.stream)
+        most = min(body.most_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
+        same = (None, limits.temperature), (None, limits.top_p)
+        trained = body.temperature in same[0] and body.top_p in same[1]
+        return Turn(context, prompt, self._asked, most, body.seed, options, trained, asyncio.get_running_loop())

@@ -1,0 +1,215 @@
+"""OpenAI's protocol: the requests that the endpoint takes, its answers and its errors.
+
+Parameters with no effect here are accepted at their neutral values, and those for OpenAI's own accounts are ignored. Any
+other parameter is an error that names it. Extensions, with vLLM's names where it has them: `return_token_ids`,
+`chat_template_kwargs`, and `policy_versions` in every answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+
+from dagrl.errors import DagrlError
+
+MODEL = "policy"
+"""The name of the model."""
+
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+}
+"""Parameters that are accepted with these values only."""
+
+MAX_STOP_BYTES = 256
+"""Of a request's stop strings."""
+
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+
+Body = TypeVar("Body", bound="SamplingBody")
+
+
+class EndpointError(DagrlError):
+    """A request that is answered with an error in OpenAI's format."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON of the error."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class SamplingBody(BaseModel):
+    """What both kinds of requests have in common."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: PositiveInt | None = None
+    stop: tuple[str, ...] = Field(default=(), max_length=4)
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in IGNORED and not (name in NEUTRAL and value in NEUTRAL[name])
+        }
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _several(cls, stop: Any) -> Any:
+        return (stop,) if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _some_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop) or sum(len(text.encode()) for text in stop) > MAX_STOP_BYTES:
+            raise ValueError(f"stop strings must not be empty, or have more than {MAX_STOP_BYTES} bytes in all")
+        return stop
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the log-probabilities of its tokens."""
+        raise NotImplementedError
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of the answer, if the request says."""
+        return self.max_tokens
+
+
+class ChatBody(SamplingBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the policy may call."""
+        return self.tools if self.tool_choice == "auto" else []
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionBody(SamplingBody):
+    """`POST /v1/completions`. A prompt is a text, or token ids."""
+
+    prompt: str | list[int] = Field(min_length=1)
+    logprobs: Literal[0] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
+def read_body(kind: type[Body], content: bytes) -> Body:
+    """Returns the request. Raises EndpointError that names the first parameter that is wrong."""
+    try:
+        body = kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else None
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(sorted(kind.model_fields))
+            raise EndpointError(
+                f"{name} = {first['input']!r:.80} is not supported here. Leave it out; supported are: {known}",
+                param=name,
+                code="unsupported_parameter",
+            ) from error
+        place = ".".join(map(str, first["loc"]))
+        found = "" if name is None or first["type"] == "missing" else f"; found {first['input']!r:.80}"
+        raise EndpointError(f"{place or 'the request'}: {first['msg']}{found}", param=name) from error
+    if body.model != MODEL:
+        raise EndpointError(
+            f"there is no model {body.model!r:.80}; ask for {MODEL!r}", status=404, param="model", code="model_not_found"
+        )
+    return body
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages for chat templates: contents as texts, `developer` as `system`, and parsed arguments of calls.
+
+    Raises EndpointError for contents that are not text.
+    """
+    return [_plain(dict(message), f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise EndpointError(f"{place}.role is missing", param="messages")
+    role = "system" if message["role"] == "developer" else message["role"]
+    message = {name: value for name, value in message.items() if value is not None} | {"role": role}
+    message["content"] = _text(message.get("content") or "", place)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_call(call, f"{place}.tool_calls") for call in calls]
+    return message
+
+
+def _text(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts} - {"text"}
+    if kinds:
+        raise EndpointError(f"{place}.content has {', '.join(map(str, kinds))}; only text is supported", param="messages")
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {**call, "function": {**function, "name": function["name"], "arguments": parsed}}
+    except (KeyError, TypeError) as error:
+        raise EndpointError(f"{place}: a call has no function with a name and arguments", param="messages") from error
+    except ValueError:  # the policy's own call, whose arguments are not JSON
+        return dict(call)
+
+
+def models() -> dict[str, Any]:
+    """The answer to `GET /v1/models`."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "dagrl"}]}

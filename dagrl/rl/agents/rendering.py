@@ -1,0 +1,90 @@
+"""From requests to the tokens that the policy continues, and from its tokens to texts and tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dagrl.rl.agents.conversations import Answer, Context, Conversations, message_key
+from dagrl.rl.agents.protocol import ChatBody, CompletionBody, EndpointError, plain_messages
+from dagrl.rl.environments import reply_text
+from dagrl.rl.tools import Calls, parser_of_calls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Renderer:
+    """Renders with a tokenizer of its own: fast tokenizers are not safe in several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, parser: str) -> None:
+        """`parser` is vLLM's name of the model's tool calls."""
+        self._tokenizer, self._parser = tokenizer, parser
+        self._parsers: dict[str, Callable[[str], Calls]] = {}
+
+    def chat_context(self, body: ChatBody, conversations: Conversations) -> Context:
+        """Returns the tokens of a chat request. If it extends an answer, only the messages after it are rendered."""
+        messages = plain_messages(body.messages)
+        setting = json.dumps([body.offered_tools, body.chat_template_kwargs], sort_keys=True)
+        keys = (setting, *map(message_key, messages))
+        after = conversations.extended_by(keys)
+        new = messages if after is None else messages[len(after.messages) - 1 :]
+        text = self._rendered(body, new, after)
+        return Context(after, self._tokens(text), text, keys, messages)
+
+    def completion_context(self, body: CompletionBody, conversations: Conversations) -> Context:
+        """Returns the tokens of a completion request, of which those of an earlier answer are not made from text again."""
+        if isinstance(body.prompt, str):
+            after = conversations.extended_by_text(body.prompt)
+            rest = body.prompt if after is None else body.prompt[len(conversations.text_of(after)) :]
+            return Context(after, self._tokens(rest, special=after is None), rest)
+        size = len(self._tokenizer)
+        if wrong := [token for token in body.prompt if not 0 <= token < size]:
+            raise EndpointError(f"prompt has the token {wrong[0]}; the model has 0 to {size - 1}", param="prompt")
+        after = conversations.extended_by_tokens(body.prompt)
+        tokens = body.prompt if after is None else body.prompt[len(after.whole()) :]
+        return Context(after, tokens, self.text(tokens))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of sampled tokens, without special tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """Returns the text of one token."""
+        return str(self._tokenizer.decode([token]))
+
+    def parse_calls(self, tools: Sequence[dict[str, Any]], text: str) -> Calls:
+        """Splits a turn into its text and its tool calls. The first one with some tools imports vLLM, for seconds."""
+        key = json.dumps(list(tools))
+        if key not in self._parsers:
+            self._parsers[key] = parser_of_calls(key, self._parser, self._tokenizer)
+        return self._parsers[key](text)
+
+    @cached_property
+    def _eos(self) -> int | None:
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos
+
+    def _rendered(self, body: ChatBody, messages: Sequence[dict[str, Any]], after: Answer | None) -> str:
+        if self._tokenizer.chat_template is None:
+            raise EndpointError(
+                "the tokenizer has no chat template; set policy.tokenizer.chat_template, or use /completions"
+            )
+        options = body.chat_template_kwargs
+        try:
+            if after is not None:
+                closed = list(after.made.tokens[-1:]) == [self._eos]
+                return reply_text(self._tokenizer, messages, closed=closed, **options)
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), body.offered_tools or None, tokenize=False, add_generation_prompt=True, **options
+                )
+            )
+        except Exception as error:  # Jinja's errors, and those that templates raise
+            raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error
+
+    def _tokens(self, text: str, *, special: bool = False) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"] if text else []
+        return ids

@@ -1,0 +1,119 @@
+"""Runs agents: the endpoint that they talk to, and the processes that they run in.
+
+with AgentRunner(config, tokenizer) as agents:
+    episode = agents.begin("3/0", example)
+    agents.take()                  # requests for generation, as they come; `agents.news` says when
+    episode.answer.result()        # what the agent returned
+    episode.rows(1)                # its conversations
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from dagrl.config import Config
+from dagrl.config.settings import bucket_widths, generation_config
+from dagrl.errors import printable
+from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
+from dagrl.rl.agents.protocol import MODEL
+from dagrl.rl.agents.rendering import Renderer
+from dagrl.rl.agents.server import EndpointServer, Inbox
+from dagrl.rl.environments import EnvironmentRunner
+from dagrl.rl.functions.agent_pool import AgentPool
+from dagrl.rl.functions.answers import Failed
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from transformers import PreTrainedTokenizerFast
+
+
+class AgentRunner:
+    """See the module's docstring. A context manager."""
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Raises ConfigError for a wrong import path."""
+        environment, generation = config.environment, generation_config(config)
+        assert environment.agent is not None
+        self.max_conversations = environment.max_conversations
+        self._limits = Limits(
+            bucket_widths(config.policy)[-1],
+            generation.max_new_tokens,
+            environment.max_turns,
+            generation.temperature,
+            generation.top_p,
+            generation.stop_strings,
+        )
+        self._inbox, own = Inbox(), copy.deepcopy(tokenizer)
+        self._server = EndpointServer(
+            environment.endpoint.host,
+            environment.endpoint.port,
+            Renderer(own, environment.tool_parser),
+            self._limits,
+            self._inbox,
+        )
+        self._pool = AgentPool(environment.agent, environment)
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        self._pool.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for episode in list(self._server.episodes.values()):
+            self.end(episode, "the run has ended")
+        self._pool.close()
+        self._server.stop()
+
+    @property
+    def news(self) -> Future[None]:
+        """Is done when `take` has something, or a request was cancelled."""
+        return self._inbox.news
+
+    def begin(self, key: str, example: Mapping[str, Any], *, greedy: bool = False) -> AgentEpisode:
+        """Starts an episode. A `greedy` one takes the likeliest tokens, unless its requests ask for a temperature."""
+        episode = AgentEpisode(key, f"dagrl-{secrets.token_hex(16)}", self._limits, greedy=greedy)
+        self._server.episodes[episode.api_key] = episode
+        endpoint = {"base_url": self._server.base_url, "api_key": episode.api_key, "model": MODEL}
+        episode.answer = self._pool.submit(key, {"example": dict(example), "endpoint": endpoint})
+        return episode
+
+    def take(self) -> list[tuple[AgentEpisode, Turn]]:
+        """Returns the requests that have come since the last call."""
+        return self._inbox.take()
+
+    def end(self, episode: AgentEpisode, why: str = "the episode has ended") -> None:
+        """Ends an episode, whether or not its agent has returned."""
+        del self._server.episodes[episode.api_key]
+        episode.end(why)
+        if not episode.answer.done():
+            self._pool.cancel(episode.key)
+
+
+def agent_rewards(answer: Any) -> tuple[dict[str, float], str]:
+    """Returns the rewards in what an agent returned, by name ("" for a plain number), and what is wrong with it."""
+    if isinstance(answer, Failed):
+        return {}, answer.message
+    rewards = answer if isinstance(answer, dict) else {} if answer is None else {"": answer}
+    for name, value in rewards.items():
+        if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
+            return {}, printable(f"it returned {answer!r:.200}; expected: a number, numbers by name, or None")
+    return {name: float(value) for name, value in rewards.items()}, ""
+
+
+def open_environment(
+    config: Config, tokenizer: PreTrainedTokenizerFast
+) -> AbstractContextManager[EnvironmentRunner | AgentRunner | None]:
+    """Returns what answers the policy's turns: agents, an environment, or nothing."""
+    if config.environment.agent is not None:
+        return AgentRunner(config, tokenizer)
+    if config.environment.enabled:
+        return EnvironmentRunner(config.environment, tokenizer)
+    return nullcontext()

@@ -1,0 +1,287 @@
+"""The OpenAI-compatible endpoint of a run: a Starlette application in a thread of the driver.
+
+It serves `/v1/chat/completions`, `/v1/completions` and `/v1/models`. The API key of a request names its episode. Requests go
+to generation through `Inbox`; the driver's main thread takes them between two quanta and tells each of its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dagrl.errors import ConfigError, RunError, error_text
+from dagrl.rl.agents.conversations import message_key
+from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
+from dagrl.rl.agents.formats import ChatShape, CompletionShape, Made, Shape, versions_of
+from dagrl.rl.agents.protocol import ChatBody, CompletionBody, EndpointError, models, read_body
+from dagrl.rl.agents.rendering import Renderer
+from dagrl.rl.agents.texts import TextStream, cut_at_stop
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+KEEP_ALIVE_S = 3600
+"""Idle connections stay open: a client that reuses one while the server closes it would see an error."""
+
+START_S = STOP_S = 30.0
+VERSIONS = "x-policy-versions"
+
+
+class Inbox:
+    """Requests on their way to the driver's main thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turns: list[tuple[AgentEpisode, Turn]] = []
+        self.news: Future[None] = Future()
+
+    def put(self, episode: AgentEpisode, turn: Turn) -> None:
+        """Adds a request."""
+        with self._lock:
+            self._turns.append((episode, turn))
+            self._wake()
+
+    def wake(self) -> None:
+        """Completes `news`, as a request was cancelled."""
+        with self._lock:
+            self._wake()
+
+    def take(self) -> list[tuple[AgentEpisode, Turn]]:
+        """Returns the requests since the last call. `news` is done when there is something to take or to cancel."""
+        with self._lock:
+            turns, self._turns = self._turns, []
+            if self.news.done():
+                self.news = Future()
+            return turns
+
+    def _wake(self) -> None:
+        if not self.news.done():
+            self.news.set_result(None)
+
+
+@dataclass
+class EndpointServer:
+    """Listens from `start` to `stop`. `episodes` are those under way, by API key."""
+
+    host: str
+    port: int
+    renderer: Renderer
+    limits: Limits
+    inbox: Inbox
+    episodes: dict[str, AgentEpisode] = field(default_factory=dict)
+
+    @property
+    def base_url(self) -> str:
+        """What clients are given as `base_url`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    def start(self) -> None:
+        """Starts to listen. Raises ConfigError if the address cannot be used."""
+        import uvicorn
+
+        listening = _listen(self.host, self.port)
+        self.port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            self._application(),
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listening]}, name="endpoint", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops to listen. Open requests are answered with an error before it (`AgentEpisode.end`)."""
+        self._server.should_exit = True
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            raise RunError(f"the thread of the endpoint did not end within {STOP_S:g} s")
+
+    def _application(self) -> Starlette:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+
+        def refused(request: Request, error: Exception) -> Response:
+            if not isinstance(error, EndpointError):
+                error = EndpointError(f"{request.method} {request.url.path}: {error_text(error)}", status=500)
+            return JSONResponse(error.body(), error.status)
+
+        def unknown(request: Request, _: Exception) -> Response:
+            what = f"{request.method} {request.url.path} is not served here"
+            return refused(request, EndpointError(f"{what}; use /v1/chat/completions or /v1/completions", status=404))
+
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._completion, methods=["POST"]),
+            ],
+            exception_handlers={EndpointError: refused, 404: unknown, 405: unknown, Exception: refused},
+        )
+
+    async def _models(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        self._episode(request)
+        return JSONResponse(models())
+
+    async def _chat(self, request: Request) -> Response:
+        episode = self._episode(request)
+        body = read_body(ChatBody, await request.body())
+        turn = episode.ask(body, partial(self.renderer.chat_context, body))
+        return await self._answered(request, episode, turn, ChatShape(body, self.renderer.token_text, turn.prompt))
+
+    async def _completion(self, request: Request) -> Response:
+        episode = self._episode(request)
+        body = read_body(CompletionBody, await request.body())
+        turn = episode.ask(body, partial(self.renderer.completion_context, body))
+        return await self._answered(request, episode, turn, CompletionShape(body, self.renderer.token_text, turn.prompt))
+
+    def _episode(self, request: Request) -> AgentEpisode:
+        """The episode whose API key the request has."""
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        episode = self.episodes.get(key) if kind.lower() == "bearer" else None
+        if episode is None:
+            raise EndpointError(
+                "the API key is not that of an episode under way; pass endpoint.api_key to the client",
+                status=401,
+                code="invalid_api_key",
+            )
+        return episode
+
+    async def _answered(self, request: Request, episode: AgentEpisode, turn: Turn, shape: Shape) -> Response:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        reply = _Reply(self, episode, turn, shape)
+        self.inbox.put(episode, turn)
+        if shape.body.stream:
+            return StreamingResponse(reply.stream(), media_type="text/event-stream")
+        answer, made = await reply.whole(request)
+        return JSONResponse(answer, headers={VERSIONS: ",".join(map(str, versions_of(made)))})
+
+
+@dataclass
+class _Reply:
+    """The way of one request's answer to its client."""
+
+    server: EndpointServer
+    episode: AgentEpisode
+    turn: Turn
+    shape: Shape
+
+    async def whole(self, request: Request) -> tuple[dict[str, Any], Made]:
+        """Returns the whole answer. A client that goes away cancels its request."""
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            event = asyncio.create_task(self.turn.events.get())
+            await asyncio.wait((gone, event), return_when=asyncio.FIRST_COMPLETED)
+            if not event.done():
+                event.cancel()
+                raise EndpointError("the client has gone", status=499)
+            made = _made(event.result())
+            text, calls = await self._recorded(made)
+            return self.shape.whole(made, text, calls), made
+        finally:
+            gone.cancel()
+            self._leave()
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Yields server-sent events: a chunk for each quantum that made tokens. With tools all text comes at the end."""
+        texts = TextStream(self.server.renderer.text, self._stops, hold=bool(self._tools))
+        try:
+            if (first := self.shape.first()) is not None:
+                yield _event(first)
+            try:
+                while not (made := _made(await self.turn.events.get())).finish_reason:
+                    new = _after(made, len(texts.tokens))
+                    yield _event(self.shape.chunk(new, texts.more(new.tokens)))
+                text, calls = await self._recorded(made)
+            except EndpointError as error:
+                yield _event(error.body())
+                return
+            rest = _after(made, len(texts.tokens))
+            yield _event(self.shape.chunk(rest, text[len(texts.sent) :], calls, made.finish_reason))
+            if (usage := self.shape.usage(made)) is not None:
+                yield _event(usage)
+            yield "data: [DONE]\n\n"
+        finally:
+            self._leave()
+
+    async def _recorded(self, made: Made) -> tuple[str, list[tuple[str, str]]]:
+        """Returns the answer's text and its tool calls, after it is recorded."""
+        text = cut_at_stop(self.server.renderer.text(made.tokens), self._stops)
+        calls: list[tuple[str, str]] = []
+        if self._tools:
+            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self._tools, text)
+            text, calls = parsed.text, list(parsed.calls)
+        said = ""
+        if isinstance(self.shape, ChatShape):
+            functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+            said = message_key({"role": "assistant", "content": text, "tool_calls": functions})
+        self.episode.record(self.turn, made, text, said)
+        return text, calls
+
+    @property
+    def _tools(self) -> list[dict[str, Any]]:
+        return self.shape.body.offered_tools if isinstance(self.shape.body, ChatBody) else []
+
+    @property
+    def _stops(self) -> tuple[str, ...]:
+        return (*self.server.limits.stop, *self.turn.options.stop)
+
+    def _leave(self) -> None:
+        if self.episode.give_up(self.turn):
+            self.server.inbox.wake()
+
+
+def _made(event: Made | EndpointError) -> Made:
+    if isinstance(event, EndpointError):
+        raise event
+    return event
+
+
+def _after(made: Made, count: int) -> Made:
+    """The tokens after the first `count`."""
+    return Made(made.request_id, made.tokens[count:], made.logprobs[count:], made.versions[count:], made.finish_reason)
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+async def _disconnected(request: Request) -> None:
+    """Waits until the client has gone. The body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(
+            f"environment.endpoint: cannot listen on {host} port {port}: {error}. Set environment.endpoint.host to an "
+            "address of this machine, and port to a free one or 0"
+        ) from error
+    return listening

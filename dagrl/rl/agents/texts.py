@@ -1,0 +1,45 @@
+"""Texts of answers: ended before a stop string, and given out piece by piece while tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop string in it."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else text
+
+
+class TextStream:
+    """The text of tokens that arrive one after the other.
+
+    What may still change is kept back: a character without its last bytes, the beginning of a stop string, and with `hold`
+    everything.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], *, hold: bool = False) -> None:
+        self._decode, self._stops, self._hold = decode, stops, hold
+        self.tokens: list[int] = []
+        self.sent = ""
+
+    def more(self, tokens: Sequence[int]) -> str:
+        """Adds tokens; returns the text that is certain now and was not before."""
+        self.tokens += tokens
+        if self._hold:
+            return ""
+        text = cut_at_stop(self._decode(self.tokens).rstrip(BROKEN), self._stops)
+        certain = text[: len(text) - self._begun(text)]
+        if not certain.startswith(self.sent):
+            return ""
+        new = certain[len(self.sent) :]
+        self.sent = certain
+        return new
+
+    def _begun(self, text: str) -> int:
+        """How many of the last characters may begin a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        sizes = range(min(longest, len(text)), 0, -1)
+        return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in self._stops)), 0)

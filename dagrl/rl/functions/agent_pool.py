@@ -1,0 +1,191 @@
+"""Processes that run a user's agents, under deadlines; the parent's side of `dagrl.rl.functions.agents`.
+
+pool = AgentPool("my_task:agent", config.environment)
+future = pool.submit("3/0", {"example": ..., "endpoint": ...})    # what the agent returned, or `Failed`
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dagrl.config import EnvironmentConfig
+from dagrl.errors import RunError
+from dagrl.rl.functions.answers import Failed
+from dagrl.rl.functions.process import GRACE_S, FunctionProcess
+from dagrl.runtime.deadline import Deadline
+
+KEY = "environment.agent"
+
+ENDED = "the process that runs it ended"
+
+POLL_S = 0.5
+"""Seconds between two checks of the deadlines of a process that does not answer."""
+
+
+@dataclass(eq=False)
+class _Episode:
+    key: str
+    request: Mapping[str, Any]
+    answer: Future[Any]
+    until: float = math.inf
+
+
+class AgentPool:
+    """Episodes in `config.num_workers` processes, at most `config.max_concurrency` at once in each."""
+
+    def __init__(self, path: str, config: EnvironmentConfig) -> None:
+        self._processes = [_AgentProcess(path, config) for _ in range(config.num_workers)]
+
+    def start(self) -> None:
+        """Starts the processes in the background. If one cannot start, the first episode says why."""
+        for process in self._processes:
+            process.start()
+
+    def submit(self, key: str, request: Mapping[str, Any]) -> Future[Any]:
+        """Starts an episode. The future has what the agent returned or `Failed`, or raises RunError if it has no process."""
+        episode = _Episode(key, request, Future())
+        min(self._processes, key=lambda process: process.load).submit(episode)
+        return episode.answer
+
+    def cancel(self, key: str) -> None:
+        """Ends an episode, if it is under way, without an answer."""
+        for process in self._processes:
+            process.cancel(key)
+
+    def close(self) -> None:
+        """Ends the processes and with them all episodes."""
+        for process in self._processes:
+            process.close()
+
+
+class _AgentProcess:
+    """A process, with a thread that writes to it and one that reads its answers. A lost process is replaced."""
+
+    def __init__(self, path: str, config: EnvironmentConfig) -> None:
+        self._deadline = Deadline(config.agent_timeout_s, "environment.agent_timeout_s")
+        start = Deadline(config.start_timeout_s, "environment.start_timeout_s")
+        self._process = FunctionProcess(path, KEY, False, self._deadline, start, "agents")
+        self._most = config.max_concurrency or math.inf
+        self._lock = threading.Lock()
+        self._waiting: dict[str, _Episode] = {}
+        self._running: dict[str, _Episode] = {}
+        self._connection: Connection | None = None
+        self._closed = False
+        self._outbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name=KEY, daemon=True)
+
+    @property
+    def load(self) -> int:
+        """Episodes that wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    def start(self) -> None:
+        self._writer.start()
+        self._outbox.put(("", None))  # starts the process
+
+    def submit(self, episode: _Episode) -> None:
+        with self._lock:
+            self._waiting[episode.key] = episode
+            self._send_next()
+
+    def cancel(self, key: str) -> None:
+        with self._lock:
+            if self._waiting.pop(key, None) is None and self._running.pop(key, None) is not None:
+                self._outbox.put((key, None))
+                self._send_next()
+
+    def close(self) -> None:
+        self._closed = True
+        self._outbox.put(None)
+        self._process.close(final=True)
+
+    def _send_next(self) -> None:
+        """Moves waiting episodes to the process while it has room. Called with the lock."""
+        while self._waiting and len(self._running) < self._most:
+            key = next(iter(self._waiting))
+            episode = self._running[key] = self._waiting.pop(key)
+            self._outbox.put((key, episode.request))
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                connection = self._connect()
+                if self._begins(*message):
+                    connection.send(message)
+            except RunError as error:
+                self._end_all(Failed(str(error)) if self._process.imported else error, message[0])
+            except (EOFError, OSError):
+                self._end_all(Failed(ENDED), message[0])
+
+    def _connect(self) -> Connection:
+        """Returns the connection to a process that has imported the agent, and reads from it if it is a new one."""
+        while True:
+            try:
+                connection = self._process.connection()
+                break
+            except (EOFError, OSError):  # a RunError after several processes in a row
+                if self._closed:
+                    raise
+        if connection is not self._connection:
+            self._connection = connection
+            threading.Thread(target=self._read, args=(connection,), name=KEY, daemon=True).start()
+        return connection
+
+    def _begins(self, key: str, request: Any) -> bool:
+        """Whether to send a message; False for an episode that was cancelled. Its deadline begins now."""
+        with self._lock:
+            if key in self._running:
+                self._running[key].until = time.monotonic() + self._deadline.seconds + GRACE_S
+            return key in self._running or (request is None and bool(key))
+
+    def _read(self, connection: Connection) -> None:
+        failure = ENDED
+        try:
+            while True:
+                if connection.poll(POLL_S):
+                    self._end(*pickle.loads(connection.recv_bytes()))  # noqa: S301  # from our own process
+                elif self._overdue():
+                    failure = f"its process did not answer within {self._deadline.key} = {self._deadline.seconds:g} s"
+                    break
+        except (EOFError, OSError):
+            pass
+        if connection is self._connection:
+            self._process.close()
+            self._end_all(Failed(failure))
+
+    def _overdue(self) -> bool:
+        with self._lock:
+            return min((episode.until for episode in self._running.values()), default=math.inf) < time.monotonic()
+
+    def _end(self, key: str, answer: Any) -> None:
+        with self._lock:
+            episode = self._running.pop(key, None)
+            self._send_next()
+        if episode is not None:
+            episode.answer.set_result(answer)
+
+    def _end_all(self, outcome: Failed | RunError, key: str = "") -> None:
+        """Ends the episodes that the lost process had begun and that of `key`, or with a RunError all."""
+        fatal = isinstance(outcome, RunError)
+        with self._lock:
+            ended = [one for one in self._running.values() if fatal or one.until < math.inf or one.key == key]
+            for episode in ended:
+                del self._running[episode.key]
+            if fatal:
+                ended += self._waiting.values()
+                self._waiting.clear()
+            self._send_next()
+        for episode in ended:
+            if isinstance(outcome, RunError):
+                episode.answer.set_exception(outcome)
+            else:
+                episode.answer.set_result(outcome)

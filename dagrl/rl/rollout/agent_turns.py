@@ -1,0 +1,166 @@
+"""Agents in rollouts: their requests become sequences to generate, and their conversations rows to train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from dagrl.data.tokenization import Prompt
+from dagrl.rl.agents.conversations import Row
+from dagrl.rl.agents.episode import AgentEpisode, Turn
+from dagrl.rl.agents.runner import AgentRunner, agent_rewards
+from dagrl.rl.environments import FAILED, example_of
+from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds
+
+logger = logging.getLogger(__name__)
+
+SEEDED = 1 << 32
+"""Streams of the seeds that clients ask for. Other requests count from 0."""
+
+
+@dataclass
+class TurnEpisode(Episode):
+    """A request of an agent as a sequence: its prompt is the whole conversation so far.
+
+    `streamed` are tokens that the client has and `tokens` has not, as their request still runs.
+    """
+
+    turn: Turn | None = None
+    streamed: list[FinishedRequest] = field(default_factory=list)
+    told: int = 0
+
+    def append(self, made: FinishedRequest) -> None:
+        super().append(made)
+        self.streamed = []
+
+    def take_back(self, count: int) -> None:
+        super().take_back(min(count, len(self.tokens) - self.told))
+
+    def stream(self, made: FinishedRequest) -> None:
+        """Passes on new tokens of a running request, with all before."""
+        self.streamed.append(made)
+        self._tell([self, *self.streamed], made)
+
+    def finish(self, made: FinishedRequest) -> None:
+        """Passes on all tokens, which have been appended."""
+        self._tell([self], made)
+
+    def _tell(self, parts: Sequence[Episode | FinishedRequest], made: FinishedRequest) -> None:
+        assert self.turn is not None
+        tokens = [token for part in parts for token in part.tokens]
+        logprobs = [logprob for part in parts for logprob in part.logprobs]
+        versions = [version for part in parts for version in part.versions]
+        self.told = len(tokens)
+        self.turn.tell(FinishedRequest(made.request_id, tokens, logprobs, versions, made.finish_reason))
+
+
+@dataclass(frozen=True)
+class _Running:
+    group: RolloutGroup
+    episode: Episode
+    agent: AgentEpisode
+
+
+class AgentTurns:
+    """The agents of the groups under way. Belongs to `Rollouts`."""
+
+    def __init__(self, runner: AgentRunner) -> None:
+        self._runner = runner
+        self._running: dict[int, _Running] = {}  # by id() of the agent's episode
+        self._begun = 0
+        self._warned = False
+
+    @property
+    def awaited(self) -> list[Future[Any]]:
+        """Futures of which one is done when there is something to do. Empty if no agent runs."""
+        return [self._runner.news, *(one.agent.answer for one in self._running.values())] if self._running else []
+
+    def start(self, groups: Iterable[RolloutGroup]) -> None:
+        """Starts an agent for each sequence of the groups."""
+        for group, episode in [(one, episode) for one in groups for episode in one.episodes]:
+            key, self._begun = f"{group.number}/{self._begun}", self._begun + 1
+            example = example_of(episode.prompt, episode.seed, group.episodes[0].seed)
+            agent = self._runner.begin(key, example, greedy=episode.greedy)
+            self._running[id(agent)] = _Running(group, episode, agent)
+
+    def requests(self) -> list[tuple[RolloutGroup, TurnEpisode]]:
+        """Returns the requests that have come since the last call."""
+        found = []
+        for agent, turn in self._runner.take():
+            running = self._running.get(id(agent))
+            if running is not None and not turn.cancelled:
+                prompt = Prompt("", np.array(turn.prompt, np.int64), "", running.episode.prompt.source)
+                stream = turn.number if turn.seed is None else SEEDED + abs(turn.seed)
+                (seed,) = request_seeds(running.episode.seed, stream, 1)
+                found.append(
+                    (running.group, TurnEpisode(prompt, seed, turn.max_new_tokens, options=turn.options, turn=turn))
+                )
+        return found
+
+    def finish(self) -> None:
+        """Ends the sequences whose agents have returned."""
+        for key, one in list(self._running.items()):
+            if one.agent.answer.done():
+                del self._running[key]
+                self._end(one, one.agent.answer.result())
+
+    def abort(self, group: RolloutGroup) -> None:
+        """Ends the agents of a group."""
+        for key, one in list(self._running.items()):
+            if one.group is group:
+                del self._running[key]
+                self._runner.end(one.agent)
+
+    def _end(self, one: _Running, answer: Any) -> None:
+        self._runner.end(one.agent)
+        rewards, failure = agent_rewards(answer)
+        rows, untrained = one.agent.rows(self._runner.max_conversations)
+        if not rows and not failure:
+            failure = "the agent returned without an answer of the policy"
+        fill(one.episode, rows, rewards, untrained)
+        one.episode.turns = one.agent.answers
+        if failure:
+            one.episode.failure, one.episode.finish_reason = failure, FAILED
+        if untrained and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d tokens of an agent's episode are not trained on: they are in more than environment.max_conversations = "
+                "%d conversations, or were sampled with another temperature or top_p than the run's (warned once)",
+                untrained,
+                self._runner.max_conversations,
+            )
+
+
+def cancelled(episodes: Iterable[tuple[int, Episode]]) -> list[int]:
+    """Returns the keys of the requests that were cancelled."""
+    return [key for key, one in episodes if isinstance(one, TurnEpisode) and one.turn is not None and one.turn.cancelled]
+
+
+def fill(episode: Episode, rows: Sequence[Row], rewards: dict[str, float], untrained: int) -> None:
+    """Makes `episode` the first of its agent's conversations, with the others in `more`."""
+    example = episode.prompt
+    episode.more = [_row(replace_prompt(example, row), row) for row in rows[1:]]
+    episode.untrained, episode.finish_reason = untrained, "stop"
+    episode.turn_rewards = [rewards.pop("")] if "" in rewards else []
+    episode.reward_parts = rewards
+    if rows:
+        first = _row(replace_prompt(example, rows[0]), rows[0])
+        episode.prompt, episode.finish_reason = first.prompt, first.finish_reason
+        episode.tokens, episode.logprobs = first.tokens, first.logprobs
+        episode.versions, episode.sampled = first.versions, first.sampled
+
+
+def replace_prompt(example: Prompt, row: Row) -> Prompt:
+    """Returns the prompt of a conversation, with everything else of its example."""
+    return replace(example, text=row.text, tokens=np.array(row.prompt, np.int64), messages=tuple(row.messages))
+
+
+def _row(prompt: Prompt, row: Row) -> Episode:
+    columns = row.tokens, row.logprobs, row.versions, row.sampled
+    return Episode(prompt, 0, 0, *columns, finish_reason=row.finish_reason)

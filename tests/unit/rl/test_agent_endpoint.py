@@ -1,0 +1,349 @@
+"""The OpenAI-compatible endpoint with the real client: what it answers, what it refuses, and which tokens it keeps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+
+from dagrl.errors import ConfigError
+from dagrl.rl.agents.conversations import Row
+from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
+from dagrl.rl.agents.rendering import Renderer
+from dagrl.rl.agents.server import EndpointServer, Inbox
+from dagrl.rl.generation import FinishedRequest
+from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE, called
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+END, EOS = "<|im_end|>", 1
+LIMITS = Limits(room=400, max_new_tokens=40, max_turns=5, temperature=1.0, top_p=1.0, stop=("STOP",))
+ASKED = [{"role": "user", "content": "2+3"}]
+
+
+def merging_tokenizer() -> Any:
+    """One token per character, and one for `ab`: the tokens of a text are not the only ones that say it."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", END, "<unk>", *CHARACTERS, "ab"]
+    model = models.BPE({word: place for place, word in enumerate(words)}, [("a", "b")], unk_token="<unk>")  # noqa: S106
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": END, "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+class ScriptedGeneration:
+    """A test double of the driver: answers each request with the next text, at policy `version`.
+
+    It says every character as a token of its own, streams three tokens a quantum, and ends with the end of sequence.
+    """
+
+    def __init__(self, inbox: Inbox, tokenizer: Any) -> None:
+        self.texts: list[str] = []
+        self.turns: list[Turn] = []
+        self.version = 3
+        self._inbox, self._tokenizer, self._ended = inbox, tokenizer, False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended = True
+        self._inbox.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended:
+            wait([self._inbox.news], 5.0)
+            for _, turn in self._inbox.take():
+                self.turns.append(turn)
+                if self.texts:
+                    self._say(turn, self.texts.pop(0))
+
+    def _say(self, turn: Turn, text: str) -> None:
+        tokens = [*self._tokenizer.convert_tokens_to_ids(list(text)), EOS][: turn.max_new_tokens]
+        versions = [self.version + place // 4 for place in range(len(tokens))]
+        logprobs = [-0.1 * (place + 1) for place in range(len(tokens))]
+        for end in range(3, len(tokens), 3) if turn.options.stream else ():
+            turn.tell(FinishedRequest(0, tokens[:end], logprobs[:end], versions[:end], ""))
+        reason = "stop" if tokens[-1] == EOS else "length"
+        turn.tell(FinishedRequest(0, tokens, logprobs, versions, reason))
+
+
+class Served:
+    """A server, one episode, and a client with its key."""
+
+    def __init__(self) -> None:
+        self.tokenizer = merging_tokenizer()
+        self.server = EndpointServer("127.0.0.1", 0, Renderer(merging_tokenizer(), "hermes"), LIMITS, Inbox())
+        self.server.start()
+        self.generation = ScriptedGeneration(self.server.inbox, self.tokenizer)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins another episode."""
+        self.episode = AgentEpisode("0/0", f"key {len(self.server.episodes)}", LIMITS)
+        self.server.episodes[self.episode.api_key] = self.episode
+        self.client = openai.OpenAI(base_url=self.server.base_url, api_key=self.episode.api_key, max_retries=0, timeout=20)
+
+    def chat(self, messages: Sequence[Any], said: str, **options: Any) -> Any:
+        self.generation.texts.append(said)
+        with_ids = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+        return self.client.chat.completions.create(model="policy", messages=list(messages), **{**with_ids, **options})
+
+    def ids(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def rendered(self, messages: Sequence[Any]) -> str:
+        return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+    def rows(self, most: int = 9) -> list[Row]:
+        return self.episode.rows(most)[0]
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.generation.close()
+    served.server.stop()
+
+
+@pytest.fixture
+def served(module_server: Served) -> Served:
+    module_server.begin()
+    module_server.generation.texts.clear()
+    module_server.generation.turns.clear()
+    return module_server
+
+
+def test_an_answer_has_its_tokens_logprobs_and_versions(served: Served) -> None:
+    answer = served.chat(ASKED, "five ab")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "five ab", "stop")
+    assert answer.prompt_token_ids == served.ids(served.rendered(ASKED))
+    tokens = choice.token_ids
+    assert served.tokenizer.decode(tokens) == f"five ab{END}" and len(tokens) == 8
+    assert [item.logprob for item in choice.logprobs.content] == pytest.approx([-0.1 * place for place in range(1, 9)])
+    assert "".join(item.token for item in choice.logprobs.content) == f"five ab{END}"
+    assert answer.policy_versions == [3, 4]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(answer.prompt_token_ids), 8)
+    (row,) = served.rows()
+    assert (list(row.prompt), row.tokens) == (answer.prompt_token_ids, tokens)
+    assert row.versions == [3] * 4 + [4] * 4 and all(row.sampled)
+
+
+def test_versions_are_in_a_header_too(served: Served) -> None:
+    served.generation.texts.append("x")
+    raw = served.client.chat.completions.with_raw_response.create(model="policy", messages=ASKED)
+    assert raw.headers["x-policy-versions"] == "3"
+
+
+def test_a_longer_conversation_keeps_the_tokens_that_were_sampled(served: Served) -> None:
+    """`ab` was sampled as two tokens. Its text has one, so a rendering from text would train on others."""
+    first = served.chat(ASKED, "ab")
+    said = {"role": "assistant", "content": first.choices[0].message.content}
+    more = [*ASKED, said, {"role": "user", "content": "and 1+1?"}]
+    second = served.chat(more, "two", temperature=1.0)
+    sampled = first.choices[0].token_ids
+    assert len(sampled) == 3 and second.prompt_token_ids[: len(first.prompt_token_ids) + 3] == [
+        *first.prompt_token_ids,
+        *sampled,
+    ]
+    assert served.tokenizer.decode(second.prompt_token_ids) == served.rendered(more), "as the template writes it"
+    assert second.prompt_token_ids != served.ids(served.rendered(more))
+    (row,) = served.rows()
+    learned = [token for token, in_loss in zip(row.tokens, row.sampled, strict=True) if in_loss]
+    assert learned == [*sampled, *second.choices[0].token_ids]
+    assert [*row.prompt, *row.tokens] == [*second.prompt_token_ids, *second.choices[0].token_ids]
+    assert all(logprob == 0 for logprob, in_loss in zip(row.logprobs, row.sampled, strict=True) if not in_loss)
+
+
+def test_branches_are_rows_and_share_no_token_in_the_loss(served: Served) -> None:
+    said = {"role": "assistant", "content": "ab"}
+    served.chat(ASKED, "ab")
+    served.chat([*ASKED, said, {"role": "user", "content": "left"}], "l")
+    served.chat([*ASKED, said, {"role": "user", "content": "right"}], "right")
+    served.chat([{"role": "system", "content": "another"}], "other")
+    rows = served.rows()
+    learned = sorted("".join(_learned(served, row)) for row in rows)
+    assert learned == sorted([f"ab{END}right{END}", f"l{END}", f"other{END}"]), "the most tokens first"
+    assert served.episode.rows(1)[1] == len("l.other.") and len(served.rows(1)) == 1
+
+
+def _learned(served: Served, row: Row) -> list[str]:
+    return [served.tokenizer.decode([token]) for token, in_loss in zip(row.tokens, row.sampled, strict=True) if in_loss]
+
+
+def test_what_is_sampled_otherwise_is_context_only(served: Served) -> None:
+    served.chat(ASKED, "ab", temperature=0.2)
+    assert served.generation.turns[0].options.temperature == 0.2
+    (row,) = served.rows()
+    assert not any(row.sampled) and served.episode.rows(1)[1] == 3
+
+
+def test_a_stream_has_the_same_text_and_tokens(served: Served) -> None:
+    stream = served.chat(ASKED, "ab STO ab STOP more", stream=True, stream_options={"include_usage": True})
+    *chunks, usage = list(stream)
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(texts) == "ab STO ab " and sum(map(bool, texts)) > 2, "in pieces, without the stop string"
+    tokens = [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids]
+    (row,) = served.rows()
+    assert tokens == row.tokens and usage.usage.completion_tokens == len(tokens) == 20
+    found = [item.logprob for chunk in chunks[1:] for item in chunk.choices[0].logprobs.content]
+    assert found == pytest.approx(row.logprobs)
+    assert chunks[-1].choices[0].finish_reason == "stop" and usage.policy_versions == [3, 4, 5, 6, 7]
+    answered = [*ASKED, {"role": "assistant", "content": "".join(texts)}, {"role": "user", "content": "go on"}]
+    served.chat(answered, "x")
+    assert len(served.rows()) == 1
+
+
+def test_completions_continue_from_text_and_from_tokens(served: Served) -> None:
+    ask = served.client.completions.create
+    served.generation.texts += ["ab", "b", "x"]
+    first = ask(model="policy", prompt="1+", logprobs=0, extra_body={"return_token_ids": True})
+    assert first.choices[0].text == "ab" and first.choices[0].logprobs.tokens == ["a", "b", END]
+    second = ask(model="policy", prompt="1+ab=", max_tokens=1, extra_body={"return_token_ids": True})
+    assert second.choices[0].finish_reason == "length"
+    assert second.prompt_token_ids == [*first.prompt_token_ids, *first.choices[0].token_ids, *served.ids("=")]
+    ask(model="policy", prompt=[*second.prompt_token_ids, *second.choices[0].token_ids, 5])
+    (row,) = served.rows()
+    assert sum(row.sampled) == 3 + 1 + 2
+
+
+def test_a_tool_call_and_its_result(served: Served) -> None:
+    pytest.importorskip("vllm")
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "double", "parameters": parameters}}]
+    said = "I ask. " + called({"name": "double", "arguments": {"a": 2}})
+    limits = {"tools": tools, "max_tokens": None}
+    served.episode._limits = Limits(2000, 200, 5, 1.0, 1.0)
+    answer = served.chat(ASKED, said, **limits)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("double", {"a": 2})
+    assert answer.choices[0].finish_reason == "tool_calls" and message.content.strip() == "I ask."
+    assert '"name": "double"' in served.tokenizer.decode(answer.prompt_token_ids).split(END)[0], "the template shows tools"
+    echoed = message.model_dump(exclude_none=True)
+    echoed["tool_calls"][0]["function"]["arguments"] = '{"a":2}'  # as a framework may write it
+    result = {"role": "tool", "tool_call_id": call.id, "content": "4"}
+    events = list(served.chat([*ASKED, echoed, result], said, stream=True, **limits))
+    assert events[-1].choices[0].delta.tool_calls[0].function.name == "double"
+    (row,) = served.rows()
+    assert "".join(_learned(served, row)) == f"{said}{END}{said}{END}"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "several answers": (
+        {"n": 2},
+        openai.BadRequestError,
+        r"n = 2 is not supported here\. Leave it out; supported are: .*tools",
+    ),
+    "structured output": (
+        {"response_format": {"type": "json_object"}},
+        openai.BadRequestError,
+        "response_format = .*json_object.* is not supported",
+    ),
+    "logprobs of others": ({"logprobs": True, "top_logprobs": 3}, openai.BadRequestError, "top_logprobs = 3 is not"),
+    "a forced call": ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice: .*found 'required'"),
+    "a temperature": ({"temperature": 5.0}, openai.BadRequestError, r"temperature: .*less than or equal to 2; found 5\.0"),
+    "a model": ({"model": "gpt-4o"}, openai.NotFoundError, "there is no model 'gpt-4o'; ask for 'policy'"),
+    "no messages": ({"messages": []}, openai.BadRequestError, "messages: .*at least 1 item"),
+    "no role": ({"messages": [{"content": "x"}]}, openai.BadRequestError, r"messages\.0\.role is missing"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        openai.BadRequestError,
+        r"messages\.0\.content has image_url; only text is supported",
+    ),
+    "a long context": (
+        {"messages": [{"role": "user", "content": "1" * 500}]},
+        openai.BadRequestError,
+        r"the conversation has 5\d\d tokens; expected 1 to 399",
+    ),
+    "stop strings": ({"stop": ["x" * 300]}, openai.BadRequestError, "not be empty, or have more than 256 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_named(served: Served, case: str) -> None:
+    options, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message) as found:
+        served.client.chat.completions.create(**{"model": "policy", "messages": ASKED, **options})
+    assert found.value.body["type"] == "invalid_request_error"  # type: ignore[attr-defined]
+    assert not served.generation.turns
+
+
+def test_neutral_parameters_are_accepted(served: Served) -> None:
+    options = {"n": 1, "presence_penalty": 0.0, "user": "me", "top_logprobs": 0, "response_format": {"type": "text"}}
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "+3"}]}]
+    answer = served.chat(parts, "5", **options)
+    assert served.tokenizer.decode(answer.prompt_token_ids) == served.rendered([{"role": "system", "content": "2+3"}])
+    assert served.client.models.list().data[0].id == "policy"
+
+
+def test_keys_and_paths_that_are_not_served(served: Served) -> None:
+    stranger = openai.OpenAI(base_url=served.server.base_url, api_key="other", max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="API key is not that of an episode"):
+        stranger.models.list()
+    with pytest.raises(openai.NotFoundError, match="POST /v1/responses is not served here; use /v1/chat/completions"):
+        served.client.responses.create(model="policy", input="x")
+    headers = {"Authorization": f"Bearer {served.episode.api_key}"}
+    broken = httpx.post(f"{served.server.base_url}/chat/completions", content=b"{", headers=headers)
+    assert broken.status_code == 400 and "Invalid JSON" in broken.json()["error"]["message"]
+
+
+def test_an_episode_makes_so_many_requests(served: Served) -> None:
+    for _ in range(LIMITS.max_turns):
+        served.chat(ASKED, "x")
+    with pytest.raises(openai.BadRequestError, match=r"environment\.max_turns = 5"):
+        served.chat(ASKED, "x")
+
+
+def open_request(served: Served, ask: Callable[[], Any], pool: ThreadPoolExecutor) -> Any:
+    """Starts a request that generation does not answer; returns its future once it waits."""
+    asked = pool.submit(ask)
+    while not served.generation.turns:
+        assert not asked.done(), asked.exception()
+    return asked
+
+
+def test_a_client_that_goes_away_cancels_its_request(served: Served) -> None:
+    for stream in (False, True):
+        served.generation.turns.clear()
+        hasty = served.client.with_options(timeout=0.3)
+        with pytest.raises(openai.APITimeoutError):
+            list(hasty.chat.completions.create(model="policy", messages=ASKED, stream=stream))
+        (turn,) = served.generation.turns
+        for _ in range(200):
+            if turn.cancelled:
+                break
+            threading.Event().wait(0.05)
+        assert turn.cancelled
+    assert not served.rows(), "what no client has is not trained on"
+
+
+def test_an_ended_episode_answers_its_open_requests(served: Served) -> None:
+    ask = lambda: served.client.chat.completions.create(model="policy", messages=ASKED)  # noqa: E731
+    with ThreadPoolExecutor(1) as pool:
+        asked = open_request(served, ask, pool)
+        served.episode.end("the episode has ended")
+        with pytest.raises(openai.AuthenticationError, match="the episode has ended"):
+            asked.result()
+    assert served.generation.turns[0].cancelled
+    with pytest.raises(openai.AuthenticationError, match="the episode has ended"):
+        ask()
+
+
+def test_an_address_that_is_taken_is_an_error(served: Served) -> None:
+    other = EndpointServer("127.0.0.1", served.server.port, served.server.renderer, LIMITS, Inbox())
+    with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port .*Set environment\.endpoint\.host"):
+        other.start()
