@@ -26,7 +26,7 @@ async def adds_twice(example: dict[str, Any], endpoint: Endpoint) -> dict[str, f
         await asyncio.sleep(PAUSE_S * slow)
         messages += [{"role": "assistant", "content": noted[-1]["text"]}, {"role": "user", "content": "1+1"}]
         noted.append(await _ask(client, endpoint, messages, stream=slow))
-    noted.append(await _ask(client, endpoint, [{"role": "user", "content": "2+2"}], max_tokens=3))
+    noted.append(await _ask(client, endpoint, [{"role": "user", "content": "2+2"}], max_tokens=3, stop=["5", "66"]))
     _note({"seed": example["seed"], "answers": noted})
     return {"sevens": float(sum(item["text"].count("7") for item in noted)), "asked": 1.0}
 

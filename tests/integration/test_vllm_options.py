@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dagrl.config import EnvironmentConfig
 from dagrl.errors import RunError
+from dagrl.rl.generation import RequestOptions, options_text
 from dagrl.runtime.ports import reserve_port
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
@@ -99,10 +101,27 @@ def last_new(tokens: Sequence[int]) -> int:
     return at
 
 
+AGENT = EnvironmentConfig(agent="my_agent:solve")
+
+
 def test_stop_strings_and_tokens_end_a_request(vllm_ranks: Ranks, checkpoint: Path) -> None:
-    with vllm_ranks.engine(make_config(checkpoint), 1) as engine:
+    with vllm_ranks.engine(make_config(checkpoint).model_copy(update={"environment": AGENT}), 1) as engine:
         [free] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
-    at = last_new(free.tokens)
+        at = last_new(free.tokens)
+        options = {
+            2: RequestOptions(temperature=0.0, stop=(f"t{free.tokens[at]}",)),
+            3: RequestOptions(temperature=0.0, stream=True),
+            4: RequestOptions(top_p=1e-6),
+        }
+        batch = requests([2, 3, 4], PROMPTS[:1] * 3, new=20).with_scalars(options=options_text(options))
+        rows = engine.run(batch)
+    own, whole, likeliest = (row for row in rows if row.finish_reason)
+    assert (own.tokens, own.finish_reason) == (free.tokens[: at + 1], "stop"), "a request's own stop string"
+    assert whole.tokens == likeliest.tokens == free.tokens and whole.logprobs == free.logprobs
+    pieces = [row for row in rows if not row.finish_reason]
+    assert len(pieces) > 2 and {row.request_id for row in pieces} == {3}
+    streamed = [token for row in pieces for token in row.tokens]
+    assert streamed == whole.tokens[: len(streamed)], "each token once"
     for options in ({"stop_strings": [f"t{free.tokens[at]}"]}, {"stop_token_ids": [free.tokens[at]]}):
         with vllm_ranks.engine(make_config(checkpoint, options), 1) as engine:
             [row] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))

@@ -250,8 +250,8 @@ def read_hf_config(config: Config) -> dict[str, Any]:
 
 
 def _tokenizer(config: Config) -> str | None:
-    """Returns the tokenizer's directory, or None without stop strings: the engine then needs token ids only."""
-    if not require_generation(config).stop_strings:
+    """Returns the tokenizer's directory, or None if no request has stop strings: the engine then needs only token ids."""
+    if not require_generation(config).stop_strings and config.environment.agent is None:
         return None
     return config.policy.tokenizer.name or model_path(config)
 

@@ -742,6 +742,26 @@ TABLE = [
         ("environment.tools=['tests.unit.run.test_bad_input:half']",),
     ),
     Row("environment", ("environment.function", "my_task"), ("environment.function=my_task:answer",)),
+    Row("agent that is missing", ("environment.agent: there is no module",), ("environment.agent=my_agent:solve",)),
+    Row(
+        "agent with other arguments",
+        ("environment.agent: tests.unit.run.test_bad_input:half cannot be called as agent(example, endpoint)",),
+        ("environment.agent=tests.unit.run.test_bad_input:half",),
+    ),
+    Row(
+        "agent and tools",
+        ("environment.agent is set, and so is environment.function, environment.tools", "brings its own tools"),
+        ("environment.agent=tests.integration.agent_task:adds_twice", "environment.tools=['json:dumps']"),
+    ),
+    Row(
+        "several conversations and early log-probabilities",
+        ("grpo.overlap_logprobs is true, and environment.max_conversations is 3", "max_conversations=1"),
+        (
+            "environment.agent=tests.integration.agent_task:adds_twice",
+            "environment.max_conversations=3",
+            "grpo.overlap_logprobs=true",
+        ),
+    ),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
     *(
         Row(

@@ -1,0 +1,250 @@
+"""Agents in processes of their own, over simulated engines: their episodes end, whatever they do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dagrl.config import Config, EnvironmentConfig
+from dagrl.data.tokenization import Prompt
+from dagrl.errors import RunError
+from dagrl.rl.agents.runner import AgentRunner
+from dagrl.rl.environments import FAILED
+from dagrl.rl.functions.agent_pool import AgentPool
+from dagrl.rl.functions.answers import Failed
+from dagrl.rl.rollout.agent_turns import TurnEpisode
+from dagrl.rl.rollout.batches import train_batch
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds, samples_of
+from tests.unit.rl.test_rollout import LIMIT, Bench, configured
+
+pytest.importorskip("uvicorn")
+
+TIMEOUT_S = 1.5
+AGENTS = """
+import asyncio, json, os, time, urllib.request
+
+def post(endpoint, path, timeout=20, **body):
+    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    content = json.dumps({"model": endpoint.model, "return_token_ids": True, **body}).encode()
+    request = urllib.request.Request(endpoint.base_url + path, content, headers)
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return json.load(answer)
+
+def agent(example, endpoint):
+    return globals()[example["task"]](example, endpoint)
+
+def continues(example, endpoint):
+    first = post(endpoint, "/completions", prompt=example["prompt"])
+    post(endpoint, "/completions", prompt=example["prompt"] + first["choices"][0]["text"] + "=")
+    return {"right": 0.5, "form": 1}
+
+def branches(example, endpoint):
+    for prompt in ("1+", "2+"):
+        post(endpoint, "/completions", prompt=prompt)
+    return 2
+
+def raises(example, endpoint):
+    post(endpoint, "/completions", prompt="1+")
+    raise ValueError("no idea")
+
+def dies(example, endpoint):
+    os._exit(3)
+
+def hangs(example, endpoint):
+    time.sleep(100)
+
+def is_silent(example, endpoint):
+    return 1.0
+
+def says_text(example, endpoint):
+    post(endpoint, "/completions", prompt="1+")
+    return "good"
+
+def gives_up(example, endpoint):
+    try:
+        post(endpoint, "/completions", prompt="1+", timeout=0.5)
+    except TimeoutError:
+        post(endpoint, "/completions", prompt="2+")
+    return 1.0
+
+def waits(example, endpoint):
+    post(endpoint, "/completions", prompt="1+")
+
+async def sleeps(example, endpoint):
+    await asyncio.sleep(example["for"])
+    return example["for"]
+
+async def blocks(example, endpoint):
+    time.sleep(100)
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("agents")
+    (directory / "agents_of_test.py").write_text(AGENTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(directory))
+        yield "agents_of_test"
+
+
+def with_agent(module: str, **environment: object) -> Config:
+    config = configured()
+    settings = EnvironmentConfig.model_validate({"agent": f"{module}:agent", "agent_timeout_s": TIMEOUT_S, **environment})
+    return config.model_copy(update={"environment": settings})
+
+
+class AgentBench(Bench):
+    """Rollouts of real agents."""
+
+    def __init__(self, runner: AgentRunner) -> None:
+        super().__init__(runner)  # type: ignore[arg-type]
+
+    def run_all(self) -> list[RolloutGroup]:
+        complete: list[RolloutGroup] = []
+        while self.rollouts.busy:
+            self.wait()
+            complete += self.rollouts.advance()
+        return complete
+
+    def wait(self) -> None:
+        if not self.rollouts.generating:
+            done = wait(self.rollouts.awaited, 30.0, FIRST_COMPLETED).done
+            assert done, "nothing happens"
+
+
+@pytest.fixture(scope="module")
+def runner(module: str) -> Iterator[AgentRunner]:
+    config = with_agent(module, max_conversations=2)
+    tokenizer = Bench().run.inputs.tokenizer
+    with AgentRunner(config, tokenizer) as started:
+        yield started
+
+
+def asked(task: str, seed: int = 0) -> Episode:
+    return Episode(Prompt("7+", np.array([4]), "", "row 0", task=task), seed, LIMIT)
+
+
+def group(number: int, *tasks: str) -> RolloutGroup:
+    return RolloutGroup(number, number, [asked(task, seed) for seed, task in enumerate(tasks)])
+
+
+def test_conversations_are_rows_and_what_the_agent_returns_is_its_reward(runner: AgentRunner) -> None:
+    bench = AgentBench(runner)
+    bench.rollouts.start(group(0, "continues", "branches"))
+    (complete,) = bench.run_all()
+    one, two = complete.episodes
+    tokenizer = bench.run.inputs.tokenizer
+    assert tokenizer.decode(one.prompt.tokens) == "7+" and (one.turns, two.turns) == (2, 2)
+    assert one.reward_parts == {"right": 0.5, "form": 1.0} and one.turn_rewards == [] and not one.more
+    assert (two.turn_rewards, len(two.more), two.prompt.text[1]) == ([2.0], 1, "+")
+    assert [tokenizer.decode(one.tokens[start:end]) for start, end in one.spans() if not one.sampled[start]] == ["="]
+    batch = train_batch(samples_of(tokenizer, complete), np.array([1.0, -1.0], np.float32), rows_per_sample=2)
+    lengths = [len(one), 0, len(two), len(two.more[0])]
+    assert batch["lengths"].tolist() == lengths and batch["loss_mask"][1].sum() == 0
+    assert batch["advantages"].sum(axis=1).tolist() == [sum(one.sampled), 0, -sum(two.sampled), -sum(two.more[0].sampled)]
+
+
+FAILURES = {
+    "raises": "ValueError: no idea",
+    "dies": "the process that runs it ended",
+    "hangs": f"no answer within environment.agent_timeout_s = {TIMEOUT_S:g} s",
+    "is_silent": "the agent returned without an answer of the policy",
+    "says_text": "it returned 'good'; expected: a number, numbers by name, or None",
+}
+
+
+@pytest.mark.parametrize("task", FAILURES)
+def test_a_failing_agent_costs_its_sample(runner: AgentRunner, task: str) -> None:
+    bench = AgentBench(runner)
+    bench.rollouts.start(group(0, task))
+    (complete,) = bench.run_all()
+    (episode,) = complete.episodes
+    assert episode.finish_reason == FAILED and FAILURES[task] in episode.failure
+    bench.rollouts.start(group(1, "branches"))
+    assert bench.run_all()[0].episodes[0].finish_reason in ("stop", "length"), "the next one has a process"
+
+
+def test_an_aborted_group_leaves_nothing(runner: AgentRunner) -> None:
+    bench = AgentBench(runner)
+    bench.rollouts.start(group(0, "waits", "hangs"))
+    bench.rollouts.start(group(1, "branches"))
+    bench.wait()
+    bench.rollouts.advance()
+    bench.rollouts.settle()
+    bench.rollouts.abort([0])
+    assert [done.number for done in bench.run_all()] == [1]
+    assert not runner._server.episodes and not any(bench.engines.requests) and not bench.rollouts.generating
+
+
+def test_a_request_whose_client_has_gone_leaves_the_engines(runner: AgentRunner) -> None:
+    bench = AgentBench(runner)
+    seed = next(seed for seed in range(100) if _length(seed) > LIMIT)
+    bench.rollouts.start(RolloutGroup(0, 0, [asked("gives_up", seed)]))
+    bench.wait()
+    bench.rollouts.advance()
+    ((_, request),) = bench.rollouts._requests.values()
+    assert isinstance(request, TurnEpisode) and request.turn is not None and any(bench.engines.requests)
+    until = time.monotonic() + 20.0
+    while not request.turn.cancelled and time.monotonic() < until:
+        time.sleep(0.05)
+    bench.rollouts.advance()
+    assert all(episode is not request for _, episode in bench.rollouts._requests.values())
+    (complete,) = bench.run_all()
+    (episode,) = complete.episodes
+    assert episode.prompt.text == "2+" and episode.turns == 1 and not episode.more and not any(bench.engines.requests)
+
+
+def _length(seed: int) -> int:
+    """How many tokens the simulated engine gives the first request of an episode."""
+    (drawn,) = request_seeds(seed, 0, 1)
+    return random.Random(drawn).randint(1, 2 * LIMIT)  # noqa: S311  # not cryptography
+
+
+def test_episodes_of_a_process_run_together_up_to_a_limit(module: str) -> None:
+    config = EnvironmentConfig(max_concurrency=2)
+    pool = AgentPool(f"{module}:sleeps", config)
+    pool.start()
+    try:
+        pool.submit("first", _request(0)).result(30.0)
+        begun = time.monotonic()
+        futures = [pool.submit(str(place), _request(0.4)) for place in range(4)]
+        pool.cancel("3")
+        assert [future.result(30.0) for future in futures[:3]] == [0.4] * 3
+        assert 0.8 <= time.monotonic() - begun < 1.6 and not futures[3].done(), "two at once, then one"
+    finally:
+        pool.close()
+
+
+def test_a_process_that_does_not_answer_is_replaced(module: str) -> None:
+    """A coroutine that blocks its loop blocks all episodes of its process."""
+    pool = AgentPool(f"{module}:blocks", EnvironmentConfig(agent_timeout_s=0.3))
+    pool.start()
+    try:
+        for key in "ab":
+            answer = pool.submit(key, _request(0)).result(30.0)
+            assert answer == Failed("its process did not answer within environment.agent_timeout_s = 0.3 s")
+    finally:
+        pool.close()
+
+
+def _request(seconds: float) -> dict[str, object]:
+    return {"example": {"for": seconds}, "endpoint": {"base_url": "", "api_key": "", "model": ""}}
+
+
+def test_an_agent_that_only_the_driver_can_import_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("import sys\nassert 'pytest' in sys.modules\ndef agent(example, endpoint): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pool = AgentPool("only_here:agent", EnvironmentConfig())
+    pool.start()
+    try:
+        with pytest.raises(RunError, match="The driver could import it, but the process that runs it could not"):
+            pool.submit("a", _request(0)).result(30.0)
+    finally:
+        pool.close()
