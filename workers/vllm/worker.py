@@ -133,7 +133,7 @@ class VllmWorker:
     def _burst_steps(self) -> int:
         """Steps of the model for each run of vLLM's scheduler: one if a string may end a request, which is found later."""
         asked = self.generation.vllm_cfg.num_scheduler_steps
-        if self.generation.stop_strings:
+        if self.generation.stop_strings or self.config.environment.agent is not None:  # requests of agents have some too
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 
