@@ -25,7 +25,7 @@ from tests.unit.rl.test_rollout import LIMIT, Bench, configured
 
 pytest.importorskip("uvicorn")
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 AGENTS = """
 import asyncio, json, os, time, urllib.request
 
@@ -222,14 +222,13 @@ def test_episodes_of_a_process_run_together_up_to_a_limit(module: str) -> None:
         pool.close()
 
 
-def test_a_process_that_does_not_answer_is_replaced(module: str) -> None:
+def test_a_process_that_does_not_answer_is_ended(module: str) -> None:
     """A coroutine that blocks its loop blocks all episodes of its process."""
     pool = AgentPool(f"{module}:blocks", EnvironmentConfig(agent_timeout_s=0.3))
     pool.start()
     try:
-        for key in "ab":
-            answer = pool.submit(key, _request(0)).result(30.0)
-            assert answer == Failed("its process did not answer within environment.agent_timeout_s = 0.3 s")
+        answer = pool.submit("a", _request(0)).result(30.0)
+        assert answer == Failed("its process did not answer within environment.agent_timeout_s = 0.3 s")
     finally:
         pool.close()
 
