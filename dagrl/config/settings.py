@@ -47,6 +47,7 @@ def check_settings(config: Config) -> None:
     _check_async(config)
     _check_on_policy(config)
     _check_overlap(config)
+    _check_conversations(config)
     _check_colocated(config)
     _check_delta(config)
     _check_shared_gpus(config)
@@ -382,13 +383,23 @@ def _check_on_policy(config: Config) -> None:
         )
 
 
+def _check_conversations(config: Config) -> None:
+    """Checks that nothing that takes samples of one row is on if agents' episodes have several."""
+    most = rows_per_sample(config)
+    if most > 1 and uses_critic(config):
+        raise ConfigError(
+            f"environment.max_conversations is {most}, but the algorithm has a critic, which judges samples of one "
+            "conversation. Set max_conversations=1, or use an algorithm without a critic"
+        )
+    if most > 1 and config.grpo.overlap_logprobs:
+        raise ConfigError(
+            f"grpo.overlap_logprobs is true, and environment.max_conversations is {most}: early work takes samples of one "
+            "conversation. Set overlap_logprobs=false, or max_conversations=1"
+        )
+
+
 def _check_overlap(config: Config) -> None:
     """Checks that `grpo.overlap_training` can train on rows before the batch is complete, in any order."""
-    if config.grpo.overlap_logprobs and rows_per_sample(config) > 1:
-        raise ConfigError(
-            f"grpo.overlap_logprobs is true, and environment.max_conversations is {config.environment.max_conversations}: "
-            "early work takes samples of one conversation. Set overlap_logprobs=false, or max_conversations=1"
-        )
     if not config.grpo.overlap_training or not generates(config):
         return
     if not config.grpo.overlap_logprobs:
