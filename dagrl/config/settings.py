@@ -47,7 +47,7 @@ def check_settings(config: Config) -> None:
     _check_async(config)
     _check_on_policy(config)
     _check_overlap(config)
-    _check_conversations(config)
+    _check_agent(config)
     _check_colocated(config)
     _check_delta(config)
     _check_shared_gpus(config)
@@ -383,9 +383,14 @@ def _check_on_policy(config: Config) -> None:
         )
 
 
-def _check_conversations(config: Config) -> None:
-    """Checks that nothing that takes samples of one row is on if agents' episodes have several."""
+def _check_agent(config: Config) -> None:
+    """Checks that nothing that takes samples of one conversation is on with an agent, whose episodes may have several."""
     most = rows_per_sample(config)
+    if config.environment.agent is not None and config.policy.router_replay:
+        raise ConfigError(
+            "policy.router_replay is true, but the experts of an agent's conversations (environment.agent) are not recorded; "
+            "set it to false"
+        )
     if most > 1 and uses_critic(config):
         raise ConfigError(
             f"environment.max_conversations is {most}, but the algorithm has a critic, which judges samples of one "

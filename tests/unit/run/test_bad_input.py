@@ -754,6 +754,16 @@ TABLE = [
         ("environment.agent=tests.integration.agent_task:adds_twice", "environment.tools=['json:dumps']"),
     ),
     Row(
+        "agent and replayed experts",
+        ("policy.router_replay is true, but the experts of an agent's conversations",),
+        ("environment.agent=tests.integration.agent_task:adds_twice", "policy.router_replay=true"),
+    ),
+    Row(
+        "several conversations and a critic",
+        ("environment.max_conversations is 2, but the algorithm has a critic",),
+        ("environment.agent=tests.integration.agent_task:adds_twice", "environment.max_conversations=2", "algorithm=ppo"),
+    ),
+    Row(
         "several conversations and early log-probabilities",
         ("grpo.overlap_logprobs is true, and environment.max_conversations is 3", "max_conversations=1"),
         (
