@@ -388,8 +388,8 @@ def _check_agent(config: Config) -> None:
     most = rows_per_sample(config)
     if config.environment.agent is not None and config.policy.router_replay:
         raise ConfigError(
-            "policy.router_replay is true, but the experts of an agent's conversations (environment.agent) are not recorded; "
-            "set it to false"
+            "policy.router_replay is true, but the experts of an agent's conversations (environment.agent) are not kept. "
+            "Set it to false"
         )
     if most > 1 and uses_critic(config):
         raise ConfigError(
