@@ -16,6 +16,7 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
         "grpo": "dagrl.rl.algorithms.grpo:Grpo",
         "ppo": "dagrl.rl.algorithms.ppo:Ppo",
         "dpo": "dagrl.rl.algorithms.dpo:Dpo",
+        "reward_model": "dagrl.rl.algorithms.reward_model:RewardModel",
     }
 )
 """The import paths of the algorithms that are shipped, by name."""
@@ -245,7 +246,7 @@ class SftConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """Learning from preferences: algorithm `dpo`."""
+    """Learning from preferences: algorithms `dpo` and `reward_model`."""
 
     max_num_steps: NonNegativeInt = derived(100, "`max_num_epochs` passes over the pairs, or one")
     """Number of steps. Each takes `policy.train_global_batch_size` pairs."""
@@ -270,3 +271,6 @@ class PreferenceConfig(Section):
 
     sft_loss_weight: NonNegativeFloat = 0.0
     """DPO: weight of the negative log-likelihood of the chosen answers, averaged over their tokens."""
+
+    center_rewards_coefficient: NonNegativeFloat = 0.0
+    """Reward model: weight of the squared sum of both scores, which keeps scores around 0."""

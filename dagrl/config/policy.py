@@ -418,7 +418,9 @@ class PolicyConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
 
-    worker: str = "dagrl.workers.megatron:MegatronWorker"
+    worker: str = derived(
+        "dagrl.workers.megatron:MegatronWorker", "reward models: dagrl.workers.megatron:MegatronValueWorker"
+    )
     """Import path of the train worker's class."""
 
     precision: Literal["float32", "bfloat16"] = derived("float32", "GPUs: bfloat16; else float32")

@@ -346,7 +346,7 @@ class Config(Section):
     """Name of the run and of its directory in `output_dir`."""
 
     algorithm: Annotated[str, AfterValidator(known_algorithm)]
-    """The training algorithm: `sft`, `grpo`, `ppo`, `dpo`, or the import path `module:Class` of your own
+    """The training algorithm: `sft`, `grpo`, `ppo`, `dpo`, `reward_model`, or the import path `module:Class` of your own
     (`dagrl.rl.algorithm`)."""
 
     seed: Seed = 0

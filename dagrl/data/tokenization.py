@@ -153,8 +153,14 @@ def encode_demonstrations(
     return rows
 
 
-def encode_preferences(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Preference]:
-    """Returns a pair of sequences for each example. Of a conversation, the last turn is the answer."""
+def encode_preferences(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, scored: bool = False
+) -> list[Preference]:
+    """Returns a pair of sequences for each example. Of a conversation, the last turn is the answer.
+
+    The loss mask is 1 on the answer. If the answers are `scored`, it is 1 on one more token at the end instead: the value of
+    a token is that of the tokens before it, here of the whole sequence.
+    """
     for example in examples:
         if example.rejected is None:
             raise DataError(f"{example.source} has one answer; expected: a preference, whose `rejected` is another example")
@@ -162,8 +168,16 @@ def encode_preferences(examples: Sequence[Example], tokenizer: PreTrainedTokeniz
         encode_demonstrations(side, tokenizer, "last")
         for side in (examples, [example.rejected for example in examples if example.rejected is not None])
     ]
+    if scored:
+        sides = [[_scored(row) for row in side] for side in sides]
     pairs = zip(examples, *sides, strict=True)
     return [Preference(chosen, rejected, example.source, example.task) for example, chosen, rejected in pairs]
+
+
+def _scored(row: Demonstration) -> Demonstration:
+    mask = np.zeros(len(row) + 1, np.float32)
+    mask[-1] = 1.0
+    return replace(row, tokens=np.append(row.tokens, row.tokens[-1]), loss_mask=mask)
 
 
 def digest_of(rows: Sequence[Row]) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,8 @@ class PreferenceAlgorithm(Algorithm):
     learns_from = "preferences"
     columns: tuple[str, ...] = ()
     average = "sums"
+    scored: ClassVar[bool] = False
+    """Whether `pairs.chosen` and `pairs.rejected` are scores of a model with a scalar head, read after the last token."""
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Returns the loss of each pair [pairs], and further values [pairs] whose means become metrics."""
@@ -102,6 +104,11 @@ class PairLosses:
 
     weights: Sums
     metrics: Mapping[str, float]
+
+
+def gives_scores(algorithm: Algorithm) -> bool:
+    """Whether the algorithm trains a reward model."""
+    return isinstance(algorithm, PreferenceAlgorithm) and algorithm.scored
 
 
 def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ from dagrl.config.settings import (
 )
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count, gpus, host_memory
+from dagrl.rl.algorithm import algorithm_of
+from dagrl.rl.preferences import gives_scores
 from dagrl.run.cluster import gpus_per_worker
 
 SectionT = TypeVar("SectionT", bound=BaseModel)
@@ -80,6 +82,7 @@ def derive_from_machine(config: Config) -> Derived:
         )
     if gpus_per_worker(config.cluster):
         _use_gpus(derived)
+    _set_worker(derived)
     _set_rates(derived)
     _set_batch(derived)
     _set_lengths(derived)
@@ -187,13 +190,19 @@ def _may_share(config: Config) -> bool:
     return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs or model_roles(config))
 
 
+def _set_worker(derived: Derived) -> None:
+    if gives_scores(algorithm_of(derived.config)):
+        derived.set("policy.worker", "dagrl.workers.megatron:MegatronValueWorker", "a reward model has a scalar head")
+
+
 def _set_rates(derived: Derived) -> None:
     if not derived.open(f"{TRAIN}.optimizer.lr"):
         return
     if derived.config.policy.megatron_cfg.peft.enabled:
         derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "LoRA")
     elif compares(derived.config):
-        derived.set(f"{TRAIN}.optimizer.lr", 1e-6, "preferences, all weights")
+        rate, what = (1e-5, "a reward model") if gives_scores(algorithm_of(derived.config)) else (1e-6, "preferences")
+        derived.set(f"{TRAIN}.optimizer.lr", rate, f"{what}, all weights")
     elif not generates(derived.config):
         derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "SFT of all weights")
     elif _asks_for_sft(derived):

@@ -42,8 +42,10 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpu_count
+from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
+from dagrl.rl.preferences import gives_scores
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_per_worker
@@ -352,8 +354,10 @@ def _read_preferences(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_c
     config = derived.config
     splits = load_splits(config.data, preference_of)
     held = splits.validation[: config.preference.max_val_samples]
+    scored = gives_scores(algorithm_of(config))
     rows = [
-        encode_preferences([with_chat(example, config.data) for example in part], tokenizer) for part in (splits.train, held)
+        encode_preferences([with_chat(example, config.data) for example in part], tokenizer, scored=scored)
+        for part in (splits.train, held)
     ]
     derive_from_data(derived, chain(*rows), (), hf_config, checkpoint_bytes(config.policy))
     pairs, held_pairs = (_fitting(derived.config, part) for part in rows)

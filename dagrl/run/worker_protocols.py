@@ -14,9 +14,11 @@ from dagrl.config.settings import generates, holds_reference, is_colocated
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
+from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.preferences import gives_scores
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.shapes import Array
+from dagrl.runtime.shapes import Array, Batch
 
 
 class TrainWorker(Protocol):
@@ -77,6 +79,14 @@ class ReferenceHolder(Protocol):
 
     def snapshot_reference(self) -> None:
         """Makes the current weights the reference policy, or loads it from `policy.reference_model_name`."""
+        ...
+
+
+class AnswerScorer(Protocol):
+    """A train worker whose model has a scalar head, for `algorithm: reward_model`."""
+
+    def values(self, batch: Batch, /) -> Batch | None:
+        """Returns `values` [rows, tokens]: at each token that of the tokens before it. One worker of a shard gives them."""
         ...
 
 
@@ -146,6 +156,7 @@ def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:
         BackgroundSaver: saving.enabled and saving.async_save,
         HuggingFaceExporter: saving.export_hf,
         ReferenceHolder: holds_reference(config),
+        AnswerScorer: gives_scores(algorithm_of(config)),
         StateOffloader: is_colocated(config),
     }
     generation = (GenerationWorker, *((SleepingEngine,) if is_colocated(config) else ()))

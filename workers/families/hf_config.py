@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError
@@ -46,6 +47,15 @@ They apply to a missing key, not to one that is null.
 def with_scalar_head(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the configuration of the same model with a scalar head."""
     return {**hf_config, SCALAR_HEAD: True}
+
+
+def as_classifier(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns the `config.json` of the same decoder as transformers' `ForSequenceClassification` with one label."""
+    names = hf_config.get("architectures")
+    kinds: list[Json] = [
+        str(name).replace("ForCausalLM", "ForSequenceClassification") for name in cast(list[Json], names or [])
+    ]
+    return {**hf_config, "architectures": kinds, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def with_defaults(hf_config: Mapping[str, Json]) -> dict[str, Json]:

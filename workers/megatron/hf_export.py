@@ -18,6 +18,7 @@ from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
 from dagrl.runtime.process_groups import break_gloo_group
+from dagrl.workers.families.hf_config import SCORE, as_classifier
 from dagrl.workers.megatron.groups import run_on_all_ranks
 from dagrl.workers.megatron.hf_load import INDEX, SINGLE, local_view, read_hf_config
 
@@ -198,7 +199,7 @@ class _SafetensorsWriter:
             weight_map = {name: self._final(i, len(self.files)) for i, file in enumerate(self.files) for name in file}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
             (self.partial / INDEX).write_text(json.dumps(index, indent=2))
-        _copy_companions(source, self.partial, dtype)
+        _copy_companions(source, self.partial, dtype, scalar=any(SCORE in file for file in self.files))
         replace_directory(self.partial, self.directory)
 
     def _flush(self) -> None:
@@ -229,12 +230,13 @@ def _check_replaceable(directory: Path) -> None:
         )
 
 
-def _copy_companions(source: Path, directory: Path, dtype: str) -> None:
-    """Copies the configuration, with the written dtype, and other files such as the tokenizer."""
+def _copy_companions(source: Path, directory: Path, dtype: str, scalar: bool) -> None:
+    """Copies the configuration, with the written dtype and head, and other files such as the tokenizer."""
     for path in _companions(source):
         shutil.copy2(path, directory / path.name)
     config: dict[str, Any] = read_hf_config(source)
     config.pop("torch_dtype", None)
+    config = as_classifier(config) if scalar else config
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
 
 

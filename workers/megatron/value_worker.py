@@ -1,4 +1,4 @@
-"""MegatronValueWorker: one rank of a critic, which gives a value for each token.
+"""MegatronValueWorker: one rank of a critic or a reward model, which gives a value for each token.
 
 It is a `MegatronWorker` whose model has a scalar head (`dagrl.workers.megatron.model.ScalarHeadModel`) in place of the
 vocabulary's: same layouts, microbatches, optimizer and checkpoints. It starts from a language model with a fresh head, or
@@ -8,13 +8,13 @@ from a checkpoint that has one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.families.hf_config import with_scalar_head
-from dagrl.workers.megatron.worker import MegatronWorker
+from dagrl.workers.megatron.worker import MegatronWorker, sums_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MegatronValueWorker(MegatronWorker):
-    """A critic worker: values of tokens, and steps on them."""
+    """A worker of a critic or a reward model: values of tokens, and steps on them."""
 
     @staticmethod
     def model_config(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -35,7 +35,7 @@ class MegatronValueWorker(MegatronWorker):
         """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
         if config.policy.megatron_cfg.peft.enabled:
             raise ConfigError(
-                "critic.megatron_cfg.peft.enabled is true, but adapters alone would leave the fresh value head as it is; "
+                "megatron_cfg.peft.enabled is true, but adapters alone would leave the fresh value head as it is; "
                 "set it to false"
             )
         MegatronWorker.check(config, with_scalar_head(hf_config))
@@ -59,6 +59,11 @@ class MegatronValueWorker(MegatronWorker):
         inside = torch.arange(batch.tokens, device=self._device) < lengths[:, None]
         values = torch.where(inside, columns[0], 0.0).cpu().numpy()
         return Batch({"lengths": batch["lengths"], "values": values}, batch.scalars)
+
+    def answer_sums(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Batch | None:
+        """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""
+        found = self.values(batch)
+        return None if found is None else sums_of(batch, found["values"])
 
 
 def _values(microbatch: Microbatch, values: Tensor) -> tuple[Tensor]:

@@ -140,11 +140,8 @@ class MegatronWorker(MegatronWorkerBase):
 
         Given by one worker of the shard, as by `logprobs`.
         """
-        columns = self.logprobs(batch, model)
-        if columns is None:
-            return None
-        sums = (columns["logprobs"].astype("float64") * batch["loss_mask"]).sum(axis=1)
-        return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
+        found = self.logprobs(batch, model)
+        return None if found is None else sums_of(batch, found["logprobs"])
 
     def keep_logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> None:
         """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`.
@@ -512,6 +509,12 @@ class MegatronWorker(MegatronWorkerBase):
                 yield trainer.model, trainer.chunks, model_pass
         else:
             raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")
+
+
+def sums_of(batch: Batch, column: Array) -> Batch:
+    """Returns `sums` [rows] float64: of `column` [rows, tokens] over the tokens in `loss_mask`."""
+    sums = (column.astype("float64") * batch["loss_mask"]).sum(axis=1)
+    return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
 
 
 def _denominators(batch: Batch) -> Denominators:

@@ -87,11 +87,25 @@ def trl_ipo(logps: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
     return ((chosen - rejected - 1 / (2 * BETA)) ** 2).mean()
 
 
+def trl_reward(scores: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
+    """trl/trainer/reward_trainer.py, `compute_loss`."""
+    chosen, rejected = scores.chunk(2)
+    return -logsigmoid(chosen - rejected).mean()
+
+
+def trl_centered_reward(scores: Tensor, reference: Tensor, tokens: Tensor) -> Tensor:
+    """The same with `center_rewards_coefficient=0.01`."""
+    chosen, rejected = scores.chunk(2)
+    return trl_reward(scores, reference, tokens) + 0.01 * ((chosen + rejected) ** 2).mean()
+
+
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 FORMULAS: dict[str, tuple[Config, Formula]] = {
     "sigmoid": (config_of(beta=BETA), trl_sigmoid),
     "conservative": (config_of(beta=BETA, label_smoothing=0.1), trl_conservative),
     "with likelihood": (config_of(beta=BETA, sft_loss_weight=0.5), trl_sigmoid_and_sft),
+    "reward": (config_of("reward_model"), trl_reward),
+    "centered reward": (config_of("reward_model", center_rewards_coefficient=0.01), trl_centered_reward),
     "a user's": (config_of(Ipo, beta=BETA), trl_ipo),
 }
 
@@ -100,7 +114,7 @@ FORMULAS: dict[str, tuple[Config, Formula]] = {
 def test_losses_and_weights_are_those_of_the_formula(name: str) -> None:
     config, formula = FORMULAS[name]
     draw = np.random.default_rng(3)
-    sums, fixed = (-20 * draw.random(2 * PAIRS) for _ in range(2))
+    sums, fixed = (-9 * draw.random(2 * PAIRS) for _ in range(2))
     tokens = draw.integers(1, 9, 2 * PAIRS)
     algorithm = algorithm_of(config)
     assert isinstance(algorithm, PreferenceAlgorithm)
@@ -172,6 +186,17 @@ def test_every_form_of_a_pair_is_the_same_conversation(form: str, tmp_path: Path
         assert TOKENIZER.decode(learned) == f"{text}{TOKENIZER.eos_token}"
     batch = collate_pairs([pair, pair])
     assert batch["lengths"].tolist() == [len(pair.chosen), len(pair.rejected)] * 2
+
+
+def test_a_score_is_read_after_the_whole_sequence(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(FORMS["messages"]))
+    config = DataConfig(path=str(path), val_fraction=0)
+    examples = load_splits(config, preference_of).train
+    (pair,), (plain,) = encode_preferences(examples, TOKENIZER, scored=True), encode_preferences(examples, TOKENIZER)
+    for answer, whole in ((pair.chosen, plain.chosen), (pair.rejected, plain.rejected)):
+        np.testing.assert_array_equal(answer.tokens[:-1], whole.tokens)
+        assert answer.loss_mask.tolist() == [0.0] * len(whole) + [1.0]
 
 
 def test_a_position_is_valid_for_the_same_pairs_only(tmp_path: Path) -> None:
