@@ -53,7 +53,7 @@ def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Deri
     derive_chat(derived, has_template=True)
     rows = [range(demonstrations)] * 100 if demonstrations else []
     derive_from_data(derived, rows, [range(prompts)] * 3200 if config.algorithm == "grpo" else [], QWEN3_06B, WEIGHTS)
-    if config.algorithm == "dpo":
+    if config.algorithm in ("dpo", "reward_model"):
         derive_steps(derived, pairs=len(rows))
     else:
         derive_steps(derived, demonstrations=len(rows), prompts=3200 if config.algorithm == "grpo" else 0)
@@ -195,6 +195,7 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
             (minimal(sft={"max_num_epochs": 1}), 9),
             (minimal("sft"), 9),
             (minimal("dpo"), 9),
+            (minimal("reward_model"), 9),
         ):
             found |= set(resolve(config, demonstrations=rows).reasons)
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
