@@ -240,13 +240,14 @@ def as_row(
 
 def compared(rows: Sequence[TrainRow]) -> list[TrainRow]:
     """Fills in `loss_error`, against one GPU, and `of_plain`, against the plain loop."""
-    single = {row.case.split(":")[0]: row for row in reversed(rows) if row.gpus == 1 and row.who == "dagrl"}
+    whole = [row for row in rows if not row.case.endswith(":lora")]
+    single = {row.case.split(":")[0]: row for row in reversed(whole) if row.gpus == 1 and row.who == "dagrl"}
     plain = {row.case: row for row in rows if row.who == "plain"}
     found = []
     for row in rows:
         truth, rival = single.get(row.case.split(":")[0]), plain.get(row.case)
         error = None
-        if truth is not None and row is not truth:
+        if truth is not None and row is not truth and row in whole:
             steps = min(len(row.losses), len(truth.losses))
             difference = np.subtract(row.losses[:steps], truth.losses[:steps])
             error = float(f"{np.linalg.norm(difference) / np.linalg.norm(truth.losses[:steps]):.2e}")

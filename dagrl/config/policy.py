@@ -115,6 +115,9 @@ class PeftConfig(Section):
     enabled: bool = False
     """Train adapters instead of all weights. The reference policy is then the base model, without a copy."""
 
+    refit: Literal["merged", "adapters"] = "merged"
+    """What a refit sends: all weights with the adapters added to them, or the adapters alone, into vLLM's LoRA slots."""
+
     target_modules: tuple[str, ...] = ()
     """Linear layers with an adapter, by Hugging Face names such as `q_proj` or `layers.0.mlp.up_proj`. Empty: all."""
 
@@ -126,6 +129,9 @@ class PeftConfig(Section):
 
     use_rslora: bool = False
     """Divide `alpha` by the square root of `dim` instead of `dim` (rsLoRA)."""
+
+    use_dora: bool = False
+    """Also train the norm of each row of the adapted weights (DoRA)."""
 
     adapter_path: PathText | None = None
     """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""
@@ -316,7 +322,7 @@ class ColocatedConfig(Section):
     """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during
     warm-up. always: everything. never: nothing, and a run ends if memory is too small."""
 
-    sleep_level: Literal[1, 2] = 2
+    sleep_level: Literal[1, 2] = derived(2, "1 if refits send adapters alone, else 2")
     """Where generation's weights are while it sleeps during training. 1: in host memory. 2: dropped, and sent again by the
     refit."""
 

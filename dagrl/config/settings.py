@@ -15,6 +15,9 @@ from dagrl.runtime.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
+SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM's LoRA slots can have (`MaxLoRARanks` in its config/lora.py)."""
+
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this (`_MAX_TEMP` in its sampling_params.py) to avoid NaN and infinity."""
 
@@ -51,6 +54,7 @@ def check_settings(config: Config) -> None:
     _check_colocated(config)
     _check_delta(config)
     _check_shared_gpus(config)
+    _check_adapters(config)
     _check_cuda_graphs(config)
     _check_communication(config)
     _check_models(config)
@@ -111,6 +115,12 @@ def generation_dtype(config: Config) -> str:
     """Returns the dtype of the generation workers' weights that are not in FP8."""
     precision = generation_config(config).vllm_cfg.precision
     return "bfloat16" if precision == "fp8" else precision or config.policy.precision
+
+
+def sends_adapters(config: Config) -> bool:
+    """Whether refits send LoRA adapters alone."""
+    peft = config.policy.megatron_cfg.peft
+    return peft.enabled and peft.refit == "adapters" and generates(config)
 
 
 def has_fp8_kv_cache(config: Config) -> bool:
@@ -453,6 +463,29 @@ def _check_colocated(config: Config) -> None:
             "reference policy on the GPU during generation; set policy.reference_weights to host, or "
             "policy.generation.colocated.exchange to never"
         )
+
+
+def _check_adapters(config: Config) -> None:
+    """Checks that vLLM's LoRA slots can hold what a refit of adapters alone sends."""
+    if not sends_adapters(config):
+        return
+    peft, generation = config.policy.megatron_cfg.peft, generation_config(config)
+    problems = {
+        "policy.megatron_cfg.peft.use_dora is true, but vLLM's LoRA slots have no row norms": peft.use_dora,
+        f"policy.megatron_cfg.peft.dim is {peft.dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}": (
+            peft.dim > SLOT_RANKS[-1]
+        ),
+        "policy.generation.vllm_cfg.precision is fp8, but vLLM would quantize the base weights that stay as loaded": (
+            generation.vllm_cfg.precision == "fp8"
+        ),
+        "policy.generation.vllm_cfg.kv_cache_dtype is fp8, whose scales come with the weights": has_fp8_kv_cache(config),
+        "policy.generation.colocated.sleep_level is 2, which drops base weights that no refit brings back": (
+            generation.colocated.enabled and generation.colocated.sleep_level == 2
+        ),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ConfigError(f"{problem}; change it, or set policy.megatron_cfg.peft.refit=merged")
 
 
 def _check_models(config: Config) -> None:

@@ -21,6 +21,7 @@ from dagrl.config.settings import (
     is_colocated,
     model_roles,
     samples_per_step,
+    sends_adapters,
     uses_reference,
 )
 from dagrl.errors import ConfigError
@@ -83,6 +84,8 @@ def derive_from_machine(config: Config) -> Derived:
     if gpus_per_worker(config.cluster):
         _use_gpus(derived)
     _set_worker(derived)
+    if sends_adapters(derived.config):
+        derived.set(f"{ROLLOUT}.colocated.sleep_level", 1, "refits send adapters alone")
     _set_rates(derived)
     _set_batch(derived)
     _set_lengths(derived)
@@ -274,7 +277,11 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     parameters = weight_bytes / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)
     shards = megatron.layout.tp * megatron.layout.pp
     sharded = megatron.layout.dp if megatron.optimizer.use_distributed_optimizer else 1
-    state = parameters / shards * (2 + 4 + 12 / sharded)  # bfloat16 weights; float32 gradients; master weights and Adam
+    if megatron.peft.enabled:
+        each = 2.0 + 2  # bfloat16 weights, and merged ones until the backward pass; adapters are small
+    else:
+        each = 2 + 4 + 12 / sharded  # bfloat16 weights; float32 gradients; master weights and Adam
+    state = parameters / shards * each
     left = 0.5 * (0.9 * memory - state)
     fitting = int(left / _activation_bytes(hf_config) * shards) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))

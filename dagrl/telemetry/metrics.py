@@ -29,6 +29,7 @@ EXPOSED = TIMING + "exposed_generation"  # how long training waited for generati
 SPANS = frozenset({TIMING + "total", EXPOSED, UPDATE, UPDATE_PAUSE})  # not phases: these contain phases
 IDLE = "idle/"  # prefix: share of the step, 0 to 1, in which the workers of a role ran no phase
 STEP_OVERHEAD = "perf/step_overhead_s"  # part of the wall time in which no replay on the critical path was computing
+REFIT_BYTES = "perf/refit_bytes"  # what the generation workers received in the step's refit
 QUANTUM_OVERHEAD = "perf/quantum_overhead"  # share of the time of quanta in which no engine ran
 
 # Tokens

@@ -58,11 +58,17 @@ def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
         assert "timing_s/exchange" not in line
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda level: f"sleep level {level}")
+WAYS = {
+    "sleep level 1": "policy.generation.colocated.sleep_level=1",
+    "sleep level 2": "policy.generation.colocated.sleep_level=2",
+    "adapters alone": "policy.megatron_cfg.peft={enabled: true, refit: adapters}",
+}
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=list(WAYS))
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     output = tmp_path_factory.mktemp("runs")
-    level = f"policy.generation.colocated.sleep_level={request.param}"
-    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, level, f"output_dir={output}"])
+    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, request.param, f"output_dir={output}"])
     with open_session(config, grpo_plans) as session:
         train_sft(session)
         yield session

@@ -24,11 +24,11 @@ class TestedWorker(MegatronWorker):
         """Returns HF name, box and values of this rank's gradients after the last step."""
         return self._boxes({name: parameter.main_grad for name, parameter in self._ready().model.parameters().items()})
 
-    def adapter_gradients(self) -> dict[str, tuple[Any, Any]]:
-        """Returns the gradients of A and B by HF name after the last step."""
+    def adapter_gradients(self) -> dict[str, list[Any]]:
+        """Returns the gradients of A, B and any magnitudes by HF name after the last step."""
         assert self._adapters is not None
-        pairs = self._adapters.pairs.items()
-        return {name: tuple(part.main_grad.float().cpu().clone().numpy() for part in pair) for name, pair in pairs}  # type: ignore[misc]
+        held = self._adapters.held.items()
+        return {name: [part.main_grad.float().cpu().clone().numpy() for part in adapter] for name, adapter in held}  # type: ignore[attr-defined]
 
     def trained_elements(self) -> tuple[int, int]:
         """Returns the elements that have gradients, and those of Adam's first moments."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from dagrl.refit import plan_refit
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, train
+from tests.integration.test_megatron_refit import receiving, whole_model
 
 DIM, ALPHA = 4, 6.0
 DENSE, ATTENTION = (), ("q_proj", "v_proj", "o_proj")  # all linear layers; without k, whose rows lie between q and v
 RECOMPUTED, SHARDED = {"activation_checkpointing": True}, {"use_distributed_optimizer": True}
-Pairs = dict[str, tuple[Tensor, Tensor]]
+DORA = {"peft": {"use_dora": True}}
 
 
 def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], megatron: dict[str, Any], **policy: Any) -> Any:
-    peft = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets}
+    peft = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets, **policy.pop("peft", {})}
     peft |= {"adapter_path": str(adapters)} if adapters else {}
     optimizer = {**UNCLIPPED, **policy.pop("optimizer", {})}
     return reference.make_config(model, megatron_cfg={"peft": peft, **megatron}, optimizer=optimizer, **policy)
@@ -33,13 +35,13 @@ def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], mega
 class Peft:
     """A Hugging Face model with random adapters of the peft package, saved to `directory`."""
 
-    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...], rslora: bool = False) -> None:
+    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...], **more: Any) -> None:
         peft = pytest.importorskip("peft")
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(5)
         settings = peft.LoraConfig(
-            r=DIM, lora_alpha=ALPHA, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM", use_rslora=rslora
+            r=DIM, lora_alpha=ALPHA, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM", **more
         )
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.model, self.directory = peft.get_peft_model(base, settings), directory
@@ -47,12 +49,15 @@ class Peft:
             for name, parameter in self.model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(std=0.05)
+                elif "lora_magnitude" in name:
+                    parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
         self.model.save_pretrained(directory)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The adapters by the names of Hugging Face's parameters, with `A` or `B`."""
+        """The adapters by the names of Hugging Face's parameters, with `A`, `B` or `M`."""
         found = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
         ends = {f".lora_{part}.default.weight": f".weight {part}" for part in "AB"}
+        ends[".lora_magnitude_vector.default.weight"] = ".weight M"
         return {
             name.removeprefix("base_model.model.").replace(end, ends[end]): part
             for name, part in found.items()
@@ -62,11 +67,16 @@ class Peft:
 
 
 def learn(adapters: dict[str, Tensor], loss: Callable[[], Tensor], config: Any) -> tuple[list[float], dict[str, Any]]:
-    """Three steps of AdamW on the adapters. Returns losses, and the gradients of the first step."""
+    """Three steps of AdamW on the adapters. Returns losses, and the gradients of the first step.
+
+    Vectors do not decay, as in Megatron.
+    """
     wanted = config.policy.megatron_cfg.optimizer
-    optimizer = torch.optim.AdamW(
-        adapters.values(), lr=wanted.lr, weight_decay=wanted.weight_decay, betas=(0.9, 0.999), eps=wanted.adam_eps
-    )
+    groups = [
+        {"params": [part for part in adapters.values() if part.dim() == dims], "weight_decay": decay}
+        for dims, decay in ((2, wanted.weight_decay), (1, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(0.9, 0.999), eps=wanted.adam_eps)
     losses, gradients = [], {}
     for _ in range(reference.STEPS):
         optimizer.zero_grad()
@@ -78,12 +88,12 @@ def learn(adapters: dict[str, Tensor], loss: Callable[[], Tensor], config: Any) 
     return losses, gradients
 
 
-def assert_same_gradients(found: list[dict[str, tuple[Any, Any]]], expected: dict[str, Any]) -> None:
+def assert_same_gradients(found: list[dict[str, Sequence[Any]]], expected: dict[str, Any]) -> None:
     """Every rank has the whole gradient of its adapters."""
     seen = set()
     for rank in found:
-        for name, pair in rank.items():
-            for part, gradient in zip("AB", pair, strict=True):
+        for name, adapter in rank.items():
+            for part, gradient in zip("ABM", adapter, strict=False):
                 seen.add(f"{name} {part}")
                 wanted = expected[f"{name} {part}"]
                 scale = float(np.abs(wanted).max()) or 1.0
@@ -98,6 +108,8 @@ CASES = [
     pytest.param("llama", ParallelLayout(pp=2, vpp=2), DENSE, RECOMPUTED, {}, id="pp2vpp2-recomputed"),
     pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {}, {}, id="tp4"),  # a worker holds part of a query group
     pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed"),
+    pytest.param("qwen3", ParallelLayout(tp=2, pp=2), DENSE, RECOMPUTED, DORA, id="tp2pp2-dora-recomputed"),
+    pytest.param("llama", ParallelLayout(tp=4), ("q_proj", "o_proj", "up_proj"), {}, DORA, id="tp4-dora"),
 ]
 
 
@@ -112,7 +124,8 @@ def test_losses_gradients_and_files_are_those_of_peft(
     tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    peft, batch = Peft(tiny_models[model], tmp_path / "theirs", targets), reference.make_batch()
+    peft = Peft(tiny_models[model], tmp_path / "theirs", targets, **policy.get("peft", {}))
+    batch = reference.make_batch()
     config = config_of(tiny_models[model], peft.directory, targets, megatron, **policy)
     expected = reference.hf_logprobs(peft.model, batch)[0].detach().numpy()
     with peft.model.disable_adapter(), torch.no_grad():
@@ -156,7 +169,7 @@ def assert_exported(base: Path, exported: Path, batch: Batch, expected: Any) -> 
 EXPERT_LAYOUTS = [
     pytest.param(ParallelLayout(dp=2, ep=2), {}, id="dp2ep2"),
     pytest.param(ParallelLayout(tp=2, ep=2, etp=1), {}, id="tp2ep2etp1"),
-    pytest.param(ParallelLayout(dp=2, tp=2, ep=2), {}, id="dp2tp2ep2"),
+    pytest.param(ParallelLayout(dp=2, tp=2, ep=2), DORA, id="dp2tp2ep2-dora"),
 ]
 
 
@@ -167,7 +180,7 @@ def test_adapters_of_experts_have_the_gradients_of_plain_torch(
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3_moe"], dtype=torch.float32)
-    adapters = expert_adapters(base, tmp_path / "theirs")
+    adapters = expert_adapters(base, tmp_path / "theirs", dora=policy is DORA)
     config, batch = config_of(tiny_models["qwen3_moe"], tmp_path / "theirs", DENSE, {}, **policy), reference.make_batch()
 
     def model(tokens: Tensor) -> Any:
@@ -188,67 +201,128 @@ def test_adapters_of_experts_have_the_gradients_of_plain_torch(
     np.testing.assert_allclose([step["loss"] for step in steps], wanted, atol=1e-5, rtol=0)
 
 
-def expert_adapters(base: Any, directory: Path) -> dict[str, Tensor]:
-    """Writes random adapters for all linear layers, with names as in checkpoints, and returns them."""
+def linear_weights(base: Any) -> dict[str, Tensor]:
+    """The weights of all linear layers, with names as in checkpoints."""
+    found: dict[str, Tensor] = {}
+    for name, part in base.named_parameters():
+        prefix, between, kind = name.rpartition(".experts.")
+        for number, expert in enumerate(part.detach() if between else ()):
+            halves = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            found |= {f"{prefix}.experts.{number}.{half}": rows for half, rows in zip(names, halves, strict=True)}
+        if name.endswith("_proj.weight"):
+            found[name.removesuffix(".weight")] = part.detach()
+    return found
+
+
+def expert_adapters(base: Any, directory: Path, *, dora: bool = False, seed: int = 6) -> dict[str, Tensor]:
+    """Writes random adapters for all linear layers and returns them."""
     import json
 
     from safetensors.torch import save_file
 
-    torch.manual_seed(6)
-    shapes: dict[str, Any] = {}
-    for name, part in base.named_parameters():
-        prefix, _, kind = name.rpartition(".experts.")
-        if kind == "gate_up_proj":
-            size = part.shape[1] // 2, part.shape[2]
-            shapes |= {f"{prefix}.experts.{n}.{half}_proj": size for n in range(len(part)) for half in ("gate", "up")}
-        elif kind == "down_proj":
-            shapes |= {f"{prefix}.experts.{n}.down_proj": tuple(part.shape[1:]) for n in range(len(part))}
-        elif name.endswith("_proj.weight"):
-            shapes[name.removesuffix(".weight")] = tuple(part.shape)
+    torch.manual_seed(seed)
     stored, adapters = {}, {}
-    for name, (rows, columns) in shapes.items():
-        for part, values in (("A", 0.1 * torch.randn(DIM, columns)), ("B", 0.05 * torch.randn(rows, DIM))):
+    for name, weight in linear_weights(base).items():
+        rows, columns = weight.shape
+        parts = {"A": 0.1 * torch.randn(DIM, columns), "B": 0.05 * torch.randn(rows, DIM)}
+        for part, values in parts.items():
             stored[f"base_model.model.{name}.lora_{part}.weight"] = values
-            adapters[f"{name}.weight {part}"] = values.clone().requires_grad_()
+        if dora:
+            parts["M"] = weight.norm(dim=1) * (1 + 0.1 * torch.randn(rows))
+            stored[f"base_model.model.{name}.lora_magnitude_vector"] = parts["M"]
+        adapters |= {f"{name}.weight {part}": values.clone().requires_grad_() for part, values in parts.items()}
     directory.mkdir()
     save_file(stored, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps({"r": DIM, "lora_alpha": ALPHA}))
+    settings = {"r": DIM, "lora_alpha": ALPHA, "use_dora": dora}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
     return adapters
 
 
 def merged_parameters(base: Any, adapters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the base model's parameters plus the products of the adapters."""
+    """Returns the base model's parameters with the adapters."""
+    weights = linear_weights(base)
 
-    def delta(name: str) -> Tensor:
-        return ALPHA / DIM * adapters[f"{name}.weight B"] @ adapters[f"{name}.weight A"]
+    def merged(name: str) -> Tensor:
+        found = weights[name] + ALPHA / DIM * adapters[f"{name}.weight B"] @ adapters[f"{name}.weight A"]
+        if f"{name}.weight M" not in adapters:
+            return found
+        return found / found.detach().norm(dim=1, keepdim=True) * adapters[f"{name}.weight M"][:, None]
 
     found = {}
     for name, part in base.named_parameters():
         prefix, _, kind = name.rpartition(".experts.")
         numbers = range(len(part))
         if kind == "gate_up_proj":
-            halves = [[delta(f"{prefix}.experts.{n}.{half}_proj") for half in ("gate", "up")] for n in numbers]
-            part = part.detach() + torch.stack([torch.cat(pair) for pair in halves])
+            halves = [[merged(f"{prefix}.experts.{n}.{half}_proj") for half in ("gate", "up")] for n in numbers]
+            part = torch.stack([torch.cat(pair) for pair in halves])
         elif kind == "down_proj":
-            part = part.detach() + torch.stack([delta(f"{prefix}.experts.{n}.down_proj") for n in numbers])
+            part = torch.stack([merged(f"{prefix}.experts.{n}.down_proj") for n in numbers])
         elif name.endswith("_proj.weight"):
-            part = part.detach() + delta(name.removesuffix(".weight"))
+            part = merged(name.removesuffix(".weight"))
         found[name] = part
     return found
 
 
-RESUMED = [
-    pytest.param("qwen3_tied", (ParallelLayout(tp=2, pp=2), {}), (ParallelLayout(dp=2), SHARDED), id="dense"),
-    pytest.param("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), (ParallelLayout(tp=2, ep=2, etp=1), {}), id="experts"),
+SENT = [
+    pytest.param("qwen3_tied", ParallelLayout(tp=2, pp=2), ("k_proj", "up_proj", "down_proj"), id="tied-tp2pp2"),
+    pytest.param("qwen3_moe", ParallelLayout(dp=2, ep=2), DENSE, id="moe-dp2ep2"),
 ]
 
 
-@pytest.mark.parametrize(("model", "first", "second"), RESUMED)
+@pytest.mark.parametrize(("model", "layout", "targets"), SENT)
+def test_a_refit_of_adapters_alone_sends_those_of_the_export(
+    model: str,
+    layout: ParallelLayout,
+    targets: tuple[str, ...],
+    megatron_pool: MegatronPool,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """B is sent times the scale. Checked after each of two steps."""
+    from safetensors.torch import load_file
+
+    config = config_of(tiny_models[model], None, targets, {}, peft={"refit": "adapters"})
+    batch = reference.make_batch()
+    with megatron_pool.group(layout, config) as group:
+        group.call("export_hf", str(tmp_path / "start"))
+        stored = load_file(tmp_path / "start" / "adapter" / "adapter_model.safetensors")
+        shapes = {name.removeprefix("base_model.model."): tensor.shape for name, tensor in stored.items()}
+        received = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
+        with receiving(group, plan, received) as receive:
+            for version in (1, 2):
+                train(group, batch)
+                reports = receive(version)
+                assert sum(report.bytes_sent for report in reports) == 4 * sum(t.numel() for t in stored.values())
+                group.call("export_hf", str(tmp_path / str(version)))
+                stored = load_file(tmp_path / str(version) / "adapter" / "adapter_model.safetensors")
+                for name, tensor in received.items():
+                    scale = ALPHA / DIM if "lora_B" in name else 1.0
+                    torch.testing.assert_close(tensor, stored[f"base_model.model.{name}"] * scale, atol=0, rtol=1e-6)
+                assert max(t.abs().max() for name, t in received.items() if "lora_B" in name) > 1e-4
+
+
+RESUMED = [
+    pytest.param("qwen3_tied", (ParallelLayout(tp=2, pp=2), {}), (ParallelLayout(dp=2), SHARDED), DORA, id="dense-dora"),
+    pytest.param(
+        "qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), (ParallelLayout(tp=2, ep=2, etp=1), {}), {}, id="experts"
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "first", "second", "policy"), RESUMED)
 def test_a_run_resumes_in_another_layout(
-    model: str, first: Any, second: Any, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+    model: str,
+    first: Any,
+    second: Any,
+    policy: Any,
+    megatron_pool: MegatronPool,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     batch, directory = reference.make_batch(), tmp_path / "saved"
-    configs = [config_of(tiny_models[model], None, DENSE, {}, optimizer=optimizer) for _, optimizer in (first, second)]
+    configs = [config_of(tiny_models[model], None, DENSE, {}, optimizer=rates, **policy) for _, rates in (first, second)]
     with megatron_pool.group(first[0], configs[0]) as group:
         for _ in range(2):
             train(group, batch)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dagrl.channels import ChannelSpec, open_channel
-from dagrl.refit import RefitReceiver, plan_refit
+from dagrl.refit import RefitPlan, RefitReceiver, plan_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
@@ -47,30 +49,42 @@ def test_weights_after_each_step_arrive(
         shapes = {name: tensor.shape for name, tensor in reference.assemble(group.call("weights")).items()}
         plan = plan_refit(group.call("weight_slices"), [whole_model(shapes)], dtype="float32")
         received = {name: torch.zeros(shape) for name, shape in shapes.items()}
-
-        size, address = layout.world_size + 1, f"127.0.0.1:{reserve_port()}"
-        specs = [ChannelSpec("gloo", address, rank, size, 30.0) for rank in range(size)]
-        for rank in range(layout.world_size):
-            group.start(rank, "prepare_refit", plan.for_rank(rank), specs[rank])
-        channel = open_channel(specs[-1])
-        for rank in range(layout.world_size):
-            group.finish(rank)
-        receiver = RefitReceiver(plan.for_rank(size - 1), received, channel)
-
-        group.call("snapshot_reference")
-        for version in (1, 2):
-            train(group, batch)
-            logprobs(group, batch, "reference")  # temporarily points the parameters elsewhere
-            receiving = threading.Thread(target=receiver.receive, args=(version,))
-            receiving.start()
-            reports = group.call("send_weights", version)
-            receiving.join(30)
-            assert sum(report.bytes_sent for report in reports) == sum(4 * tensor.numel() for tensor in received.values())
-            for name, expected in reference.assemble(group.call("weights")).items():
-                np.testing.assert_array_equal(received[name].numpy(), expected, err_msg=name)
-        channel.close()
+        with receiving(group, plan, received) as receive:
+            group.call("snapshot_reference")
+            for version in (1, 2):
+                train(group, batch)
+                logprobs(group, batch, "reference")  # temporarily points the parameters elsewhere
+                reports = receive(version)
+                assert sum(report.bytes_sent for report in reports) == sum(
+                    4 * tensor.numel() for tensor in received.values()
+                )
+                for name, expected in reference.assemble(group.call("weights")).items():
+                    np.testing.assert_array_equal(received[name].numpy(), expected, err_msg=name)
         if model == "qwen3_moe":
             check_aborts(group, batch)
+
+
+@contextmanager
+def receiving(group: Group, plan: RefitPlan, received: dict[str, torch.Tensor]) -> Iterator[Callable[[int], Any]]:
+    """Connects a group to a receiver in this process. Gives a function that runs the refit of a version."""
+    size, address = plan.size, f"127.0.0.1:{reserve_port()}"
+    specs = [ChannelSpec("gloo", address, rank, size, 30.0) for rank in range(size)]
+    for rank in range(size - 1):
+        group.start(rank, "prepare_refit", plan.for_rank(rank), specs[rank])
+    channel = open_channel(specs[-1])
+    for rank in range(size - 1):
+        group.finish(rank)
+    receiver = RefitReceiver(plan.for_rank(size - 1), received, channel)
+
+    def receive(version: int) -> Any:
+        thread = threading.Thread(target=receiver.receive, args=(version,))
+        thread.start()
+        reports = group.call("send_weights", version)
+        thread.join(30)
+        return reports
+
+    yield receive
+    channel.close()
 
 
 def check_aborts(group: Group, batch: Batch) -> None:

@@ -58,6 +58,23 @@ def tear_weights(worker: Any, checkpoint: Path) -> None:
         raise ConnectionError("the sender is gone")
 
 
+def load_into_slot(worker: Any, directory: Path) -> None:
+    """Fills the LoRA slot with vLLM's own code from an adapter in PEFT's format."""
+    worker._llm.collective_rpc(_load_into_slot, args=(directory,))
+
+
+def _load_into_slot(vllm_worker: Any, directory: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    manager = vllm_worker.model_runner.lora_manager
+    loaded = manager._load_adapter(LoRARequest("loaded", 7, str(directory)))
+    layers = manager._adapter_manager
+    layers._create_merged_loras_inplace(loaded)
+    for name, layer in layers.modules.items():
+        if lora := loaded.get_lora(name):
+            layer.set_lora(0, lora.lora_a, lora.lora_b)
+
+
 def warm_up(worker: Any, batch: Any) -> Any:
     from dagrl.runtime.worker import ReplayContext, replay_context
 

@@ -77,7 +77,9 @@ def hf_logprobs(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -
     return torch.log_softmax(logits[len(prompt) - 1 : -1].double(), -1)
 
 
-def make_config(model: Path, generation: Mapping[str, Any] | None = None, *, length: int = 48) -> Config:
+def make_config(
+    model: Path, generation: Mapping[str, Any] | None = None, *, length: int = 48, peft: Mapping[str, Any] | None = None
+) -> Config:
     return Config.model_validate(
         {
             "name": "test",
@@ -86,6 +88,7 @@ def make_config(model: Path, generation: Mapping[str, Any] | None = None, *, len
             "policy": {
                 "model_name": str(model),
                 "max_total_sequence_length": length,
+                "megatron_cfg": {"peft": peft or {}},
                 "generation": {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20}, **(generation or {})},
             },
         }

@@ -1,13 +1,14 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. Also says which parameters have one.
 
-PEFT names A and B `base_model.model.<module>.lora_A.weight` and `lora_B.weight`. Needs neither Megatron nor PEFT; imports
+PEFT names A and B `base_model.model.<module>.lora_A.weight` and `lora_B.weight`, DoRA's magnitudes
+`lora_magnitude_vector`. Needs neither Megatron nor PEFT; imports
 torch only to read and write files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +46,22 @@ def check_adapters(settings: PeftConfig, shapes: AdapterShapes) -> None:
         _check_shapes(Path(settings.adapter_path), settings, shapes)
 
 
-def read_adapters(directory: str | Path, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Fills A and B of each parameter in `pairs` from a directory that `check_adapters` accepts."""
+def read_adapters(directory: str | Path, adapters: Mapping[str, Sequence[Tensor]]) -> None:
+    """Fills A, B and any magnitudes of each parameter in `adapters` from a directory that `check_adapters` accepts."""
     from safetensors import safe_open
 
     with safe_open(Path(directory) / WEIGHTS, framework="pt") as file:
-        for name, pair in pairs.items():
-            for key, tensor in zip(_keys(name), pair, strict=True):
+        for name, parts in adapters.items():
+            for key, tensor in zip(_keys(name), parts, strict=False):
                 tensor.copy_(file.get_tensor(key))
 
 
-def write_adapters(directory: Path, base: str, settings: PeftConfig, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+def write_adapters(directory: Path, base: str, settings: PeftConfig, adapters: Mapping[str, Sequence[Tensor]]) -> None:
     """Writes all adapters of the model for `PeftModel.from_pretrained`."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {key: part for name, pair in pairs.items() for key, part in zip(_keys(name), pair, strict=True)}
+    tensors = {key: part for name, parts in adapters.items() for key, part in zip(_keys(name), parts, strict=False)}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     content: dict[str, Any] = {
         "peft_type": "LORA",
@@ -70,7 +71,8 @@ def write_adapters(directory: Path, base: str, settings: PeftConfig, pairs: Mapp
         "lora_alpha": settings.alpha,
         "lora_dropout": 0.0,
         "use_rslora": settings.use_rslora,
-        "target_modules": list(settings.target_modules) or sorted({_module(name).rpartition(".")[2] for name in pairs}),
+        "use_dora": settings.use_dora,
+        "target_modules": list(settings.target_modules) or sorted({_module(name).rpartition(".")[2] for name in adapters}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -90,9 +92,10 @@ def _matches(name: str, target: str) -> bool:
     return f".{_module(name)}".endswith(f".{target}")
 
 
-def _keys(name: str) -> tuple[str, str]:
+def _keys(name: str) -> tuple[str, str, str]:
+    """Returns PEFT's names of A, B and magnitudes."""
     prefix = f"base_model.model.{_module(name)}"
-    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight", f"{prefix}.lora_magnitude_vector"
 
 
 def _check_config(directory: Path, settings: PeftConfig) -> None:
@@ -102,17 +105,19 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
         raise CheckpointError(
             f"cannot read {directory / CONFIG}: {error}; {KEY}.adapter_path must be a directory that PEFT or dagrl wrote"
         ) from error
-    wanted = {"r": settings.dim, "lora_alpha": settings.alpha, "use_rslora": settings.use_rslora}
-    keys = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
+    keys = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+    wanted = {name: getattr(settings, key) for name, key in keys.items()}
     for name, value in wanted.items():
         if found.get(name, False) != value:
             raise CheckpointError(
                 f"{directory / CONFIG} has {name} {found.get(name)}, but {KEY}.{keys[name]} is {value}; set "
                 f"{KEY}.{keys[name]}={found.get(name)}"
             )
-    for name in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save"):
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
         if found.get(name):
-            raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA or rsLoRA")
+            raise CheckpointError(
+                f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA, rsLoRA or DoRA"
+            )
 
 
 def _check_shapes(directory: Path, settings: PeftConfig, shapes: AdapterShapes) -> None:
@@ -120,7 +125,8 @@ def _check_shapes(directory: Path, settings: PeftConfig, shapes: AdapterShapes) 
 
     wanted: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in ((name, shapes[name]) for name in shapes if is_target(name, settings)):
-        wanted |= zip(_keys(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True)
+        sizes = ((settings.dim, inputs), (outputs, settings.dim), *([(outputs,)] if settings.use_dora else []))
+        wanted |= zip(_keys(name), sizes, strict=False)
     path = directory / WEIGHTS
     try:
         with safe_open(path, framework="np") as file:

@@ -1,11 +1,12 @@
 """LoRA on Megatron's linear layers in any layout: only adapters have gradients and optimizer state.
 
 An adapted weight is computed before its layer runs: `W + scale * B @ A` (Hu et al. 2021, arXiv:2106.09685; with `use_rslora`
-the scale is alpha / sqrt(dim), arXiv:2312.03732). The weight layout says which box of which Hugging Face parameter is where
-in a local tensor, so one rule covers column, row, QKV, gate-up and expert layers. Adapters are those of Hugging Face's
-parameters, as in PEFT. Each rank holds the whole A and B of the parameters that it has a part of, and gradients are summed
-over the tensor-parallel ranks. A refit sends the weights that training computes with, bit by bit. Imported only where
-Megatron is.
+the scale is alpha / sqrt(dim), arXiv:2312.03732). With `use_dora` each row of the sum is divided by its norm, which has no
+gradient, and multiplied by a trained magnitude (Liu et al. 2024, arXiv:2402.09353, section 4.3). The weight layout says
+which box of which Hugging Face parameter is where in a local tensor, so one rule covers column, row, QKV, gate-up and
+expert layers. Adapters are those of Hugging Face's parameters, as in PEFT. Each rank holds the whole adapter of the
+parameters that it has a part of, and gradients are summed over the tensor-parallel ranks. A merged refit sends the weights
+that training computes with, bit by bit. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from torch import Tensor
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import Box, WeightSlice, expand
 from dagrl.workers.megatron.adapter_files import AdapterShapes, is_target
+from dagrl.workers.megatron.adapter_slices import adapter_names
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
 
-Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
-"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter."""
+Adapter = tuple[torch.nn.Parameter, ...]
+"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter; with DoRA also its magnitudes [outputs]."""
+
+PARTS = "ABM"
+"""Names of the parts of an adapter in modules and checkpoints."""
 
 _LAYER = re.compile(r"((?:vp\d+\.)?decoder\.layers\.\d+)\.(.+)\.weight")
 
@@ -41,13 +46,13 @@ class LayerAdapters(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: dict[str, Pair] = {}
+        self.held: dict[str, Adapter] = {}
 
-    def add(self, name: str, a: torch.nn.Parameter, b: torch.nn.Parameter) -> None:
-        """Adds A [dim, inputs] and B [outputs, dim] of the parameter `name`."""
-        for part, parameter in (("A", a), ("B", b)):
+    def add(self, name: str, adapter: Adapter) -> None:
+        """Adds the adapter of the parameter `name`."""
+        for part, parameter in zip(PARTS, adapter, strict=False):
             self.register_parameter(f"{name.replace('.', '-')}-{part}", parameter)
-        self.pairs[name] = a, b
+        self.held[name] = adapter
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Returns nothing: Megatron would name adapters by their layer on this stage."""
@@ -57,52 +62,95 @@ class LayerAdapters(torch.nn.Module):
         """Returns Megatron's sharded tensors: every adapter whole, under a name that does not depend on the layout."""
         return [
             ShardedTensor.from_rank_offsets(f"{ADAPTERS}.{name}.{part}", parameter, replica_id=_replica(parameter))
-            for name, pair in self.pairs.items()
-            for part, parameter in zip("AB", pair, strict=True)
+            for name, adapter in self.held.items()
+            for part, parameter in zip(PARTS, adapter, strict=False)
         ]
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """Rows of a local weight, the box of a Hugging Face parameter in them, and its A and B, if it has any."""
+    """Rows of a local weight, the box of a Hugging Face parameter in them, and its adapter, if it has one."""
 
     rows: slice
     box: Box
-    pair: Pair | None
+    adapter: Adapter | None
 
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """One local weight, and its parts from top to bottom."""
+    """One local weight, and its parts from top to bottom. `group`: the ranks over which its rows are split, if any."""
 
     module: torch.nn.Module
     base: torch.nn.Parameter
     parts: tuple[WeightPart, ...]
     scale: float
+    group: dist.ProcessGroup | None
 
     def merged(self) -> Tensor:
-        """Returns the weight with its adapters, differentiable in them."""
-        rows = []
+        """Returns the weight with its adapters, differentiable in them. With DoRA the ranks of `group` call it together."""
+        merged = torch.cat([self._sum(part) for part in self.parts])
+        magnitudes = [part.adapter[2] for part in self.parts if part.adapter is not None and len(part.adapter) > 2]
+        return merged * self._factors(self.norms(merged))[:, None] if magnitudes else merged
+
+    def _sum(self, part: WeightPart) -> Tensor:
+        weight = self.base[part.rows]
+        if part.adapter is None:
+            return weight
+        (first, last), (left, right) = part.box
+        return torch.addmm(weight, part.adapter[1][first:last], part.adapter[0][:, left:right], alpha=self.scale)
+
+    def norms(self, weight: Tensor) -> Tensor:
+        """Returns the norm of each row of a weight that is split as this one, without a gradient. [rows]
+
+        It is rounded like the magnitudes, so that a new adapter multiplies by exactly 1.
+        """
+        squares = weight.detach().float().square().sum(1)
+        if self.group is not None:
+            dist.all_reduce(squares, group=self.group)
+        return squares.sqrt().to(self.base.dtype)
+
+    def _factors(self, norms: Tensor) -> Tensor:
+        """Returns by what each row is multiplied: magnitude over norm, and 1 without an adapter."""
+        factors, start = [], 0
         for part in self.parts:
-            weight = self.base[part.rows]
-            if part.pair is not None:
-                (first, last), (left, right) = part.box
-                weight = torch.addmm(weight, part.pair[1][first:last], part.pair[0][:, left:right], alpha=self.scale)
-            rows.append(weight)
-        return torch.cat(rows)
+            found = norms[start : start + part.rows.stop - part.rows.start]
+            start += len(found)
+            if part.adapter is None:
+                factors.append(torch.ones_like(found))
+            else:
+                factors.append(part.adapter[2][slice(*part.box[0])] / found)
+        return torch.cat(factors)
 
 
 class Adapters:
-    """The adapters of this rank. `pairs` has A and B by the Hugging Face name of the parameter."""
+    """The adapters of this rank. `held` has them by the Hugging Face name of the parameter."""
 
     def __init__(self, layers: Mapping[torch.nn.Module, list[AdaptedWeight]], scale: float) -> None:
         self.layers, self.scale = layers, scale
         modules = [layer.get_submodule(ADAPTERS) for layer in layers]
-        self.pairs = {k: pair for one in modules if isinstance(one, LayerAdapters) for k, pair in one.pairs.items()}
+        self.held = {
+            name: adapter for one in modules if isinstance(one, LayerAdapters) for name, adapter in one.held.items()
+        }
         self._disabled = False
+        self._scaled: dict[str, Tensor] = {}
         for layer, weights in layers.items():
             layer.register_forward_pre_hook(lambda *_, weights=weights: self._merge(weights))
             layer.register_forward_hook(lambda *_, weights=weights: _forget(weights), always_call=True)
+
+    def sent(self) -> dict[str, Tensor]:
+        """Returns A, and B times the scale, by their names in a refit of adapters alone. `scale_sent` updates the latter."""
+        self._scaled = {name: torch.empty_like(adapter[1].data) for name, adapter in self.held.items()}
+        return {
+            part: tensor
+            for name, adapter in self.held.items()
+            for part, tensor in zip(adapter_names(name), (adapter[0], self._scaled[name]), strict=True)
+        }
+
+    def scale_sent(self) -> None:
+        """Computes B times the scale for the next refit."""
+        scaled = list(self._scaled.values())
+        torch._foreach_copy_(scaled, [self.held[name][1].data for name in self._scaled])
+        torch._foreach_mul_(scaled, self.scale)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -146,7 +194,7 @@ def add_adapters(
     settings: PeftConfig,
     seed: int,
 ) -> Adapters:
-    """Freezes the model and adds adapters: A random, equal on all ranks, and B zero, as in PEFT.
+    """Freezes the model and adds adapters: A random, equal on all ranks, and B zero, as in PEFT. Magnitudes are norms.
 
     `slices` are those of this rank, `siblings` of all its tensor-parallel ranks, which have the same adapters. `shapes` are
     the full shapes of all parameters.
@@ -168,27 +216,46 @@ def add_adapters(
             shared = dict.fromkeys(piece.name for piece in pieces)
         if layer not in layers:
             layer.add_module(ADAPTERS, LayerAdapters())
-        pairs = {
-            name: _new_pair(name, shapes[name], module.weight, settings.dim, seed)  # type: ignore[arg-type]
-            for name in shared
-            if is_target(name, settings)
-        }
-        for name, pair in pairs.items():
-            layer.get_submodule(ADAPTERS).add(name, *pair)  # type: ignore[operator]
-        weight = AdaptedWeight(module, module.weight, _parts(pieces, pairs, shapes), scale)  # type: ignore[arg-type]
+        base: torch.nn.Parameter = module.weight  # type: ignore[assignment]
+        held = {name: _new_adapter(name, shapes[name], base, settings, seed) for name in shared if is_target(name, settings)}
+        for name, adapter in held.items():
+            layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
+        group = _split_over(pieces, shapes, base)
+        weight = AdaptedWeight(module, base, _parts(pieces, held, shapes), scale, group)
+        if settings.use_dora:
+            _set_magnitudes(weight, held)
         layers.setdefault(layer, []).append(weight)
     return Adapters(layers, scale)
 
 
-def _parts(pieces: Sequence[WeightSlice], pairs: Mapping[str, Pair], shapes: AdapterShapes) -> tuple[WeightPart, ...]:
+def _split_over(pieces: Sequence[WeightSlice], shapes: AdapterShapes, base: torch.nn.Parameter) -> dist.ProcessGroup | None:
+    """Returns the ranks over which the weight's rows are split; None if its rows are whole."""
+    start, stop = pieces[0].box[1]
+    return None if stop - start == shapes[pieces[0].name][1] else _tensor_group(base)
+
+
+def _set_magnitudes(weight: AdaptedWeight, held: Mapping[str, Adapter]) -> None:
+    """Sets the magnitudes to the norms of the base weight's rows. All tensor-parallel ranks call it together."""
+    norms, start, group = weight.norms(weight.base), 0, _tensor_group(weight.base)
+    for part in weight.parts:
+        found = norms[start : start + part.rows.stop - part.rows.start]
+        start += len(found)
+        if part.adapter is not None:
+            part.adapter[2].data[slice(*part.box[0])] = found
+    if weight.group is None and dist.get_world_size(group) > 1:  # others have other rows
+        for adapter in held.values():
+            dist.all_reduce(adapter[2].data, group=group)
+
+
+def _parts(pieces: Sequence[WeightSlice], held: Mapping[str, Adapter], shapes: AdapterShapes) -> tuple[WeightPart, ...]:
     """Returns the parts of a local weight, and those without rows of adapters that only other ranks use.
 
     The latter give these adapters a gradient of 0.
     """
-    held = {piece.name for piece in pieces}
-    parts = [WeightPart(slice(*piece.local[-2]), piece.box, pairs.get(piece.name)) for piece in pieces]
-    idle = [(((0, 0), (0, shapes[name][1])), pair) for name, pair in pairs.items() if name not in held]
-    return (*parts, *(WeightPart(slice(0, 0), box, pair) for box, pair in idle))
+    here = {piece.name for piece in pieces}
+    parts = [WeightPart(slice(*piece.local[-2]), piece.box, held.get(piece.name)) for piece in pieces]
+    idle = [(((0, 0), (0, shapes[name][1])), adapter) for name, adapter in held.items() if name not in here]
+    return (*parts, *(WeightPart(slice(0, 0), box, adapter) for box, adapter in idle))
 
 
 def sum_adapter_gradients(chunks: list[Any], *_: Any, **__: Any) -> None:
@@ -221,6 +288,13 @@ def _names(slices: Sequence[WeightSlice]) -> dict[str, list[str]]:
     return {tensor: [piece.name for piece in pieces] for tensor, pieces in _by_tensor(slices).items()}
 
 
+def _tensor_group(base: torch.nn.Parameter) -> dist.ProcessGroup:
+    """Returns the tensor-parallel ranks of a layer's weight."""
+    if _is_dense(base):
+        return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
+    return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
+
+
 def _is_dense(parameter: Any) -> bool:
     """Whether Megatron reduces the parameter over the data-parallel ranks of dense layers."""
     return getattr(parameter, "allreduce", True)
@@ -233,17 +307,16 @@ def _module(model: ModelChunks, name: str) -> torch.nn.Module:
     return model.chunks[0].get_submodule(name)  # type: ignore[no-any-return]
 
 
-def _new_pair(name: str, shape: Sequence[int], base: torch.nn.Parameter, dim: int, seed: int) -> Pair:
-    outputs, inputs = shape
+def _new_adapter(name: str, shape: Sequence[int], base: torch.nn.Parameter, settings: PeftConfig, seed: int) -> Adapter:
+    (outputs, inputs), dim = shape, settings.dim
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
     bound = 1 / math.sqrt(inputs)  # PEFT's kaiming_uniform_(a=sqrt(5))
     a = torch.empty(dim, inputs).uniform_(-bound, bound, generator=generator)
-    pair = tuple(
-        torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in (a, torch.zeros(outputs, dim))
-    )
-    for parameter in pair:
+    parts = [a, torch.zeros(outputs, dim), *([torch.zeros(outputs)] if settings.use_dora else [])]
+    adapter = tuple(torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in parts)
+    for parameter in adapter:
         _mark(parameter, is_expert=not _is_dense(base))
-    return pair[0], pair[1]
+    return adapter
 
 
 def _mark(parameter: Any, is_expert: bool) -> None:

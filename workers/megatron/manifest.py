@@ -27,7 +27,7 @@ _JSON_TYPES = {"an object": dict, "true or false": bool, "text": str}
 def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """Returns what `read_manifest` compares between the writing and the reading run."""
     peft = policy.megatron_cfg.peft
-    adapters = peft.model_dump(mode="json", exclude={"enabled", "adapter_path"}) if peft.enabled else None
+    adapters = peft.model_dump(mode="json", exclude={"enabled", "adapter_path", "refit"}) if peft.enabled else None
     return {"precision": policy.precision, "adapters": adapters, "model": dict(sorted(hf_config.items()))}
 
 

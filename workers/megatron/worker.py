@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.config import Json
-from dagrl.config.settings import generates, holds_reference, shares_logprobs
+from dagrl.config.settings import generates, holds_reference, sends_adapters, shares_logprobs
 from dagrl.errors import RunError
 from dagrl.machine import DeviceMemory
 from dagrl.refit import commit_together
@@ -307,7 +307,7 @@ class MegatronWorker(MegatronWorkerBase):
         self._reference = ReferencePolicy(weights, self.config.policy.reference_weights, self._device)
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns which boxes of the HF parameters `weight_tensors()` hold, and any FP8 KV-cache scales."""
+        """Returns which boxes of the HF parameters, or of their adapters, a refit sends, and any FP8 KV-cache scales."""
         return self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
 
     def weight_config(self) -> dict[str, Json]:
@@ -328,22 +328,33 @@ class MegatronWorker(MegatronWorkerBase):
         if self._channel is not None:
             self._channel.close()
         self._channel = self._sender = None  # free its staging buffers first
-        live: dict[str, Tensor] = dict(
-            self._ready("weights").model.parameters()
-        )  # parameters, not their data: refits follow changes
-        if self._kv_scales is not None:
-            live |= self._kv_scales.tensors
         with self._running():
             self._channel = open_channel(channel)
-            self._sender = RefitSender(plan, live, self._channel)
+            self._sender = RefitSender(plan, self._sent_tensors(), self._channel)
+
+    def _sent_tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that `weight_slices()` names: parameters, not their data, as refits follow changes."""
+        trainer = self._ready("weights")
+        if self._adapters is not None and sends_adapters(self.config):
+            return self._adapters.sent()
+        scales = {} if self._kv_scales is None else self._kv_scales.tensors
+        return {**trainer.model.parameters(), **scales}
 
     def send_weights(self, version: int) -> RefitReport:
         """Sends the current weights as policy version `version`."""
         self._ready("weights")
         if self._sender is None or self._channel is None:
             raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
-        with self._running(sending=True), self._merged(), commit_together(self._channel, wait=False):
+        with self._running(), self._refitted(), commit_together(self._channel, wait=False):
+            self._sending = True  # also after a failure, until the next phase
             return self._sender.send(version)
+
+    def _refitted(self) -> AbstractContextManager[None]:
+        """Context in which `_sent_tensors()` have the current values."""
+        if self._adapters is not None and sends_adapters(self.config):
+            self._adapters.scale_sent()
+            return nullcontext()
+        return self._merged()
 
     def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False) -> None:
         """Writes everything the next step depends on, and the driver's `state`, to `directory`; all workers together.
@@ -415,14 +426,14 @@ class MegatronWorker(MegatronWorkerBase):
             return
         owners = {piece.name: rank for rank, held in reversed(list(enumerate(slices))) for piece in expand(held)}
         mine = {
-            name: (pair[0].detach().cpu(), pair[1].detach().cpu())
-            for name, pair in self._adapters.pairs.items()
+            name: [part.detach().cpu() for part in adapter]
+            for name, adapter in self._adapters.held.items()
             if owners[name] == self.context.rank
         }
-        pairs = {name: pair for part in gather_objects(self._files_group, mine) for name, pair in part.items()}
+        adapters = {name: one for part in gather_objects(self._files_group, mine) for name, one in part.items()}
         settings, base = self.config.policy.megatron_cfg.peft, str(self._source.absolute())
         write = self.context.rank == 0
-        run_on_all_ranks(self._files_group, lambda: write_adapters(directory, base, settings, pairs) if write else None)
+        run_on_all_ranks(self._files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
 
     def reset_optimizer(self) -> None:
         """Resets moments and schedule, as if training started with the current weights."""

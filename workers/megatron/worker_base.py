@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json
-from dagrl.config.settings import has_fp8_kv_cache
+from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.kept_logprobs import KeptLogprobs
@@ -114,9 +114,13 @@ class MegatronWorkerBase:
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """Returns what `rank` of `layout` will hold, without a worker."""
         from dagrl.workers.families.kv_scales import megatron_kv_scales
+        from dagrl.workers.megatron.adapter_slices import stacked_shapes, targets, trained_adapters
         from dagrl.workers.megatron.weights import megatron_weight_slices
 
         weights = megatron_weight_slices(hf_config, layout, rank)
+        if sends_adapters(config):
+            peft = config.policy.megatron_cfg.peft
+            return trained_adapters(weights, targets(stacked_shapes(hf_config), peft), peft)
         return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if has_fp8_kv_cache(config) else ())]
 
     @staticmethod
@@ -211,13 +215,13 @@ class MegatronWorkerBase:
         return self._trainer
 
     @contextmanager
-    def _running(self, *, sending: bool = False, training: bool = False) -> Iterator[None]:
+    def _running(self, *, training: bool = False) -> Iterator[None]:
         """Context in which a phase runs: sets the thread's CUDA device and stream, and waits for the launched work.
 
         Waiting attributes a failure to its phase. It does not cover copies of offloaded state, which have their own stream.
-        Aborted NCCL collectives end without raising, so the abort is checked afterwards. `sending` marks a refit, also
-        after it failed, until the next phase. `training` leaves an overlapped parameter gathering to the forward pass; other
-        phases complete it first. With `cuda_graphs` everything runs on the worker's own stream, as capture requires.
+        Aborted NCCL collectives end without raising, so the abort is checked afterwards. `training` leaves
+        an overlapped parameter gathering to the forward pass; other phases complete it first. With `cuda_graphs` everything
+        runs on the worker's own stream, as capture requires.
         """
         import torch
 
@@ -229,7 +233,6 @@ class MegatronWorkerBase:
         with torch.cuda.stream(self._stream):
             if self._trainer is not None and not training:
                 self._trainer.finish_param_gather()
-            self._sending = sending
             yield
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
@@ -282,7 +285,7 @@ class MegatronWorkerBase:
         adapters = add_adapters(model, own, siblings, shapes, settings, self.config.seed)
         if settings.adapter_path is not None:
             with torch.no_grad():
-                read_adapters(settings.adapter_path, adapters.pairs)
+                read_adapters(settings.adapter_path, adapters.held)
         return adapters
 
     def _make_kv_scales(self, model: ModelChunks) -> KvScales | None:

@@ -31,6 +31,7 @@ from dagrl.workers.vllm.bursts import Bursts
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreOutput
 
@@ -75,11 +76,12 @@ class QuantumEngine:
         peers: Peers | None = None,
         burst_steps: int = 1,
         recorder: ExpertRecorder | None = None,
+        adapter: LoRARequest | None = None,
     ) -> None:
         """`peers` are the engine's tensor-parallel ranks, if there are several. `burst_steps`: see `Bursts`. `recorder` is
-        attached to its model.
+        attached to its model. All requests run with `adapter`.
         """
-        self._recorder = recorder
+        self._recorder, self._adapter = recorder, adapter
         self._engine = engine
         self._bursts = Bursts(engine.engine_core.engine_core, burst_steps) if burst_steps > 1 else None
         self._peers = peers
@@ -282,7 +284,7 @@ class QuantumEngine:
         name = str(request.request_id)
         # The version is part of the cache key, so a request never matches a prefix computed by older weights.
         prompt: Any = {"prompt_token_ids": list(request.prompt), "cache_salt": f"version {self._version}"}
-        own = str(self._engine.add_request(name, prompt, self._sampling(request)))
+        own = str(self._engine.add_request(name, prompt, self._sampling(request), lora_request=self._adapter))
         state: Any = next(reversed(self._engine.output_processor.request_states.values()))
         state.logprobs_processor = SampledLogprobs()
         self._running[name] = _Running(request, own, RequestProgress(request.request_id), [(self._version, 0)])

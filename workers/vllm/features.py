@@ -44,6 +44,13 @@ def engine_config(arguments: Mapping[str, Any]) -> VllmConfig:
     return EngineArgs(**arguments).create_engine_config()
 
 
+def only_known(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that this vLLM's `EngineArgs` has."""
+    from vllm import EngineArgs
+
+    return {name: value for name, value in arguments.items() if name in {one.name for one in dataclasses.fields(EngineArgs)}}
+
+
 def can_sleep() -> bool:
     """Whether engines on this platform can release their memory and restore it at the same addresses."""
     from vllm.platforms import current_platform

@@ -31,6 +31,7 @@ from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.environment import OWN_ARGUMENTS, device_index, model_path, require_generation
 from dagrl.workers.vllm.loader import LOAD_FORMAT, register_loader
+from dagrl.workers.vllm.lora import lora_arguments
 from dagrl.workers.vllm.quantization import quantization_arguments, quantizes
 
 if TYPE_CHECKING:
@@ -189,14 +190,15 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     import torch
 
     vllm = require_generation(config).vllm_cfg
-    tokenizer = _tokenizer(config)
+    tokenizer, hf_config = _tokenizer(config), read_hf_config(config)
     timeout = max(1, round(context.collective_timeout_s))
     arguments: dict[str, Any] = {
         "model": model_path(config),
         "tokenizer": tokenizer or model_path(config),
         "skip_tokenizer_init": tokenizer is None,
         "load_format": LOAD_FORMAT,
-        **quantization_arguments(config, read_hf_config(config)),
+        **quantization_arguments(config, hf_config),
+        **lora_arguments(config, hf_config),
         "seed": config.seed,  # equal on all ranks of a shard, which must sample the same tokens
         "max_model_len": vllm.max_model_len or config.policy.max_total_sequence_length,
         "max_num_seqs": vllm.max_num_seqs,

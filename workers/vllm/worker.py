@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import has_fp8_kv_cache, recomputes_kv_cache
+from dagrl.config.settings import has_fp8_kv_cache, recomputes_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice
@@ -37,6 +37,7 @@ from dagrl.workers.vllm.environment import check_head_size, require_generation, 
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
 from dagrl.workers.vllm.loader import take_loaded_model
+from dagrl.workers.vllm.lora import check_slots, describe_slots, fill_slot, find_slots, lora_request
 from dagrl.workers.vllm.peers import Peers
 from dagrl.workers.vllm.quantization import compute_dtype, in_fp8
 from dagrl.workers.vllm.sampling import Sampling
@@ -80,6 +81,8 @@ class VllmWorker:
         if has_fp8_kv_cache(config):
             check_family(hf_config)
         VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
+        if sends_adapters(config):
+            check_slots(config, hf_config)
         check_head_size(config, hf_config)
         if config.policy.router_replay:
             routed_layers(hf_config)
@@ -95,6 +98,8 @@ class VllmWorker:
         fp8 = in_fp8(config, hf_config)
         place = VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1, fp8=fp8)
         weights = vllm_weight_slices(hf_config, place)
+        if sends_adapters(config):
+            return describe_slots(weights, hf_config, config.policy.megatron_cfg.peft)
         return [*weights, *(vllm_kv_scales(hf_config) if has_fp8_kv_cache(config) else ())]
 
     @staticmethod
@@ -121,10 +126,14 @@ class VllmWorker:
         if recorder is not None:
             recorder.cache_holds(int(llm.vllm_config.cache_config.num_gpu_blocks or 0))
         model, self._device = llm.collective_rpc(_worker_model)[0]
-        self._destinations = self._find_destinations(model, llm)
+        if sends_adapters(self.config):
+            self._destinations = self._find_slots(llm)
+        else:
+            self._destinations = self._find_destinations(model, llm)
         max_model_len = int(llm.model_config.max_model_len)
         sampling = Sampling.of(self.generation, _eos_token_ids(self._hf_config), max_model_len)
-        self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps(), recorder)
+        adapter = lora_request() if sends_adapters(self.config) else None
+        self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps(), recorder, adapter)
         if self._device.type == "cuda":
             import torch
 
@@ -175,13 +184,16 @@ class VllmWorker:
     def sleep(self, level: int) -> int:
         """Frees GPU memory until `wake_up`. Returns the freed bytes; 0 if vLLM cannot sleep here (no GPU).
 
-        Level 1 moves the weights to host memory. Level 2 drops them, and generate() raises until a complete refit.
+        Level 1 moves the weights to host memory. Level 2 drops them, and generate() raises until a complete refit. Raises
+        ConfigError at level 2 if refits send adapters alone.
         """
         engine = self._require_engine()
         self._enter_device()
         if not features.can_sleep():
             logger.debug("vLLM cannot sleep on this platform; the generation worker keeps its memory")
             return 0
+        if level == 2 and sends_adapters(self.config):
+            raise ConfigError("sleep(2) drops base weights that no refit brings back; use level 1, or peft.refit=merged")
         before = self._free_bytes()
         if self._channel is not None:
             self._channel.release()
@@ -213,7 +225,10 @@ class VllmWorker:
         return engine.snapshot()
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns which Hugging Face parameters this rank holds, and where. Available after setup()."""
+        """Returns which Hugging Face parameters, or which of their adapters, a refit writes, and where.
+
+        Available after setup().
+        """
         scales = vllm_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else []
         return [*self._destinations.slices, *scales]
 
@@ -329,6 +344,11 @@ class VllmWorker:
             tied=bool(self._hf_config.get("tie_word_embeddings")),
             scaled=vllm_attentions(self._hf_config) if has_fp8_kv_cache(self.config) else (),
         )
+
+    def _find_slots(self, llm: LLMEngine) -> Destinations:
+        peft = self.config.policy.megatron_cfg.peft
+        layers = llm.collective_rpc(fill_slot, args=(peft.dim,))[0]
+        return find_slots(layers, self._hf_config, peft, llm.model_config.dtype)
 
     def _enter_device(self) -> None:
         """Sets the CUDA device and stream of the current thread. Phases run on the runtime's threads.

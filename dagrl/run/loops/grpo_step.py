@@ -29,7 +29,7 @@ from dagrl.run.replays import Replays
 from dagrl.run.session import Session
 from dagrl.run.start import REFERENCE
 from dagrl.runtime.shapes import Batch
-from dagrl.telemetry.metrics import EXPOSED, MASKED_MINIBATCHES, UPDATE, UPDATE_PAUSE, join_optimizer_steps
+from dagrl.telemetry.metrics import EXPOSED, MASKED_MINIBATCHES, REFIT_BYTES, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def update(session: Session, experience: Experience, ended: float) -> dict[str, 
 
 
 def refit(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
-    """Sends generation the train workers' weights as `version`. Returns how long generation workers stood still.
+    """Sends generation the train workers' weights as `version`. Returns how long generation stood still, and the bytes.
 
     Submits the next quanta before it waits, so that engines continue at once. Colocated engines have no memory for a quantum
     until the refit has ended.
@@ -135,8 +135,9 @@ def refit(replays: Replays, experience: Experience, version: int) -> dict[str, f
     replay = replays.submit("refit", version)
     if replays.shared is None:
         experience.rollouts.look_ahead()
-    pauses = _pauses(replays.collect("refit", replay, busy_s=mean_pause)[0])
-    return {UPDATE_PAUSE: max(pauses)} if pauses else {}
+    result = replays.collect("refit", replay, busy_s=mean_pause)[0]
+    received = sum(report.bytes_received for report in _reports(result))
+    return {UPDATE_PAUSE: max(_pauses(result)), REFIT_BYTES: float(received)} if received else {}
 
 
 def mean_pause(result: object) -> float | None:

@@ -150,6 +150,36 @@ TABLE = [
         ("cannot read", "adapter_config.json", f"{PEFT}.adapter_path must be a directory that PEFT or dagrl wrote"),
         (f"{PEFT}={{enabled: true, adapter_path: nowhere}}",),
     ),
+    *(
+        Row(f"a refit of adapters alone with {what}", (message, f"or set {PEFT}.refit=merged"), overrides)
+        for what, message, overrides in (
+            ("DoRA", "use_dora is true, but", (f"{PEFT}={{enabled: true, refit: adapters, use_dora: true}}",)),
+            ("a rank of 600", "dim is 600, but", (f"{PEFT}={{enabled: true, refit: adapters, dim: 600}}",)),
+            (
+                "FP8 generation",
+                "vllm_cfg.precision is fp8",
+                (f"{PEFT}={{enabled: true, refit: adapters}}", "policy.generation.vllm_cfg.precision=fp8"),
+            ),
+            (
+                "an FP8 cache",
+                "kv_cache_dtype is fp8",
+                (f"{PEFT}={{enabled: true, refit: adapters}}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"),
+            ),
+            (
+                "weights dropped in sleep",
+                "colocated.sleep_level is 2",
+                (
+                    f"{PEFT}={{enabled: true, refit: adapters}}",
+                    "policy.generation.colocated={enabled: true, sleep_level: 2}",
+                ),
+            ),
+            (
+                "some experts",
+                "has some experts of 'model.layers.0.mlp.experts.*.up_proj.weight' and not others",
+                (f"{PEFT}={{enabled: true, refit: adapters, target_modules: [layers.0.mlp.experts.1.up_proj]}}", MIXTURE),
+            ),
+        )
+    ),
     Row(
         "LoRA with overlapped gathering",
         ("overlap_param_gather is true, and peft.enabled",),

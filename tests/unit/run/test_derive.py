@@ -10,7 +10,7 @@ import yaml
 
 from dagrl.config import Config
 from dagrl.config.file import all_keys, dump_config, load_config
-from dagrl.config.settings import check_settings
+from dagrl.config.settings import check_settings, generation_config
 from dagrl.machine import Gpu
 from dagrl.run import derive
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
@@ -27,6 +27,7 @@ QWEN3_06B = {
     "torch_dtype": "bfloat16",
 }
 LORA = {"megatron_cfg": {"peft": {"enabled": True}}}
+ADAPTERS = {"megatron_cfg": {"peft": {"enabled": True, "refit": "adapters"}}}
 WEIGHTS = 1_503_300_328  # bytes of its published checkpoint
 
 
@@ -147,6 +148,14 @@ def test_lora_learns_faster(machine: Any) -> None:
         assert derived.reasons["policy.megatron_cfg.optimizer.lr"] == "LoRA"
 
 
+def test_engines_keep_base_weights_that_no_refit_sends(machine: Any) -> None:
+    machine(1)
+    derived = resolve(minimal(policy=ADAPTERS))
+    colocated = generation_config(derived.config).colocated
+    assert (colocated.enabled, colocated.sleep_level) == (True, 1)
+    assert derived.reasons["policy.generation.colocated.sleep_level"] == "refits send adapters alone"
+
+
 def test_sft_before_grpo_only_if_asked(machine: Any) -> None:
     machine(0)
     derived = resolve(minimal(sft={"max_num_epochs": 1}), demonstrations=300)
@@ -198,6 +207,7 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
             (minimal("reward_model"), 9),
         ):
             found |= set(resolve(config, demonstrations=rows).reasons)
+        found |= set(resolve(minimal(policy=ADAPTERS)).reasons)
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
     assert found == marked
 

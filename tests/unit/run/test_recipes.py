@@ -55,7 +55,8 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     """Checks the recipe with local files in place of those on the Hub."""
     path = RECIPES / f"{recipe}.yaml"
     content = yaml.safe_load(path.read_text())
-    shape = content["policy"]["model_name"].removeprefix("Qwen/").removesuffix("-Base").lower()
+    named = {key: name for key, name in content["policy"].items() if key in ("model_name", "reference_model_name")}
+    shapes = {key: name.removeprefix("Qwen/").removesuffix("-Base").lower() for key, name in named.items()}
     count, gib = needs(path.read_text())
     cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580") for index in range(count)]
     monkeypatch.setattr(derive, "gpus", lambda: cards)
@@ -66,7 +67,7 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     data.write_text((json.dumps(columns) + "\n") * 400)
     local = [f"data.path={data}", "data.subset=null", "data.val_split=null", f"output_dir={tmp_path}"]
     monkeypatch.chdir(ROOT)
-    return preflight(load_config(path, [f"policy.model_name={models[shape]}", *local]))
+    return preflight(load_config(path, [*(f"policy.{key}={models[shape]}" for key, shape in shapes.items()), *local]))
 
 
 def needs(text: str) -> tuple[int, int]:

@@ -178,7 +178,7 @@ def test_the_pause_of_a_refit_is_that_of_the_slowest_generation_worker() -> None
     sender = RefitReport(1, 16, 0, 9.0)
     reports = [RefitReport(1, 0, 8, 0.5), [RefitReport(1, 0, 8, 0.1, 2.0), sender], RefitReport(1, 0, 8, 0.2, 1.0)]
     replays: Any = MagicMock(collect=lambda *words, **keys: (reports, None))
-    assert refit(replays, MagicMock(), 1) == {"timing_s/update_pause": 2.0}
+    assert refit(replays, MagicMock(), 1) == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
     assert mean_pause(reports) == pytest.approx(3.5 / 3) and mean_pause([sender]) is None
 
 

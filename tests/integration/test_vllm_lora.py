@@ -1,0 +1,140 @@
+"""Refits of LoRA adapters alone into vLLM's slot, against the peft package and vLLM's own loading of an adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dagrl.config import Config
+from dagrl.refit.slices import WeightSlice, expand
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.vllm import VllmWorker
+from tests.integration import vllm_calls
+from tests.integration.test_vllm_inflight import LONG_PROMPT
+from tests.integration.test_vllm_refit import PROMPT, Trainer
+from tests.integration.vllm_models import chosen, make_checkpoint, make_config, state_of
+from tests.integration.vllm_ranks import Engine, Ranks, requests
+
+DIM, ALPHA = 4, 6.0
+TARGETS = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # of fused layers some parts only
+
+
+def with_peft(base: Path, root: Path, seed: int) -> Path:
+    """Writes random adapters with peft, and next to them, in `refit`, what a refit sends. Returns the directory."""
+    import peft
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    settings = peft.LoraConfig(r=DIM, lora_alpha=ALPHA, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.15)
+    model.save_pretrained(root / str(seed))
+    stored = load_file(root / str(seed) / "adapter_model.safetensors")
+    sent = {name: part * (ALPHA / DIM if "lora_B" in name else 1.0) for name, part in stored.items()}
+    (root / str(seed) / "refit").mkdir()
+    save_file(
+        {name.removeprefix("base_model.model."): part for name, part in sent.items()},
+        root / str(seed) / "refit" / "model.safetensors",
+    )
+    return root / str(seed)
+
+
+class Started:
+    """An engine, its configuration, and three sets of adapters."""
+
+    def __init__(self, engine: Engine, config: Config, base: Path, adapters: list[Path]) -> None:
+        self.engine, self.config, self.base, self.adapters = engine, config, base, adapters
+
+    def logprobs(self, number: int, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """The log-probabilities of tokens by peft's model."""
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        model = peft.PeftModel.from_pretrained(base, self.adapters[number]).eval()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        return chosen(torch.log_softmax(logits[len(prompt) - 1 : -1].double(), -1), tokens)
+
+    def write(self, number: int, version: int) -> None:
+        self.engine.on_all(vllm_calls.write_weights, self.adapters[number] / "refit", version)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
+def started(
+    request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
+    pytest.importorskip("peft")
+    root = tmp_path_factory.mktemp("lora")
+    base = make_checkpoint(root / "base")
+    adapters = [with_peft(base, root, seed) for seed in range(3)]
+    peft = {"enabled": True, "refit": "adapters", "dim": DIM, "alpha": ALPHA, "target_modules": TARGETS}
+    config = make_config(base, {"vllm_cfg": {"max_num_seqs": 2, "kv_cache_memory_bytes": 16 << 20}}, length=320, peft=peft)
+    with vllm_ranks.engine(config, request.param) as engine:
+        yield Started(engine, config, base, adapters)
+
+
+def test_log_probabilities_are_those_of_peft(started: Started) -> None:
+    """The rank writes a few kilobytes; the base weights stay. Also after a refit of other adapters."""
+    first = state_of(started.adapters[0] / "refit")
+    trainer = Trainer(started.engine, first)
+    for version, number in ((1, 0), (2, 1), (3, 0)):
+        trainer.send(started.adapters[number] / "refit", version)
+        [row] = started.engine.run(requests([version], [PROMPT], new=16, seed=version))
+        expected = started.logprobs(number, PROMPT, row.tokens)
+        assert (torch.tensor(row.logprobs).double() - expected).abs().max() < 1e-5
+        assert set(row.versions) == {version}
+        other = started.logprobs(1 - number, PROMPT, row.tokens)
+        assert (expected - other).abs().max() > 0.1
+    per_rank = max(trainer.plan.summary().received)
+    assert per_rank <= sum(tensor.nbytes for tensor in first.values())
+
+
+def test_running_requests_continue_with_the_new_adapters(started: Started) -> None:
+    engine = started.engine
+    started.write(0, 10)
+    assert len(engine.generate(requests([21], [LONG_PROMPT], new=12, steps=5))) == 0
+    started.write(1, 11)
+    assert len(engine.generate(requests([22], [LONG_PROMPT], new=12, steps=4))) == 0
+    started.write(2, 12)
+    running, after = engine.run(requests([], []))
+    assert running.versions == [10] * 5 + [11] * 4 + [12] * 3
+    found = torch.tensor(running.logprobs).double()
+    assert (found - started.logprobs(0, LONG_PROMPT, running.tokens))[:5].abs().max() < 1e-5
+    assert after.versions == [11] * 4 + [12] * 8
+    found = torch.tensor(after.logprobs).double()
+    assert (found - started.logprobs(1, LONG_PROMPT, after.tokens))[:4].abs().max() < 1e-5
+
+
+def test_the_slot_holds_what_vllm_loads_from_peft_files(started: Started) -> None:
+    engine = started.engine
+    started.write(2, 20)
+    written = engine.on_all(vllm_calls.tensors)
+    started.write(0, 21)
+    engine.on_all(vllm_calls.load_into_slot, started.adapters[2])
+    for ours, theirs in zip(written, engine.on_all(vllm_calls.tensors), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], atol=0, rtol=1e-6)
+            assert tensor.abs().max() > 0
+
+
+def test_the_static_description_is_the_recorded_one(started: Started) -> None:
+    hf_config = json.loads((started.base / "config.json").read_text())
+    layout = ParallelLayout(tp=started.engine.tp)
+    for rank, recorded in enumerate(started.engine.on_all(vllm_calls.weight_slices)):
+        described = VllmWorker.describe(started.config, hf_config, layout, rank)
+        assert in_order(recorded) == in_order(described)
+
+
+def in_order(slices: list[WeightSlice]) -> list[Any]:
+    return sorted((one.name, one.box, one.tensor, one.local, one.dtype) for one in expand(slices))

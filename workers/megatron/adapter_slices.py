@@ -1,0 +1,93 @@
+"""LoRA adapters as weight slices, for refits that send adapters alone. Pure functions; nothing imports torch.
+
+A parameter `q_proj.weight` [outputs, inputs] has A, `q_proj.lora_A.weight` [dim, inputs], and B, `q_proj.lora_B.weight`
+[outputs, dim]. B is sent times the scale of the adapters, as vLLM's LoRA slots expect it. Train workers hold A and B of
+the parameters that they have a part of, whole. A vLLM rank holds the columns of A and the rows of B that belong to its part
+of the parameter; the parameters of a fused layer have a slot each, in the order of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from dagrl.config import Json, PeftConfig
+from dagrl.errors import ConfigError
+from dagrl.refit.slices import STACKED, Box, WeightSlice, numbered
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes, is_target
+from dagrl.workers.megatron.weights import megatron_weight_slices
+
+
+def adapter_names(parameter: str) -> tuple[str, str]:
+    """Returns the names of a parameter's A and B in a refit."""
+    module = parameter.removesuffix(".weight")
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def stacked_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
+    """Returns every parameter of the model with its full shape; a layer's experts as a stack `[experts, ...]`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in megatron_weight_slices(hf_config, ParallelLayout(), 0):
+        known = shapes.get(piece.name, (0,) * len(piece.box))
+        shapes[piece.name] = tuple(max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True))
+    return shapes
+
+
+def targets(shapes: AdapterShapes, settings: PeftConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters of `shapes` (see `stacked_shapes`) that have adapters.
+
+    Raises ConfigError if some experts of a layer have one and others have none: vLLM's slots are for all of them.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        numbers = range(shape[0]) if STACKED in name else range(1)
+        adapted = [is_target(numbered(name, number), settings) for number in numbers]
+        if any(adapted) and not all(adapted):
+            raise ConfigError(
+                f"{KEY}.target_modules has some experts of {name!r} and not others, but vLLM's LoRA slots are for all "
+                f"experts of a layer; name all or none, or set {KEY}.refit=merged"
+            )
+        if all(adapted):
+            found[name] = shape
+    return found
+
+
+def trained_adapters(slices: Sequence[WeightSlice], adapted: AdapterShapes, settings: PeftConfig) -> list[WeightSlice]:
+    """Returns the adapters of a train worker whose weights are `slices`. `adapted`: see `targets`."""
+    found: dict[WeightSlice, None] = {}
+    for one in slices:
+        if one.name in adapted:
+            *experts, outputs, inputs = adapted[one.name]
+            numbers = one.box[:1] if experts else ()
+            for name, sizes in zip(adapter_names(one.name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True):
+                box = (*numbers, *((0, size) for size in sizes))
+                found[WeightSlice(name, box, name, box)] = None
+    return list(found)
+
+
+def adapter_slots(slices: Sequence[WeightSlice], adapted: AdapterShapes, settings: PeftConfig) -> list[WeightSlice]:
+    """Returns what a vLLM rank whose weights are `slices` holds of the adapters, in slots `<module>.lora_a.<number>`."""
+    found: list[WeightSlice] = []
+    for module, pieces in _by_module(slices).items():
+        for number, piece in enumerate(pieces):
+            if piece.name in adapted:
+                found += _slots(piece, module, number, settings.dim)
+    return found
+
+
+def _by_module(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
+    """Returns the pieces of each local matrix from top to bottom. `experts.w13_weight` is of module `experts.w13`."""
+    found: dict[str, list[WeightSlice]] = {}
+    for piece in slices:
+        if len(piece.local) >= 2 and piece.tensor.endswith("weight"):
+            found.setdefault(piece.tensor.removesuffix("weight").rstrip("._"), []).append(piece)
+    return {module: sorted(pieces, key=lambda piece: piece.local[-2]) for module, pieces in found.items()}
+
+
+def _slots(piece: WeightSlice, module: str, number: int, dim: int) -> Iterator[WeightSlice]:
+    experts, held = piece.box[:-2], piece.local[:-2]
+    rows, columns = piece.box[-2:]
+    boxes: tuple[Box, Box] = (((0, dim), columns), (rows, (0, dim)))
+    for name, kind, box in zip(adapter_names(piece.name), "ab", boxes, strict=True):
+        local = tuple((0, stop - start) for start, stop in box)
+        yield WeightSlice(name, (*experts, *box), f"{module}.lora_{kind}.{number}", (*held, *local))

@@ -1,0 +1,220 @@
+"""Refits of LoRA adapters alone: one slot of vLLM's LoRA layers, always active, whose memory a refit writes.
+
+The slot gets an adapter of zeros when the engine has started, and every request names it. vLLM's own code that fills a slot
+(`set_lora` of its LoRA layers) runs over recording tensors and gives the destinations: slices of fused layers, tensor
+parallelism, experts. The base weights stay as loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dagrl.config import Config, Json, PeftConfig
+from dagrl.config.settings import SLOT_RANKS, sends_adapters
+from dagrl.errors import ConfigError
+from dagrl.refit.slices import WeightSlice
+from dagrl.workers.families import find_family
+from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes
+from dagrl.workers.megatron.adapter_slices import adapter_names, adapter_slots, stacked_shapes, targets
+from dagrl.workers.vllm import features
+from dagrl.workers.vllm.destinations import Destinations
+from dagrl.workers.vllm.quantization import in_fp8
+from dagrl.workers.vllm.recording import Recording
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from vllm.lora.request import LoRARequest
+
+Pair = tuple["Tensor", "Tensor"]
+
+SLOT, ADAPTER = 0, 1
+"""The slot, and vLLM's number of the adapter in it."""
+
+_EXPERTS = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"), ("up_proj", "down_proj", "up_proj"))
+"""Names of the projections that vLLM calls w1, w2 and w3; without a gate it takes w1 twice."""
+
+
+def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, Any]:
+    """Returns vLLM's engine arguments for one LoRA slot; none if refits send merged weights."""
+    if not sends_adapters(config):
+        return {}
+    peft = config.policy.megatron_cfg.peft
+    arguments: dict[str, Any] = {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in SLOT_RANKS if rank >= peft.dim),
+        "load_format": "auto",  # a refit writes none of the loaded parameters
+    }
+    slots = describe_slots(vllm_weight_slices(hf_config, VllmRank()), hf_config, peft)
+    modules = {_module_of(slot.tensor).rpartition(".")[2] for slot in slots}
+    # Other layers have no slot: those of the head would change how logits are computed.
+    return arguments | features.only_known({"lora_target_modules": sorted(modules)})
+
+
+def describe_slots(slices: Sequence[WeightSlice], hf_config: Mapping[str, Json], settings: PeftConfig) -> list[WeightSlice]:
+    """Returns what a rank whose weights are `slices` holds in its slot, without an engine."""
+    return adapter_slots(slices, targets(stacked_shapes(hf_config), settings), settings)
+
+
+def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
+    """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model."""
+    if in_fp8(config, hf_config):
+        raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
+
+
+def lora_request() -> LoRARequest:
+    """Returns what a request names to run with the slot."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER, "filled by refits")
+
+
+def fill_slot(worker: Any, dim: int) -> Any:
+    """Puts an adapter of zeros into the slot, where it stays. Returns vLLM's manager of LoRA layers.
+
+    Runs inside vLLM's worker.
+    """
+    manager = worker.model_runner.lora_manager
+    manager.add_dummy_lora(lora_request(), rank=dim)
+    manager.pin_adapter(ADAPTER)  # also activates it
+    layers = manager._adapter_manager
+    assert layers.lora_index_to_id[SLOT] == ADAPTER
+    return layers
+
+
+def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig, dtype: torch.dtype) -> Destinations:
+    """Returns the destinations of a refit of adapters in vLLM's LoRA layers.
+
+    Raises ConfigError if vLLM has no slot for one of the adapters.
+    """
+    from dagrl.workers.vllm.recording import record
+
+    shapes = stacked_shapes(hf_config)
+    adapted = targets(shapes, settings)
+    slots = _Slots(layers, {_vllm_name(name, hf_config): name for name in shapes}, shapes, settings.dim)
+    checkpoint = [one for name, shape in adapted.items() for one in _checkpoint(name, shape, settings.dim, dtype)]
+    recording = record(slots.memory(), checkpoint, dtype, lambda sources: slots.fill(dict(sources)))
+    _check_complete(type(layers.model).__name__, recording, adapted, slots)
+    tensors = {one.tensor: slots.tensors[one.tensor] for one in recording.slices}
+    return Destinations(recording.slices, tensors, ())
+
+
+def _checkpoint(
+    name: str, shape: Sequence[int], dim: int, dtype: torch.dtype
+) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    *experts, outputs, inputs = shape
+    for part, sizes in zip(adapter_names(name), ((dim, inputs), (outputs, dim)), strict=True):
+        yield part, (*experts, *sizes), dtype
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """vLLM's LoRA layers; `names` are Hugging Face parameters by vLLM's names, `shapes` those of all parameters."""
+
+    layers: Any
+    names: Mapping[str, str]
+    shapes: AdapterShapes
+    dim: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The slot's memory by local name."""
+        return dict(self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for module, layer in self.layers.modules.items():
+            if _has_experts(layer):
+                for part in ("w13", "w2"):
+                    for kind in "ab":
+                        stacks = getattr(layer, f"{part}_lora_{kind}_stacked")
+                        yield from ((f"{module}.{part}.lora_{kind}.{n}", one[SLOT]) for n, one in enumerate(stacks))
+                continue
+            for kind in "ab":
+                stacks = getattr(layer, f"lora_{kind}_stacked")
+                yield from ((f"{module}.lora_{kind}.{n}", one[SLOT, 0]) for n, one in enumerate(stacks))
+
+    def memory(self) -> torch.nn.Module:
+        """Returns a module with the slot's memory as buffers, for the recorder."""
+        return _memory(self.tensors)
+
+    def fill(self, sources: Mapping[str, Tensor]) -> None:
+        """Fills the slot from A and B by name, as vLLM does with an adapter that it loads."""
+        for module, layer in self.layers.modules.items():
+            if _has_experts(layer):
+                self._fill_experts(module, layer, sources)
+                continue
+            children = self.layers.packed_modules.get(module, [module])
+            pairs = [self._pair(f"{child}.weight", sources) for child in children]
+            if any(pair is not None for pair in pairs):
+                a, b = ([pair and pair[side] for pair in pairs] for side in range(2))
+                layer.set_lora(SLOT, *((a, b) if len(pairs) > 1 else (a[0], b[0])))
+
+    def _fill_experts(self, module: str, layer: Any, sources: Mapping[str, Tensor]) -> None:
+        names = next(
+            [f"{module}.*.{projection}.weight" for projection in one]
+            for one in _EXPERTS
+            if all(f"{module}.*.{projection}.weight" in self.names for projection in one)
+        )
+        pairs = [self._pair(name, sources) for name in names]
+        if not any(pairs):
+            return
+        filled = [pair or self._zeros(name) for pair, name in zip(pairs, names, strict=True)]
+        start = layer.ep_rank * layer.local_num_experts if layer.use_ep else 0
+        held = slice(start, start + layer.local_num_experts)
+        layer.set_lora(SLOT, *([pair[side][held] for pair in filled] for side in range(2)))
+
+    def _pair(self, name: str, sources: Mapping[str, Tensor]) -> Pair | None:
+        a, b = (sources.get(part) for part in adapter_names(self.names.get(name, name)))
+        return None if a is None or b is None else (a, b)
+
+    def _zeros(self, name: str) -> Pair:
+        """Returns A and B that the recorder does not follow, for a projection without adapter: the slot stays zero."""
+        import torch
+
+        experts, outputs, inputs = self.shapes[self.names[name]]
+        a, b = (experts, self.dim, inputs), (experts, outputs, self.dim)
+        return torch.empty(a, device="meta"), torch.empty(b, device="meta")
+
+
+def _memory(tensors: Mapping[str, Tensor]) -> torch.nn.Module:
+    import torch
+
+    class Memory(torch.nn.Module):
+        """Names with dots, which modules do not allow for their own buffers."""
+
+        def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+            yield from tensors.items()
+
+    return Memory()
+
+
+def _has_experts(layer: Any) -> bool:
+    return hasattr(layer, "w13_lora_a_stacked")
+
+
+def _module_of(slot: str) -> str:
+    """Returns the vLLM module of a slot. Example: `_module_of("layers.0.mlp.experts.w13.lora_a.1")` ends in `experts`."""
+    module = slot.rpartition(".lora_")[0]
+    return module.removesuffix(".w13").removesuffix(".w2")
+
+
+def _vllm_name(name: str, hf_config: Mapping[str, Json]) -> str:
+    names = find_family(hf_config).names
+    prefix = f"{names.layer}."
+    return f"{names.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+
+
+def _check_complete(model: str, recording: Recording, adapted: AdapterShapes, slots: _Slots) -> None:
+    """Raises ConfigError unless every adapter has its slot on this rank."""
+    found = {one.name for one in recording.slices}
+    lacking = [name for name in adapted if not found.issuperset(adapter_names(name))]
+    if lacking or recording.arranged or recording.refused:
+        which = ", ".join(repr(name) for name in (lacking or [*recording.refused, *recording.arranged])[:3])
+        raise ConfigError(
+            f"vLLM's {model} has no LoRA slot that a refit can write for {which}; choose other "
+            f"{KEY}.target_modules, or set {KEY}.refit=merged"
+        )
