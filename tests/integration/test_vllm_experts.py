@@ -43,7 +43,9 @@ def test_recorded_experts_are_those_of_hugging_face(vllm_ranks: Ranks, tmp_path:
     prompt = [5 + number % 80 for number in range(70)]
     with vllm_ranks.engine(config, 1) as engine:
         first = engine.run(requests([1, 2], [prompt, prompt[:7]]))
-        second = engine.run(requests([3], [[*prompt[:66], 9, 8, 7]]))  # its first blocks are cached
+        assert not len(engine.generate(requests([3], [[*prompt[:66], 9, 8, 7]], steps=1)))
+        assert engine.on_all(vllm_calls.first_computed) == [64], "two blocks of the prompt are cached"
+        second = engine.run(requests([], []))
     truth = hf_experts(checkpoint, [[*prompt, *first[0].tokens], [*prompt[:7], *first[1].tokens]])
     truth += hf_experts(checkpoint, [[*prompt[:66], 9, 8, 7, *second[0].tokens]])
     for row, chosen in zip([*first, *second], truth, strict=True):

@@ -131,6 +131,12 @@ def world_store(worker: Any) -> str:
     return type(store).__name__
 
 
+def first_computed(worker: Any) -> int:
+    """Returns the first position that the engine computed of its only request. Those before were in the prefix cache."""
+    (followed,) = worker._engine._recorder._followed.values()
+    return int(min(start for start, _ in followed.pieces))
+
+
 def nothing(worker: Any) -> None:
     """A rank that does not join the collective."""
 

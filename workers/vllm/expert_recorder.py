@@ -82,13 +82,15 @@ class ExpertRecorder:
             return
         batch, starts = _batch(runner)
         rows = self._to_host(tokens)
-        first = 0
-        for name, start in zip(list(batch.req_ids), starts, strict=False):
-            count = scheduled.num_scheduled_tokens[name]
-            if name in self._followed:
-                self._followed[name].pieces.append((int(start), rows[first : first + count]))
-                self._keep_prompt(self._followed[name])
-            first += count
+        first, counts = 0, scheduled.num_scheduled_tokens
+        for name, start in zip(list(batch.req_ids), starts.tolist(), strict=False):
+            part = rows[first : first + counts[name]]
+            first += counts[name]
+            followed = self._followed.get(name)
+            if followed is not None:
+                followed.pieces.append((start, part))
+                if start < len(followed.prompt):  # for requests with the same prefix
+                    self._keep(followed, followed.prompt, start, part)
 
     def _to_host(self, tokens: int) -> Record:
         """Copies the ids of a step's tokens to the host, [tokens, bytes].
@@ -134,12 +136,6 @@ class ExpertRecorder:
         for start, rows in reversed(followed.pieces):  # what is computed again later does not count
             record[start : start + len(rows)] = rows[: max(length - start, 0)]
         return record
-
-    def _keep_prompt(self, followed: _Followed) -> None:
-        """Keeps the prompt's blocks that the last piece has whole, for requests with the same prefix."""
-        start, rows = followed.pieces[-1]
-        if start < len(followed.prompt):
-            self._keep(followed, followed.prompt, start, rows)
 
     def _keep(self, followed: _Followed, tokens: Sequence[int], start: int, rows: Record) -> None:
         """Keeps the blocks of `tokens` that `rows`, from position `start` on, have whole."""
