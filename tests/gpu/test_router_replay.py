@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_losses_and_gradients_of_routers_are_those_of_the_papers(tmp_path: Path)
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
     balance, z_loss = losses_of(routers, "seq_aux_loss", batch, 1)
-    (likelihood + BALANCE * balance + Z * z_loss).backward()
+    torch.autograd.backward(likelihood + BALANCE * balance + Z * z_loss)
     losses = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
     keys = {**PACKED, "megatron_cfg": {"activation_checkpointing": True, **losses}}
     config = reference.make_config(directory, precision="float32", optimizer=UNCLIPPED, **keys)
@@ -78,7 +79,12 @@ def test_recorded_experts_are_those_of_hugging_face(way: str, cluster: None, tmp
     eager, tp = WAYS[way]
     if tp > torch.cuda.device_count():
         pytest.skip(f"needs {tp} GPUs")
-    sizes = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "mlp_only_layers": [], "moe_intermediate_size": 128}
+    sizes: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 128,
+    }
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_moe", hidden_size=256, vocab_size=1000, **sizes)
     config = gpu_config(checkpoint, eager, tp)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"router_replay": True})})

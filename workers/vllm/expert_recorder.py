@@ -48,9 +48,8 @@ class ExpertRecorder:
         import torch
 
         self._block, self._most_blocks = int(vllm_config.cache_config.block_size), 0
-        layers: list[Any] = [
-            module for module in model.modules() if hasattr(module, "router") and hasattr(module, "layer_id")
-        ]
+        needed = ("router", "layer_id", "_quant_method")  # other modules may wrap what has them
+        layers: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in needed)]
         for layer in layers:
             kernel = layer._quant_method
             if kernel.is_monolithic or not hasattr(layer.router, "set_capture_fn"):
