@@ -26,6 +26,7 @@ import numpy.typing as npt
 from dagrl.errors import ConfigError
 from dagrl.imports import running
 from dagrl.rl.algorithm import KEY, Algorithm
+from dagrl.telemetry.metrics import ACCURACY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +86,7 @@ def compared(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         "preference/chosen_reward": chosen,
         "preference/rejected_reward": rejected,
         "preference/margin": chosen - rejected,
-        "preference/accuracy": (chosen > rejected).to(chosen.dtype),
+        ACCURACY: (chosen > rejected).to(chosen.dtype),
     }
 
 
@@ -123,7 +124,8 @@ def pair_losses(
     """Computes the mean loss over pairs, from the sums, numbers of tokens and reference sums of their answers [rows].
 
     Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. Raises ConfigError if the algorithm's loss fails,
-    has another shape, or is not finite.
+    has another shape, or is not finite for finite sums. The weights of sums that are not finite are neither, so the optimizer
+    skips the step.
     """
     import torch
 
@@ -135,7 +137,7 @@ def pair_losses(
         losses, means = algorithm.pair_loss(Pairs(*leaf.view(-1, 2).T, *counts.view(-1, 2).T, *fixed))
         _check(losses, means, len(sums) // 2, name)
         (gradient,) = torch.autograd.grad(losses.mean(), leaf)
-    if not (losses.isfinite().all() and gradient.isfinite().all()):
+    if np.isfinite(sums).all() and not (losses.isfinite().all() and gradient.isfinite().all()):
         raise ConfigError(f"{KEY}: {name} gives a loss or gradients that are not finite for the sums {sums.tolist()}")
     metrics = {"loss": losses, **means}
     return PairLosses(gradient.numpy(), {key: float(value.detach().mean()) for key, value in metrics.items()})

@@ -16,6 +16,7 @@ EQUAL_GROUPS = "reward/equal_groups"  # share of a step's groups whose valid rew
 KL = "policy/kl"  # to the reference policy, per token
 ENTROPY = "policy/entropy"  # nats per token
 CLIP_RATIO = "policy/clip_ratio"  # share of tokens whose probability ratio was clipped
+ACCURACY = "preference/accuracy"  # share of pairs whose chosen answer has the higher reward or score
 ENVIRONMENT_FAILURES = "environment/failures"  # samples of a step for which the environment failed
 VALIDATION = "validation/"  # prefix of metrics of held-out data, which only some steps have
 STALENESS = "staleness/"  # prefix: policy versions between a token and the step that trains on it

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import DataError
-from dagrl.telemetry.metrics import KL, REWARD_MEAN, SPANS, TIMING, VALIDATION
+from dagrl.telemetry.metrics import ACCURACY, KL, REWARD_MEAN, SPANS, TIMING, VALIDATION
 from dagrl.telemetry.record import read_metrics
 
 if TYPE_CHECKING:
@@ -100,7 +100,12 @@ def _read(path: Path) -> list[Stage]:
 def _panels(stages: Sequence[Stage]) -> list[Panel]:
     """Returns the panels in reading order."""
     panels: list[Panel] = []
-    for name, title in ((REWARD_MEAN, "Reward"), ("loss", "Loss"), (KL, "KL to the reference policy")):
+    for name, title in (
+        (REWARD_MEAN, "Reward"),
+        (ACCURACY, "Preference accuracy"),
+        ("loss", "Loss"),
+        (KL, "KL to the reference policy"),
+    ):
         for stage in stages:
             if stage.has(name) or stage.has(_held_out(name)):
                 label = f"{title} ({stage.name.upper()})" if name == "loss" else title

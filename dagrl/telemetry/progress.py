@@ -32,12 +32,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dagrl.config import LoggerConfig
-from dagrl.telemetry.metrics import KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
+from dagrl.telemetry.metrics import ACCURACY, KL, REWARD_MEAN, SPANS, TIMING, TOKENS_PER_SEC, VALIDATION
 
 logger = logging.getLogger(__name__)
 
 LOGGERS = ("dagrl", "graphs", "workers")
-SHOWN = {REWARD_MEAN: "reward", "loss": "loss", KL: "kl"}
+SHOWN = {REWARD_MEAN: "reward", ACCURACY: "accuracy", "loss": "loss", KL: "kl"}
 LIVE_STYLES = ("dim", "cyan", "", "dim")
 SUMMARY_WIDTH = 100  # of the closing tables in a log file
 

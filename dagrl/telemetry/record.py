@@ -34,7 +34,7 @@ from types import TracebackType
 
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
-from dagrl.config.settings import algorithm_name, generates
+from dagrl.config.settings import algorithm_name, compares, generates
 from dagrl.errors import ConfigError
 from dagrl.files import PART, PRIVATE, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
@@ -222,7 +222,7 @@ def _truncate(path: Path, step: int, config: Config) -> None:
     """Keeps the lines of `path` up to `step`, without a validation at `step` that the stage repeats at its start."""
     if not path.exists():
         return
-    first = (0, config.sft.val_at_start)
+    first = (0, (config.preference if compares(config) else config.sft).val_at_start)
     again = {"sft": first, algorithm_name(config): first}
     if generates(config):
         again[algorithm_name(config)] = config.sft.max_num_steps, config.grpo.val_at_start

@@ -24,6 +24,9 @@ SNIPPET = 200
 WORST = 20
 """Samples of a step that may be among the outliers of the run."""
 
+SECTIONS: Mapping[str, tuple[str, ...]] = {"sft": ("sft",), "dpo": ("preference",), "reward_model": ("preference",)}
+"""The sections with the numbers of steps, by algorithm; the others have an optional stage `sft` before `grpo`."""
+
 SHOWN = ("split", "dropped", "group", "place", "source", "task", "reward", "advantage", "valid", "finish_reason")
 TEXTS = ("prompt", "completion", "reference")
 TOKENS = ("sampled", "logprobs", "train_logprobs", "versions")
@@ -141,9 +144,8 @@ def token_kl(logprobs: npt.ArrayLike, train_logprobs: npt.ArrayLike) -> npt.NDAr
 
 def _stages(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The sections with the numbers of steps. A run of a user's algorithm that generates has `policy.generation`."""
-    own = ":" in config["algorithm"]
-    generates = config["policy"].get("generation") is not None if own else config["algorithm"] == "grpo"
-    return ("sft", "grpo") if generates else ("sft",)
+    own = ":" in config["algorithm"] and config["policy"].get("generation") is None
+    return SECTIONS.get(config["algorithm"], ("sft",) if own else ("sft", "grpo"))
 
 
 def _sample_summary(row: Summary, number: int) -> Summary:

@@ -4,6 +4,7 @@ const DEFAULTS = { tab: "curves", x: "step", show: "train", sort: "kl", color: "
 const PERIOD_MS = 3000;
 const CHARTS = [
   ["Reward", ["reward/mean", "validation/reward"]], ["Loss", ["loss", "validation/loss"]], ["KL to the reference", ["policy/kl"]],
+  ["Preference accuracy", ["preference/accuracy", "validation/preference/accuracy"]],
   ["Entropy", ["policy/entropy"]], ["Trainer and engine: largest difference in nats", ["max_logprob_difference"]],
   ["Clipped tokens", ["policy/clip_ratio"]], ["Completion tokens", ["completion_tokens"]], ["Truncated completions", ["truncated_share"]],
   ["Age of samples in policy versions", ["staleness/policy_age_mean", "staleness/policy_age_max"]], ["Gradient norm", ["grad_norm"]],

@@ -128,6 +128,13 @@ def test_losses_and_weights_are_those_of_the_formula(name: str) -> None:
     assert np.abs(found.weights).min() > 1e-4
 
 
+def test_a_model_that_overflows_is_not_a_fault_of_the_loss() -> None:
+    algorithm = algorithm_of(config_of())
+    assert isinstance(algorithm, PreferenceAlgorithm)
+    found = pair_losses(algorithm, np.array([-1.0, np.nan]), np.full(2, 3), np.zeros(2))
+    assert np.isnan(found.weights).all() and np.isnan(found.metrics["loss"])
+
+
 def test_metrics_of_dpo_are_those_of_trl() -> None:
     sums, fixed = np.array([-3.0, -5.0, -4.0, -1.0]), np.array([-4.0, -4.0, -3.0, -3.0])
     algorithm = algorithm_of(config_of(beta=BETA))
