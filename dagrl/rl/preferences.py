@@ -124,8 +124,8 @@ def pair_losses(
     """Computes the mean loss over pairs, from the sums, numbers of tokens and reference sums of their answers [rows].
 
     Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i. Raises ConfigError if the algorithm's loss fails,
-    has another shape, or is not finite for finite sums. The weights of sums that are not finite are neither, so the optimizer
-    skips the step.
+    has another shape, or is not finite for finite sums. The weights of sums that are not finite are neither, so the
+    optimizer skips the step.
     """
     import torch
 
