@@ -1,4 +1,4 @@
-# make setup | quickstart | test | test-ray | test-peers | lint | docs | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-ray | test-peers | test-agents | lint | docs | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
@@ -10,9 +10,11 @@ SETUP := $(VENV)/.setup-$(call content,requirements/cpu.lock pyproject.toml)
 PEERS := .venv-peers
 PEERS_TORCH := $(shell grep '^torch==' requirements/peers.lock)
 PEERS_SETUP := $(PEERS)/.setup-$(call content,requirements/peers.lock pyproject.toml)
+AGENTS := .venv-agents
+AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-ray test-peers lint docs gpu
+.PHONY: setup quickstart test test-ray test-peers test-agents lint docs gpu
 
 setup: $(SETUP)
 
@@ -30,6 +32,10 @@ test-ray: $(TOOLS)
 # Tests with real verl, which needs other versions than we test with: in an environment of its own.
 test-peers: $(PEERS_SETUP)
 	$(PEERS)/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
+
+# Tests with real verifiers and OpenEnv, in an environment over .venv.
+test-agents: $(AGENTS_SETUP)
+	$(AGENTS)/bin/python -m pytest tests/agents --override-ini=testpaths=tests/agents
 
 lint: $(TOOLS) docs
 	$(VENV)/bin/ruff check .
@@ -67,4 +73,12 @@ $(PEERS_SETUP):
 	$(PEERS)/bin/python $(PIP_INSTALL) --requirement requirements/peers.lock
 	$(PEERS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable .
 	@rm -f $(PEERS)/.setup-*
+	@touch $@
+
+$(AGENTS_SETUP): $(TOOLS)
+	@echo "Installing requirements/agents.lock into $(AGENTS), which takes a few minutes"
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/python $(PIP_INSTALL) --requirement requirements/agents.lock
+	$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(AGENTS)/lib/python3.11/site-packages/zz_dagrl.pth
+	@rm -f $(AGENTS)/.setup-*
 	@touch $@

@@ -15,7 +15,7 @@ turn's text: the action).
 
 from __future__ import annotations
 
-import asyncio
+import importlib
 import json
 import re
 import urllib.request
@@ -32,6 +32,8 @@ from dagrl.rl.functions.episodes import Step
 Fields = Mapping[str, Json]
 Observe = Callable[[Fields], "str | list[dict[str, Any]]"]
 Act = Callable[[str], Fields]
+
+CLIENT = "openenv.core.generic_client"
 
 OUTSIDE = ("done", "reward", "metadata")
 """Fields of every observation and action that are not part of the conversation."""
@@ -65,18 +67,23 @@ class OpenEnvironment:
 
     def __init__(self, url: str, observe: str | None = None, act: str | None = None) -> None:
         """`observe` and `act` are import paths. Raises ConfigError if one is wrong."""
-        from openenv.core.generic_client import GenericEnvClient
-
         self._url = url
         self._observe: Observe = load_callable(observe, "environment.args.observe") if observe else observation_text
         self._act: Act | None = load_callable(act, "environment.args.act") if act else None
-        self._client = GenericEnvClient(base_url=url)
+        self._client = importlib.import_module(CLIENT).GenericEnvClient(base_url=url)
+
+    @staticmethod
+    def prepare(url: str, observe: str | None = None, act: str | None = None) -> None:
+        """Imports the client and reads the schema when a process starts: a server that does not run ends the run there."""
+        importlib.import_module(CLIENT)
+        if act is None:
+            action_schema(url)
 
     async def reset(self, example: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """Opens the session and returns the first observation."""
         await self._client.connect()
         if self._act is None:
-            self._act = action_reader(await asyncio.to_thread(action_schema, self._url))
+            self._act = action_reader(action_schema(self._url))  # `prepare` has read it
         result = await self._client.reset(**example["columns"].get("reset", {"seed": example["group_seed"]}))
         if result.done:
             raise ValueError(f"the episode ended before the first turn: {result.observation}")

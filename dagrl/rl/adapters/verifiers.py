@@ -71,16 +71,14 @@ class VerifiersEnvironment:
     ) -> None:
         """`name` and `args` are those of `examples`."""
         self._environment = _loaded(name, json.dumps(args or {}, sort_keys=True))
-        schemas = [_schema(tool) for tool in self._environment.tool_defs or ()]
-        parse = call_parser(json.dumps(schemas), tool_parser, tokenizer) if schemas else None
-        self._policy = _policy_class()(parse)
+        self._policy = _policy_class()(_parser(self._environment, tokenizer, tool_parser))
         self._seen: list[Any] = []
         self._rollout: asyncio.Task[Mapping[str, Any]] | None = None
 
     @staticmethod
-    def prepare(name: str, args: Mapping[str, Json] | None = None, **unused: str) -> None:
-        """Loads the environment when a process starts, as that takes longer than a step."""
-        _loaded(name, json.dumps(args or {}, sort_keys=True))
+    def prepare(name: str, args: Mapping[str, Json] | None = None, *, tokenizer: str, tool_parser: str) -> None:
+        """Loads the environment, and vLLM's parser, when a process starts, as that takes longer than a step."""
+        _parser(_loaded(name, json.dumps(args or {}, sort_keys=True)), tokenizer, tool_parser)
 
     async def reset(self, example: Mapping[str, Any]) -> str | list[Turn]:
         """Starts the environment's loop. Returns the messages of its first request."""
@@ -126,10 +124,16 @@ class VerifiersEnvironment:
         return [_turn(message) for message in messages[len(before) + 1 if before else 0 :]]
 
 
+def _parser(environment: Any, tokenizer: str, tool_parser: str) -> Callable[[str], Calls] | None:
+    """Returns what finds the calls in a turn; None without tools."""
+    schemas = [_schema(tool) for tool in environment.tool_defs or ()]
+    return call_parser(json.dumps(schemas), tool_parser, tokenizer) if schemas else None
+
+
 def _raise_error(output: Mapping[str, Any]) -> None:
     """Raises RuntimeError for a rollout that the environment ended because of an error."""
     if output.get("error"):
-        raise RuntimeError(f"the environment failed: {output['error']['error_chain_str']}")
+        raise RuntimeError(f"the environment failed: {output['error']['error_chain_repr']}")
 
 
 @cache
