@@ -69,6 +69,7 @@ def test_trained_tokens_are_those_that_the_agent_got(
     assert any(item["pieces"] > 2 for item in streamed), "a quantum has two steps"
     for line, batch in zip(steps_of(config), trained, strict=True):
         assert line["reward/parts/asked"] == 1.0 and line["environment/failures"] == 0
+        assert (line["environment/conversations"], line["environment/untrained_tokens"]) == (2.0, 0.0)
         rewards = [value for group in batch for value in group.rewards.values]
         expected = [0.5 + sample.completion.reward_parts["sevens"] for group in batch for sample in group.samples]
         assert rewards == expected

@@ -258,6 +258,7 @@ class Experience:
             **reward_means(rewards, samples, REWARD),
             EQUAL_GROUPS: equal_share(groups),
             **self._environment_failures(samples, ENVIRONMENT_FAILURES),
+            **self._conversations(samples),
             "completion_tokens": float(np.mean(lengths)),
             "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
             "turns": float(np.mean([sample.completion.turns for sample in samples])),
@@ -371,6 +372,15 @@ class Experience:
         if not self._config.environment.enabled:
             return {}
         return {name: float(sum(not answered(sample) for sample in samples))}
+
+    def _conversations(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """What is trained on of agents' episodes, as metrics; empty without an agent."""
+        if self._config.environment.agent is None:
+            return {}
+        return {
+            "environment/conversations": float(np.mean([len(sample.rows) for sample in samples])),
+            "environment/untrained_tokens": float(sum(sample.completion.untrained for sample in samples)),
+        }
 
     def _check_yield(self) -> None:
         """Raises RunError if dynamic sampling drops too many groups, which would make the step endless."""

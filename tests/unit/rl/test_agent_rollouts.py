@@ -73,6 +73,17 @@ def gives_up(example, endpoint):
         post(endpoint, "/completions", prompt="2+")
     return 1.0
 
+def streams(example, endpoint):
+    import urllib.request
+    body = {"model": endpoint.model, "prompt": "1+", "stream": True, "return_token_ids": True}
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    request = urllib.request.Request(endpoint.base_url + "/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        lines = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: {")]
+    tokens = [token for line in lines for token in json.loads(line)["choices"][0]["token_ids"]]
+    assert len(tokens) == 10 and len(lines) > 2, (tokens, len(lines))
+    return 1.0
+
 def waits(example, endpoint):
     post(endpoint, "/completions", prompt="1+")
 
@@ -199,6 +210,27 @@ def test_a_request_whose_client_has_gone_leaves_the_engines(runner: AgentRunner)
     (complete,) = bench.run_all()
     (episode,) = complete.episodes
     assert episode.prompt.text == "2+" and episode.turns == 1 and not episode.more and not any(bench.engines.requests)
+
+
+@pytest.mark.parametrize("task", ["branches", "streams"])
+def test_a_request_goes_on_after_its_engine_slept(runner: AgentRunner, task: str) -> None:
+    """It is another request of the engine then; the client gets each token once, and the whole is trained on."""
+    bench = AgentBench(runner)
+    seed = next(seed for seed in range(100) if _length(seed) > LIMIT)
+    bench.rollouts.start(RolloutGroup(0, 0, [asked(task, seed)]))
+    bench.wait()
+    bench.rollouts.advance()
+    bench.rollouts.withdraw()
+    assert not any(bench.engines.requests)
+    ((_, request),) = bench.rollouts._requests.values()
+    before = list(request.tokens)
+    assert 0 < len(before) < LIMIT
+    (complete,) = bench.run_all()
+    (episode,) = complete.episodes
+    assert episode.finish_reason == "length" and not episode.failure
+    rows = [episode, *episode.more]
+    (row,) = [row for row in rows if row.prompt.text == "1+"]
+    assert row.tokens[: len(before)] == before and len(row.tokens) == LIMIT and all(row.sampled)
 
 
 def _length(seed: int) -> int:

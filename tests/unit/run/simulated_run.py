@@ -24,7 +24,7 @@ from dagrl.data.tokenization import Prompt
 from dagrl.errors import StopRequestedError
 from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.functions.answers import Failed
-from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_steps
+from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_options, quantum_steps
 from dagrl.rl.rewards import Judged, Rewards, check_failures
 from dagrl.rl.rollout import experience
 from dagrl.rl.rollout.experience import Experience
@@ -116,6 +116,7 @@ class Engines:
 
     def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> list[Any]:
         """Runs one quantum on every shard."""
+        streams = {number for number, options in quantum_options(batch).items() if options.stream}
         for shard, mine in zip(self.requests, rows, strict=True):
             for row in mine.tolist():
                 names = ("request_ids", "seeds", "max_new_tokens", "lengths")
@@ -123,6 +124,7 @@ class Engines:
                 assert limit > 0 and length > 0 and number not in shard
                 drawn = random.Random(seed)  # noqa: S311
                 shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
+                shard[number]["streamed"] = 0 if number in streams else None
         return [self._quantum(shard, quantum_steps(batch, number)) for number, shard in enumerate(self.requests)]
 
     def _quantum(self, shard: dict[int, dict[str, Any]], steps: int) -> Any:
@@ -134,7 +136,15 @@ class Engines:
                 if len(request["made"]) >= min(request["ends"], request["limit"]):
                     reason = "stop" if request["ends"] <= request["limit"] else "length"
                     finished.append(self._made(number, shard.pop(number), reason))
-        return pack_generated(finished, map(RequestProgress, shard), steps)
+        return pack_generated([*finished, *self._new(shard)], map(RequestProgress, shard), steps)
+
+    def _new(self, shard: dict[int, dict[str, Any]]) -> Iterator[FinishedRequest]:
+        """The tokens that the last quantum made for requests that stream."""
+        for number, request in shard.items():
+            if request["streamed"] is not None and len(request["made"]) > request["streamed"]:
+                new = {**request, "made": request["made"][request["streamed"] :]}
+                request["streamed"] = len(request["made"])
+                yield self._made(number, new, "")
 
     def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
         """Answers the plain calls of the group."""
