@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,11 @@ from dagrl.rl.functions.agent_pool import AgentPool
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.rollout.agent_turns import TurnEpisode
 from dagrl.rl.rollout.batches import train_batch
+from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds, samples_of
+from dagrl.rl.rollout.experience import Experience
 from tests.unit.rl.test_rollout import LIMIT, Bench, configured
+from tests.unit.run.simulated_run import Reward, Run, Stop, engines_of
 
 pytest.importorskip("uvicorn")
 
@@ -237,6 +241,41 @@ def _length(seed: int) -> int:
     """How many tokens the simulated engine gives the first request of an episode."""
     (drawn,) = request_seeds(seed, 0, 1)
     return random.Random(drawn).randint(1, 2 * LIMIT)  # noqa: S311  # not cryptography
+
+
+def test_unfinished_episodes_start_again_in_a_resumed_run(runner: AgentRunner, module: str, tmp_path: Path) -> None:
+    """Under the numbers and with the seeds that they had."""
+    first, second = (Resumable(runner, with_agent(module)) for _ in range(2))
+    first.experience.fill()
+    first.wait()
+    first.experience.rollouts.advance()
+    first.experience.save(tmp_path)
+    seeds = {group.number: [one.seed for one in group.episodes] for group in first.experience.rollouts.groups}
+    first.stop()
+    second.experience.restore({}, tmp_path)
+    assert {group.number: [one.seed for one in group.episodes] for group in second.experience.rollouts.groups} == seeds
+    assert not any(one.tokens for group in second.experience.rollouts.groups for one in group.episodes) and len(seeds) == 3
+    second.stop()
+    assert not runner._server.episodes
+
+
+class Resumable:
+    """The experience of one process of a run, with agents that ask once."""
+
+    def __init__(self, runner: AgentRunner, config: Config) -> None:
+        self.run = run = Run(config, seed=0)
+        prompts = [replace(prompt, task="waits") for prompt in run.inputs.prompts]
+        data = PromptData(prompts, [], run.inputs.tokenizer)
+        reward, engines = Reward(run.world, 1.0), engines_of(run)
+        options = {"version": 0, "max_age_steps": 0}
+        self.experience = Experience(config, data, engines, reward, runner, Stop(run), **options)  # type: ignore[arg-type]
+
+    def wait(self) -> None:
+        assert wait(self.experience.rollouts.awaited, 30.0, FIRST_COMPLETED).done
+
+    def stop(self) -> None:
+        self.experience.rest()
+        self.experience.rollouts.abort(self.experience.rollouts.numbers)
 
 
 def test_episodes_of_a_process_run_together_up_to_a_limit(module: str) -> None:
