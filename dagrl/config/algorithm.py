@@ -38,7 +38,7 @@ class LossConfig(Section):
     to the reference policy), or the import path `module:function` of your own (`dagrl.rl.token_losses`)."""
 
     args: dict[str, Json] = Field(default_factory=dict)
-    """Keyword arguments of your own loss function."""
+    """Keyword arguments of your own loss function, or settings of your own algorithm (`self.config.loss_fn.args`)."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
     """Weight of the KL divergence from the reference policy. 0: no reference policy, unless `policy.reference_model_name` is

@@ -72,7 +72,7 @@ def expected_sums(model: Path, batch: Batch) -> npt.NDArray[np.float64]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 def test_loss_and_gradients_are_those_of_one_process(name: str, group: Group, tiny_models: dict[str, Path]) -> None:
     config, formula = FORMULAS[name]
     batch = pair_batch()
