@@ -114,7 +114,8 @@ def preflight(config: Config) -> Inputs:
     if generates(config):
         for item in reward_functions(config.reward):
             _check_function(item.path, item.config, f"{item.key}.function")
-        check_weights(config.reward, config.environment.enabled)
+        if config.environment.agent is None:  # an agent names its parts when it returns
+            check_weights(config.reward, config.environment.enabled)
         if config.environment.enabled:
             check_environment(config.environment)
     derived.config, origins = with_local_models(config)

@@ -224,8 +224,8 @@ class Experience:
         samples = [sample for item in scored for sample in item.samples]
         rewards = join_rewards([group.rewards for group in judged])
         self._reward.check(rewards, may_all_fail=True)
-        self._reward.check_parts(rewards)
         self._check_environment(samples, may_all_fail=True)
+        self._check_parts(rewards, samples)
         return {
             VALIDATION + "reward": mean_reward(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
@@ -359,8 +359,14 @@ class Experience:
     def _check_failures(self, groups: Sequence[ScoredGroup]) -> None:
         rewards = join_rewards([group.rewards for group in groups])
         self._reward.check(rewards)
-        self._reward.check_parts(rewards)
-        self._check_environment([sample for group in groups for sample in group.samples])
+        samples = [sample for group in groups for sample in group.samples]
+        self._check_environment(samples)
+        self._check_parts(rewards, samples)
+
+    def _check_parts(self, rewards: Rewards, samples: Sequence[Sample]) -> None:
+        """Checks the names of weights, once a sample has parts: those that the environment fails for may have none."""
+        if any(map(answered, samples)):
+            self._reward.check_parts(rewards)
 
     def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:
         failures = [sample.completion.failure for sample in samples if not answered(sample)]
