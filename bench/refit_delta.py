@@ -6,7 +6,8 @@
 A trainer and an engine's rank are processes in network namespaces, connected by a link whose rate `tc tbf` limits: two hosts
 for all that they can see. The trainer takes AdamW steps of a policy gradient with float32 master weights, and sends the
 bfloat16 weights into vLLM's layout. Both refits have tensors of their own on the engine's side, which must be equal after
-each step. Times are from the trainer's call to the commit of both ranks. Needs root, `ip` and `tc`.
+each step. `whole_s` and `delta_s` are from the trainer's call to the commit of both ranks; `whole_cpu_s` and `delta_cpu_s` are
+the trainer's processor time in them. `load` is the load average, the benchmark included. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations

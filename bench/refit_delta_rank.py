@@ -6,6 +6,7 @@ python -m dagrl.bench.refit_delta_rank trainer|engine ADDRESS LEARNING_RATE STEP
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -94,6 +95,7 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
     slices, tensors = slices_of(trainer.model, dtype="bfloat16"), tensors_of(trainer.model, dtype="bfloat16")
     ends = {mode: connect("train", address, mode, slices, tensors) for mode in MODES}
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    busy: dict[str, list[float]] = {mode: [] for mode in MODES}
     reports: dict[str, list[RefitReport]] = {mode: [] for mode in MODES}
     shares: list[float] = []
     for version in range(steps + 1):
@@ -101,11 +103,12 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
         for mode in MODES if version % 2 else MODES[::-1]:
             channel, sender = ends[mode]
             channel.agree()  # the engine waits
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             with commit_together(channel, wait=True):
                 report = sender.send(version)
             if version:  # the first refit is whole, and opens connections
                 seconds[mode].append(time.perf_counter() - start)
+                busy[mode].append(time.process_time() - used)
                 reports[mode].append(report)
         shares += [share] if version else []
     sent = {mode: median(one.bytes_sent for one in some) for mode, some in reports.items()}
@@ -119,7 +122,10 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
         "whole_s": round(median(seconds["off"]), 4),
         "delta_s": round(median(seconds["lossless"]), 4),
         "time_ratio": round(median(seconds["off"]) / median(seconds["lossless"]), 1),
+        "whole_cpu_s": round(median(busy["off"]), 4),
+        "delta_cpu_s": round(median(busy["lossless"]), 4),
         "n": steps,
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

@@ -58,12 +58,12 @@ class _Unstarted:
 
     def __init__(self, durations: Mapping[RankPair, Sequence[int]], after: Mapping[BucketPosition, BucketPosition]) -> None:
         self._durations, self._after = durations, after
-        self._next: dict[int, dict[int, int]] = defaultdict(dict)  # receiver -> sender -> position
+        self._next: dict[int, dict[int, tuple[int, int]]] = defaultdict(dict)  # receiver -> sender -> duration, position
         self._receivers: dict[int, set[int]] = defaultdict(set)  # of each sender
         self._to_send: dict[int, int] = defaultdict(int)
         self._to_receive: dict[int, int] = defaultdict(int)
         for (sender, receiver), buckets in durations.items():
-            self._next[receiver][sender] = 0
+            self._next[receiver][sender] = buckets[0], 0
             self._receivers[sender].add(receiver)
             self._to_send[sender] += sum(buckets)
             self._to_receive[receiver] += sum(buckets)
@@ -89,12 +89,13 @@ class _Unstarted:
             for sender in waiting.keys() & (idle if receiver in freed else ready):
                 if sender in busy:
                     continue
-                rank = (self._durations[sender, receiver][waiting[sender]], self._to_send[sender], -sender)
-                if (best < 0 or rank > most) and self._is_ready((sender, receiver, waiting[sender])):
+                duration, position = waiting[sender]
+                rank = (duration, self._to_send[sender], -sender)
+                if (best < 0 or rank > most) and self._is_ready((sender, receiver, position)):
                     best, most = sender, rank
             if best >= 0:
                 busy.add(best)
-                chosen.append((best, receiver, waiting[best]))
+                chosen.append((best, receiver, waiting[best][1]))
         return chosen
 
     def _is_ready(self, bucket: BucketPosition) -> bool:
@@ -102,15 +103,17 @@ class _Unstarted:
         if bucket not in self._after:
             return True
         source, sender, position = self._after[bucket]
-        return self._next.get(sender, {}).get(source, position + 1) > position
+        waiting = self._next.get(sender, {}).get(source)
+        return waiting is None or waiting[1] > position
 
     def start(self, sender: int, receiver: int) -> None:
         """Marks the pair's next bucket as started."""
-        buckets, position = self._durations[sender, receiver], self._next[receiver][sender]
-        self._to_send[sender] -= buckets[position]
-        self._to_receive[receiver] -= buckets[position]
-        self._next[receiver][sender] += 1
-        if position + 1 == len(buckets):
+        buckets, (duration, position) = self._durations[sender, receiver], self._next[receiver][sender]
+        self._to_send[sender] -= duration
+        self._to_receive[receiver] -= duration
+        if position + 1 < len(buckets):
+            self._next[receiver][sender] = buckets[position + 1], position + 1
+        else:
             del self._next[receiver][sender]
             self._receivers[sender].discard(receiver)
             if not self._next[receiver]:

@@ -137,9 +137,8 @@ class RefitPlan:
 
     def summary(self) -> PlanSummary:
         """Returns bytes per pair and link, balance, staging memory and duration."""
-        with gc_paused():
-            messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
-            copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
+        messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
+        copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
         return PlanSummary(messages, copied, self.sources, self.destinations, self.hosts, self.mailboxes)
 
     def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
