@@ -6,7 +6,7 @@
 A trainer and an engine's rank are processes in network namespaces, connected by a link whose rate `tc tbf` limits: two hosts
 for all that they can see. The trainer takes AdamW steps of a policy gradient with float32 master weights, and sends the
 bfloat16 weights into vLLM's layout. Both refits have tensors of their own on the engine's side, which must be equal after
-each step. `whole_s` and `delta_s` are from the trainer's call to the commit of both ranks; `whole_cpu_s` and `delta_cpu_s` are
+each step. `whole_s` and `delta_s` are from the trainer's call to the commit of both ranks, `whole_cpu_s` and `delta_cpu_s`
 the trainer's processor time in them. `load` is the load average, the benchmark included. Needs root, `ip` and `tc`.
 """
 
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> None:
             for learning_rate in options.learning_rates:
                 rows.append({"rate": rate, **measure(prefixes, learning_rate, options.steps, options.layers)})
                 _print(rows[-1:])
-    if options.json:
-        BenchReport(rows, command_line()).write(options.json)
+                if options.json:
+                    BenchReport(rows, command_line()).write(options.json)
 
 
 @contextmanager
