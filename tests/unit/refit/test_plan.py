@@ -18,7 +18,7 @@ from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, RefitPlan, Verify, WeightSlice, plan_refit
 from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered, split, subtract
 from dagrl.refit.slices import Box, Scales, expand, intersect, volume
-from dagrl.refit.transfers import DIRECT_BYTES
+from dagrl.refit.transfers import DIRECT_BYTES, aligned
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
 from dagrl.workers.families.megatron import MegatronModules
@@ -102,6 +102,7 @@ def check_megatron_to_vllm(
     run_refit(plan, [*sources, *built], verify=verify)
     assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
     check_rounds(plan)
+    assert plan.summary().staging_bytes <= 2 * aligned(bucket_bytes)
     return plan
 
 
