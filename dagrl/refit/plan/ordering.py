@@ -77,19 +77,18 @@ class _Unstarted:
         Considers only buckets of `freed`, the ranks whose round has just ended; no other could start.
         """
         ready = freed & idle
-        senders = ready & self._receivers.keys()
-        reached = [
-            rank for rank in idle & self._next.keys() if rank in freed or not self._next[rank].keys().isdisjoint(senders)
-        ]
+        reached = ready & self._next.keys()
+        for sender in ready & self._receivers.keys():
+            reached |= self._receivers[sender] & idle
         chosen: list[BucketPosition] = []
         busy: set[int] = set()
         for receiver in sorted(reached, key=lambda rank: (-self._to_receive[rank], rank)):
             waiting = self._next[receiver]
             best, most = -1, (0, 0, 0)
             for sender in waiting.keys() & (idle if receiver in freed else ready):
-                if sender in busy:
-                    continue
                 duration, position = waiting[sender]
+                if duration < most[0] or sender in busy:
+                    continue
                 rank = (duration, self._to_send[sender], -sender)
                 if (best < 0 or rank > most) and self._is_ready((sender, receiver, position)):
                     best, most = sender, rank
