@@ -18,6 +18,7 @@ import torch
 from dagrl.channels import Channel, open_channel
 from dagrl.config import Json
 from dagrl.refit import RefitReceiver, RefitReport, RefitSender, WeightSlice, commit_together
+from dagrl.refit.carry import delta
 from dagrl.refit.meet import Meeting, Side, meet
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.refit.transfers import DeltaMode
@@ -156,6 +157,7 @@ def zeros(slices: list[WeightSlice]) -> dict[str, Tensor]:
 def main(side: Literal["trainer", "engine"], address: str, learning_rate: str, steps: str, layers: str) -> None:
     """Runs one process."""
     torch.set_num_threads(1)  # both processes share the machine
+    delta.RETRY = 0  # compare also where that takes longer
     if side == "trainer":
         row = train(address, float(learning_rate), int(steps), int(layers))
         sys.stdout.write(json.dumps(row) + "\n")
