@@ -29,7 +29,7 @@ test: $(TOOLS)
 test-ray: $(TOOLS)
 	$(VENV)/bin/python tests/ray_versions.py $(RAY)
 
-# Tests with real verl, which needs other versions than we test with: in an environment of its own.
+# Tests with real verl and TRL, which need other versions than we test with: in an environment of its own.
 test-peers: $(PEERS_SETUP)
 	$(PEERS)/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
 

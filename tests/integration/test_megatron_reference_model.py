@@ -11,8 +11,8 @@ import pytest
 
 from dagrl.config import Json, RandomInit
 from dagrl.config.file import load_config
-from dagrl.run.loops.grpo import run_grpo
 from dagrl.run.model import character_tokenizer, write_random_model
+from dagrl.run.train import train as train_run
 from dagrl.runtime.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
@@ -50,29 +50,44 @@ def test_log_probabilities_are_those_of_the_teacher(
 QUICKSTART = Path(__file__).parents[2] / "examples" / "grpo_quickstart.yaml"
 
 
+COMMON = ("sft.max_num_steps=0", "grpo.val_period=0", "grpo.max_val_samples=16", "cluster.num_cpus=2", "cluster.num_gpus=0")
+
+
+def distillation(directory: Path, name: str, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    """Distills a larger random teacher, written to `directory`, and returns the metrics of all steps."""
+    description: dict[str, Json] = dict(load_config(QUICKSTART).policy.random_init.hf_config)  # type: ignore[union-attr]
+    init = RandomInit(hf_config={**description, "num_hidden_layers": 3, "hidden_size": 96, "initializer_range": 0.1}, seed=5)
+    if not (directory / "teacher").exists():
+        write_random_model(init, character_tokenizer("0123456789+="), directory / "teacher")
+    loss = ("loss_fn.name=distill", "loss_fn.reference_policy_kl_penalty=0", "policy.megatron_cfg.optimizer.lr=2e-3")
+    run = (
+        f"name={name}",
+        f"output_dir={directory}",
+        f"grpo.max_num_steps={steps}",
+        "policy.megatron_cfg.data_parallel_size=1",
+    )
+    config = load_config(QUICKSTART, (*COMMON, *loss, *run, *overrides))
+    train_run(config)
+    return steps_of(config)
+
+
 @pytest.mark.slow
 def test_a_student_learns_from_a_larger_teacher(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The teacher is random and peaked; the reverse KL of the student's samples falls."""
-    description: dict[str, Json] = dict(load_config(QUICKSTART).policy.random_init.hf_config)  # type: ignore[union-attr]
-    init = RandomInit(hf_config={**description, "num_hidden_layers": 3, "hidden_size": 96, "initializer_range": 0.1}, seed=5)
-    write_random_model(init, character_tokenizer("0123456789+="), tmp_path / "teacher")
-    overrides = (
-        f"policy.reference_model_name={tmp_path / 'teacher'}",
-        "loss_fn.name=distill",
-        "loss_fn.reference_policy_kl_penalty=0",
-        f"output_dir={tmp_path}",
-        "sft.max_num_steps=0",
-        "grpo.max_num_steps=16",
-        "grpo.val_period=0",
-        "grpo.max_val_samples=16",
-        "policy.megatron_cfg.data_parallel_size=1",
-        "policy.megatron_cfg.optimizer.lr=2e-3",
-        "cluster.num_cpus=2",
-        "cluster.num_gpus=0",
-    )
-    config = load_config(QUICKSTART, overrides)
     monkeypatch.setattr("dagrl.run.start.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
-    run_grpo(config)
-    gaps = [step["policy/reverse_kl"] for step in steps_of(config)]
+    steps = distillation(tmp_path, "student", 16, f"policy.reference_model_name={tmp_path / 'teacher'}")
+    gaps = [step["policy/reverse_kl"] for step in steps]
     assert len(gaps) == 16 and gaps[0] > 0.2, gaps
     assert np.mean(gaps[-4:]) < 0.75 * gaps[0], gaps
+
+
+@pytest.mark.slow
+def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagrl.run.start.ray_cluster", lambda *args, **options: nullcontext())
+    layout = ("teacher.megatron_cfg.tensor_model_parallel_size=2", "teacher.sequence_packing={logprob_mb_tokens: 256}")
+    apart = distillation(tmp_path, "apart", 3, f"teacher.model_name={tmp_path / 'teacher'}", *layout)
+    here = distillation(tmp_path, "here", 3, f"policy.reference_model_name={tmp_path / 'teacher'}")
+    for name in ("policy/reverse_kl", "loss", "grad_norm"):
+        np.testing.assert_allclose([step[name] for step in apart], [step[name] for step in here], rtol=1e-3, err_msg=name)

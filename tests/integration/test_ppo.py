@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
+from dagrl.config.file import load_config
 from dagrl.errors import CheckpointError, StopRequestedError
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -18,6 +19,7 @@ from dagrl.run.loops.grpo import run_grpo
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
+from tests.integration.test_megatron_reference_model import QUICKSTART
 from tests.integration.unigram_workers import SIZE, TAUGHT
 
 __all__ = ["one_cluster"]  # a fixture
@@ -160,3 +162,37 @@ def test_a_teacher_on_workers_of_its_own_is_learned(grpo: dict[str, Any], tmp_pa
     policy, target = (logits - np.log(np.exp(logits).sum()) for logits in (start, preferred))
     assert gaps[0] == pytest.approx(float((np.exp(policy) * (policy - target)).sum()), abs=0.35)  # of a few samples
     assert np.mean(gaps[-2:]) < 0.5 * gaps[0], gaps
+
+
+QUICK = (
+    "algorithm=ppo",
+    "sft.max_num_steps=150",
+    "grpo.max_num_steps=16",
+    "critic.megatron_cfg.tensor_model_parallel_size=2",
+    "critic.megatron_cfg.optimizer.lr=1e-3",
+    "checkpointing.save_period=8",
+    "checkpointing.export_hf=false",
+    "grpo.val_period=0",
+    "grpo.max_val_samples=16",
+    "cluster.num_cpus=2",
+    "cluster.num_gpus=0",
+)
+
+
+@pytest.mark.slow
+def test_ppo_learns_and_resumes_with_its_critic(tmp_path: Path) -> None:
+    """The critic has tensor parallelism, the policy data parallelism."""
+    common = (*QUICK, f"output_dir={tmp_path}")
+    whole = load_config(QUICKSTART, (*common, "name=whole"))
+    run_grpo(whole)
+    steps = [step for step in steps_of(whole) if step["stage"] == "ppo"]
+    rewards = [step["reward/mean"] for step in steps]
+    assert len(steps) == 16 and np.mean(rewards[-4:]) > np.mean(rewards[:2]) + 0.2, rewards
+    assert np.mean([step["critic/loss"] for step in steps[-4:]]) < 0.13  # of rewards 0 or 1: at most 0.125 at a constant
+    parts = load_config(QUICKSTART, (*common, "name=parts", "checkpointing.resume=true"))
+    with pytest.raises(StopRequestedError):
+        run_grpo(parts, 158)
+    run_grpo(parts)
+    resumed = [step for step in steps_of(parts) if step["stage"] == "ppo"]
+    for name in ("critic/loss", "critic/value_mean", "reward/mean"):
+        np.testing.assert_allclose([step[name] for step in resumed], [step[name] for step in steps], rtol=1e-3, err_msg=name)

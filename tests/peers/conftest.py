@@ -1,4 +1,4 @@
-"""Tests with real verl, in an environment of its own (`make test-peers`). Elsewhere nothing here is collected."""
+"""Tests with real verl and TRL, in an environment of its own (`make test-peers`). Elsewhere nothing here is collected."""
 
 from __future__ import annotations
 

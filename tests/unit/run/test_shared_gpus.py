@@ -1,0 +1,67 @@
+"""Which roles share GPUs, how many GPUs a run takes, and what Ray is asked for."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from dagrl.config import Config
+from dagrl.config.settings import device_count, sharing_roles
+from dagrl.run import start
+
+CRITIC = {"megatron_cfg": {"tensor_model_parallel_size": 2}}
+
+
+class Bundles:
+    """In place of Ray's placement groups."""
+
+    released = False
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        self.count = count
+
+    def release(self) -> None:
+        self.released = True
+
+
+def configuration(**sections: Any) -> Config:
+    policy = {"megatron_cfg": {"data_parallel_size": 3}, "generation": {"vllm_cfg": {"data_parallel_size": 2}}}
+    return Config.model_validate({"name": "t", "algorithm": "ppo", "data": {}, "policy": policy, **sections})
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "gpus_per_worker", lambda cluster: 1.0)
+    monkeypatch.setattr(start, "GpuBundles", Bundles)
+
+
+def test_a_critic_has_gpus_of_its_own() -> None:
+    config = configuration(critic=CRITIC)
+    assert sharing_roles(config) == () and device_count(config) == 3 + 2 + 2
+    with ExitStack() as stack:
+        assert start.shared_resources(config, stack) == {}
+
+
+def test_a_critic_and_a_teacher_on_the_train_workers_gpus() -> None:
+    config = configuration(critic={**CRITIC, "colocated": True}, teacher={"model_name": "m", "colocated": True})
+    assert sharing_roles(config) == ("train", "critic", "teacher") and device_count(config) == 3 + 2
+    with ExitStack() as stack:
+        found = start.shared_resources(config, stack)
+        assert {role: resources.num_gpus for role, resources in found.items()} == dict.fromkeys(found, pytest.approx(1 / 3))
+        (bundles,) = {id(resources.bundles): resources.bundles for resources in found.values()}.values()
+        assert isinstance(bundles, Bundles) and bundles.count == 3
+    assert bundles.released
+
+
+def test_generation_shares_as_configured() -> None:
+    config = configuration(critic=CRITIC)
+    colocated = config.policy.generation.model_copy(  # type: ignore[union-attr]
+        update={"colocated": config.policy.generation.colocated.model_copy(update={"enabled": True, "train_share": 0.3})}  # type: ignore[union-attr]
+    )
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": colocated})})
+    assert sharing_roles(config) == ("train", "generation") and device_count(config) == 3 + 2
+    with ExitStack() as stack:
+        found = start.shared_resources(config, stack)
+        assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.3, "generation": 0.7}
