@@ -37,17 +37,18 @@ def advantages_and_returns(
     With the error d_t = r_t + gamma V_(t+1) - V_t, advantages are A_t = d_t + gamma lam A_(t+1), and returns A_t + V_t. The
     state after the last token has the value 0.
     """
-    reward, value = np.asarray(rewards, np.float64), np.asarray(values, np.float64)
-    inside = np.asarray(mask) > 0
-    advantages = np.zeros(inside.shape)
-    following, advantage = np.zeros(len(inside)), np.zeros(len(inside))
-    for token in range(inside.shape[1] - 1, -1, -1):
-        here = inside[:, token]
-        error = reward[:, token] + gamma * following - value[:, token]
-        advantage = np.where(here, error + gamma * lam * advantage, advantage)
-        following = np.where(here, value[:, token], following)
-        advantages[:, token] = np.where(here, advantage, 0.0)
-    return advantages, np.where(inside, advantages + value, 0.0)
+    reward, value = (np.ascontiguousarray(np.asarray(table).T, np.float64) for table in (rewards, values))
+    inside = np.ascontiguousarray(np.asarray(mask).T > 0)  # [tokens, rows]: a token's rows are next to each other
+    advantages, returns = np.zeros((2, *inside.shape))
+    following, advantage = np.zeros((2, inside.shape[1]))
+    for token in np.flatnonzero(inside.any(axis=1))[::-1].tolist():
+        here = inside[token]
+        found = reward[token] + gamma * following - value[token] + gamma * lam * advantage
+        np.copyto(advantage, found, where=here)
+        np.copyto(following, value[token], where=here)
+        np.copyto(advantages[token], advantage, where=here)
+        np.add(advantage, following, out=returns[token], where=here)
+    return np.ascontiguousarray(advantages.T), np.ascontiguousarray(returns.T)
 
 
 def whitened(advantages: npt.ArrayLike, mask: npt.ArrayLike) -> Floats:

@@ -12,7 +12,7 @@ from dagrl.rl.gae import advantages_and_returns, explained_variance, rewards_at_
 
 def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """Schulman et al. 2015, equation 16: the discounted sum of the errors, each written out."""
-    following = [*values[1:], 0.0]
+    following = [*values, 0.0][1:]
     errors = [reward + gamma * after - value for reward, after, value in zip(rewards, following, values, strict=True)]
     return [
         sum((gamma * lam) ** (later - now) * errors[later] for later in range(now, len(errors)))
