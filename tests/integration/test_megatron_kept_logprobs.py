@@ -30,6 +30,13 @@ def keep(group: Group, batch: Batch, model: str, *, exchanged: bool = False) -> 
     group.call("keep_logprobs", per_rank=[(shards[group.layout.coordinates(rank).dp], model) for rank in ranks])
 
 
+def keep_columns(group: Group, batch: Batch, *, exchanged: bool) -> None:
+    """Gives the workers columns that others computed."""
+    shards = shard_batches(batch, group.layout)[:: -1 if exchanged else 1]
+    ranks = range(group.layout.world_size)
+    group.call("keep_columns", per_rank=[(shards[group.layout.coordinates(rank).dp],) for rank in ranks])
+
+
 def identified(batch: Batch) -> Batch:
     """The batch as the loops send it: row ids instead of columns."""
     fields = {name: array for name, array in batch.fields.items() if name not in ("prev_logprobs", "reference_logprobs")}
@@ -77,6 +84,11 @@ def test_a_row_may_train_on_another_shard_where_chunks_come_early(
             for model in ("policy", "reference"):
                 keep(group, batch, model, exchanged=early)
             found[early] = train(group, batch, "policy")
+            later = batch.with_scalars(step=9)  # now the reference policy's come from elsewhere
+            keep(group, later, "policy", exchanged=early)
+            given = {"reference_logprobs": logprobs(group, later, "reference")["logprobs"], "row_ids": batch["row_ids"]}
+            keep_columns(group, Batch({**given, "lengths": batch["lengths"]}, later.scalars), exchanged=early)
+            assert train(group, later, "policy") == found[early]
             if not early:
                 keep(group, batch.with_scalars(step=8), "policy", exchanged=True)
                 with pytest.raises(WorkerError, match="rows whose prev_logprobs this worker does not hold"):
