@@ -153,8 +153,8 @@ class GrpoConfig(Section):
     num_prompts_per_step: PositiveInt = 32
     """Prompts per batch."""
 
-    num_generations_per_prompt: PositiveInt = Field(default=16, ge=2)
-    """Completions per prompt: the group over which advantages are computed."""
+    num_generations_per_prompt: PositiveInt = 16
+    """Completions per prompt: the group over which advantages are computed. With a critic also 1."""
 
     max_num_steps: PositiveInt = derived(100, "`max_num_epochs` passes over the prompts, or one")
     """Number of GRPO steps."""

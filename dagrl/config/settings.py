@@ -505,6 +505,17 @@ def _check_models(config: Config) -> None:
             f"teacher is set, but algorithm {config.algorithm} does not read 'reference_logprobs'; leave teacher out, or "
             "add the column to the algorithm's `columns`"
         )
+    groups_of_one = config.grpo.num_generations_per_prompt == 1
+    if groups_of_one and generates(config) and not uses_critic(config):
+        raise ConfigError(
+            f"grpo.num_generations_per_prompt is 1, but algorithm {config.algorithm} compares the completions of a prompt; "
+            "set it to 2 or more, or use a critic (algorithm=ppo)"
+        )
+    if groups_of_one and generates(config) and config.grpo.use_dynamic_sampling:
+        raise ConfigError(
+            "grpo.num_generations_per_prompt is 1, but grpo.use_dynamic_sampling drops groups whose rewards are all equal; "
+            "set it to false, or generate 2 or more"
+        )
     if config.ppo.kl_in_reward and not uses_critic(config):
         raise ConfigError(
             f"ppo.kl_in_reward is true, but algorithm {config.algorithm} has no critic; set it to false, or algorithm=ppo"

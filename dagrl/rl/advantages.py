@@ -151,13 +151,13 @@ def zero_variance_groups(rewards: npt.ArrayLike, valid: npt.ArrayLike | None = N
     return spread
 
 
-def checked_rewards(rewards: npt.ArrayLike) -> Floats:
-    """Returns rewards as a table. Raises DataError unless they are finite, `[prompts, at least 2 generations]`."""
+def checked_rewards(rewards: npt.ArrayLike, least: int = 2) -> Floats:
+    """Returns rewards as a table. Raises DataError unless they are finite, `[prompts, at least `least` generations]`."""
     table = np.array(rewards, dtype=np.float64)
-    if table.ndim != 2 or table.shape[1] < 2:
+    if table.ndim != 2 or table.shape[1] < least:
         raise DataError(
-            f"rewards have the shape {list(table.shape)}; expected: [prompts, generations] with at least 2 generations "
-            "per prompt. Raise grpo.num_generations_per_prompt"
+            f"rewards have the shape {list(table.shape)}; expected: [prompts, generations] with at least {least} "
+            "generations per prompt. Raise grpo.num_generations_per_prompt"
         )
     if not np.isfinite(table).all():
         prompt, generation = np.argwhere(~np.isfinite(table))[0].tolist()

@@ -130,7 +130,7 @@ def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.Array
 
     Raises ConfigError if a user's method fails, or returns another shape or values that are not finite.
     """
-    table, mask = checked_rewards(rewards), np.asarray(valid, np.bool_)
+    table, mask = checked_rewards(rewards, 1 if algorithm.critic else 2), np.asarray(valid, np.bool_)
     with running(algorithm.config.algorithm, KEY):
         found = algorithm.advantages(np.where(mask, table, 0.0), mask)
     return checked_advantages(found, mask, f"{KEY}: {algorithm.config.algorithm}")

@@ -75,7 +75,7 @@ def critic_step_by_hand(table: Any, batch: Batch, returns: Any) -> Any:
     "grpo",
     [
         pytest.param({}, id="sync"),
-        pytest.param({"async_grpo": ASYNC}, id="async"),
+        pytest.param({"async_grpo": ASYNC, "num_generations_per_prompt": 1, "num_prompts_per_step": 12}, id="async"),
         pytest.param({"overlap_logprobs": True}, marks=pytest.mark.slow, id="early"),
     ],
 )

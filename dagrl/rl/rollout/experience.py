@@ -256,7 +256,7 @@ class Experience:
             "reward/failures": float(rewards.failed),
             "reward/excluded": float(rewards.excluded),
             **reward_means(rewards, samples, REWARD),
-            EQUAL_GROUPS: equal_share(groups),
+            **({EQUAL_GROUPS: equal_share(groups)} if self._config.grpo.num_generations_per_prompt > 1 else {}),
             **self._environment_failures(samples, ENVIRONMENT_FAILURES),
             **self._conversations(samples),
             "completion_tokens": float(np.mean(lengths)),

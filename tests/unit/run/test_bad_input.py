@@ -547,6 +547,16 @@ TABLE = [
         ("loss_fn.name=distill", "loss_fn.reference_policy_kl_penalty=0"),
     ),
     Row(
+        "groups of one without a critic",
+        ("grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions",),
+        ("grpo.num_generations_per_prompt=1",),
+    ),
+    Row(
+        "groups of one, of which all are equal",
+        ("grpo.num_generations_per_prompt is 1, but grpo.use_dynamic_sampling drops",),
+        ("algorithm=ppo", "grpo.num_generations_per_prompt=1", "grpo.use_dynamic_sampling=true"),
+    ),
+    Row(
         "a KL in the reward without a critic",
         ("ppo.kl_in_reward is true, but algorithm grpo has no critic",),
         ("ppo.kl_in_reward=true",),
