@@ -549,12 +549,17 @@ TABLE = [
     Row(
         "groups of one without a critic",
         ("grpo.num_generations_per_prompt is 1, but algorithm grpo compares the completions",),
-        ("grpo.num_generations_per_prompt=1",),
+        ("grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=16"),
     ),
     Row(
         "groups of one, of which all are equal",
         ("grpo.num_generations_per_prompt is 1, but grpo.use_dynamic_sampling drops",),
-        ("algorithm=ppo", "grpo.num_generations_per_prompt=1", "grpo.use_dynamic_sampling=true"),
+        (
+            "algorithm=ppo",
+            "grpo.num_generations_per_prompt=1",
+            "grpo.num_prompts_per_step=16",
+            "grpo.use_dynamic_sampling=true",
+        ),
     ),
     Row(
         "a KL in the reward without a critic",
