@@ -1,1 +1,1 @@
-"""The training loops: SFT, GRPO and asynchronous GRPO. Each reads from top to bottom."""
+"""The training loops: demonstrations, preferences, GRPO and asynchronous GRPO. Each reads from top to bottom."""

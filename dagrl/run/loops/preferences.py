@@ -58,9 +58,13 @@ def train_preferences(session: Session) -> None:
         if validation and (step == total or (config.preference.val_period and step % config.preference.val_period == 0)):
             metrics |= evaluate(session, comparison, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
-        saved = holds_reference(config) and config.policy.reference_model_name is None
-        counters: dict[str, Json] = {SAMPLER: sampler.state(), REFERENCE: saved}
-        session.finish_step(stage, step, total, metrics, TrainState(step, counters, ranking_metric(config, stage, metrics)))
+        state = TrainState(step, _counters(config, sampler.state()), ranking_metric(config, stage, metrics))
+        session.finish_step(stage, step, total, metrics, state)
+
+
+def _counters(config: Config, position: Json) -> dict[str, Json]:
+    """The driver's state in a checkpoint: its position in the data, and whether the workers save a reference policy."""
+    return {SAMPLER: position, REFERENCE: holds_reference(config) and config.policy.reference_model_name is None}
 
 
 @dataclass(frozen=True)

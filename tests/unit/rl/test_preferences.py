@@ -215,6 +215,17 @@ def test_a_position_is_valid_for_the_same_pairs_only(tmp_path: Path) -> None:
         open_sampler(others, DataConfig()).restore(state)  # type: ignore[arg-type]
 
 
+def test_pairs_of_several_sources_have_their_task(tmp_path: Path) -> None:
+    sources = {}
+    for name, keys in (("sums", {"chosen_key": "good"}), ("words", {"rejected_key": "bad"})):
+        row = {"prompt": name, keys.get("chosen_key", "chosen"): "yes", keys.get("rejected_key", "rejected"): "no"}
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 3)
+        sources[name] = {"path": str(tmp_path / f"{name}.jsonl"), "val_fraction": 0, **keys}
+    config = DataConfig.model_validate({"mixture": sources, "apply_chat_template": True})
+    examples = [with_chat(example, config) for example in load_splits(config, preference_of).train]
+    assert [pair.task for pair in encode_preferences(examples, TOKENIZER)] == ["sums"] * 3 + ["words"] * 3
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [
