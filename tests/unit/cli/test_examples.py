@@ -51,3 +51,8 @@ def test_existing_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 def test_an_unknown_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["examples", "grpo_quickstrat"]) == 2
     assert "no example 'grpo_quickstrat'; did you mean 'grpo_quickstart'" in capsys.readouterr().err
+
+
+def test_the_agents_example_passes_all_checks_before_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    assert main(["train", str(ROOT / "examples" / "grpo_agent.yaml"), f"output_dir={tmp_path}", "--dry-run"]) == 0
