@@ -9,10 +9,12 @@ from openai import AsyncOpenAI
 
 from dagrl.rl.agents import Endpoint
 
+CLIENT = AsyncOpenAI(base_url="http://of.the.episode", api_key="of the episode")  # a new one for each takes 30 ms
+
 
 async def adds(example: dict[str, Any], endpoint: Endpoint) -> dict[str, float]:
     """Asks for a sum, and once more in the same conversation if the answer is wrong."""
-    client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     messages: list[Any] = [{"role": "user", "content": example["prompt"]}]
     for tries in range(2):
         answer = await client.chat.completions.create(model=endpoint.model, messages=messages)
