@@ -28,9 +28,8 @@ def assert_learned(steps: list[dict[str, Any]]) -> None:
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2])  # sevens become more frequent
 
 
-@pytest.mark.parametrize("grpo", [{}, {"async_grpo": ASYNC}], ids=["synchronous", "in flight"])
-def test_a_loss_and_an_advantage_train(grpo: dict[str, Any], tmp_path: Path) -> None:
-    config = configuration(tmp_path, "own", grpo={"max_num_steps": 8, **grpo}, **OWN)
+def test_a_loss_and_an_advantage_train(tmp_path: Path) -> None:
+    config = configuration(tmp_path, "own", grpo={"max_num_steps": 8}, **OWN)
     train(config)
     steps = steps_of(config)
     assert_learned(steps)
