@@ -13,7 +13,6 @@ vLLM, with a deadline.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import multiprocessing
 import os
@@ -60,11 +59,10 @@ def run(options: argparse.Namespace) -> None:
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     import torch
 
-    from dagrl.workers.vllm.launch import _import_vllm
+    from dagrl.workers.vllm.launch import import_vllm
 
     torch.set_num_threads(1)
-    _import_vllm()
-    gc.freeze()
+    import_vllm({})
     rows: list[ArchitectureRow] = []
     for name in options.names or architectures():
         for row in try_architecture(name, options.seconds):
@@ -142,14 +140,14 @@ def _refit_all(name: str, root: Path) -> None:
     """Writes `rows.json` in `root`, with a row for each source as soon as it is done."""
     import torch
 
-    from dagrl.workers.vllm.launch import _import_model
+    from dagrl.workers.vllm.launch import import_vllm
     from dagrl.workers.vllm.recording import record
 
     first, second = root / "first", root / "second"
     for seed, directory in enumerate((first, second)):
         tiny_model(name, seed).save_pretrained(directory)  # type: ignore[operator]
     parts = {"hf": _tried(_whole, name), "dtensor": _tried(_shards, name, root)}  # before vLLM makes its process groups
-    _import_model([name])
+    import_vllm({"architectures": [name]})
     model = build(first)
     weights = _read(second)
     model.load_weights(iter(weights.items()))  # type: ignore[operator]

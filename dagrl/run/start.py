@@ -235,14 +235,14 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
 def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
     """Starts the groups of all roles.
 
-    They spend long on imports, so they start in parallel. On GPUs shared with generation the train state is offloaded before
-    that starts.
+    They spend long on imports, so they start in parallel. On GPUs shared with training, generation takes no memory before
+    the train state is offloaded.
     """
     resources = shared_resources(config, stack)
     groups: list[WorkerGroup] = []
     stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
 
-    def start(role: str) -> WorkerGroup:
+    def start(role: str, before_setup: Callable[[], object] | None = None) -> WorkerGroup:
         return WorkerGroup.create(
             role,
             worker_classes(config)[role],
@@ -254,15 +254,21 @@ def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[Wo
             start_timeout_s=config.timeouts.start_s,
             collective_timeout_s=config.timeouts.collective_s,
             while_waiting=stop.check,
+            before_setup=before_setup,
         )
 
-    roles = list(layouts(config))
-    if is_colocated(config):
-        groups.append(start("train"))
-        groups[0].call("offload", TRAIN_PARTS)
-        roles.remove("train")
+    def start_away() -> WorkerGroup:
+        group = start("train")
+        group.call("offload", TRAIN_PARTS)
+        return group
+
     with ThreadPoolExecutor() as pool:
-        starting = [pool.submit(start, role) for role in roles]
+        if is_colocated(config):
+            train = pool.submit(start_away)
+            others = [role for role in layouts(config) if role != "train"]
+            starting = [train, *(pool.submit(start, role, train.result) for role in others)]
+        else:
+            starting = [pool.submit(start, role) for role in layouts(config)]
     groups += [future.result() for future in starting if future.exception() is None]
     for future in starting:
         future.result()  # raises the error of a group that did not start

@@ -27,6 +27,10 @@ class WorkerHooks(Protocol):
         """Returns environment variables that the process needs before anything is imported."""
         ...
 
+    def prepare(self) -> None:
+        """Called before `setup`, while other groups still start. Imports what `setup` needs, and takes no GPU memory."""
+        ...
+
     def setup(self, address: str, /) -> None:
         """Called once, on all workers of the group at the same time.
 

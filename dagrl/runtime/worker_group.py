@@ -133,8 +133,11 @@ class WorkerGroup:
         start_timeout_s: float = 180.0,
         collective_timeout_s: float = 60.0,
         while_waiting: Callable[[], None] | None = None,
+        before_setup: Callable[[], object] | None = None,
     ) -> WorkerGroup:
         """Start one actor per rank, construct `worker_class(context, config)` in each, and set all of them up at once.
+
+        `before_setup` is called when the actors have begun to start and to prepare; it may wait for another group.
 
         The class must fit `protocols` (see `contract.py`). `while_waiting` is called repeatedly until all are set up, and
         may raise to give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
@@ -167,6 +170,9 @@ class WorkerGroup:
                 while_waiting=while_waiting,
             )
             group._start = start
+            group.prepare()
+            if before_setup is not None:
+                before_setup()
             group.setup()
             group._while_waiting = None
         except BaseException:
@@ -242,6 +248,12 @@ class WorkerGroup:
         ]
         self.wait(installs, deadline, "start")
         self.locations = tuple(WorkerLocation(*place) for place in self.call_function(where))
+
+    def prepare(self) -> None:
+        """Lets every worker prepare for `setup`, if the class has `prepare`. Does not wait; `setup` comes after it."""
+        if "prepare" in self.role.methods:
+            for actor in self.actors:
+                actor.prepare.remote()
 
     def setup(self) -> None:
         """Calls `setup(address)` on every worker at once, if the class has it. Also rejoins a group after `abort`."""

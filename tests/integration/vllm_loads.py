@@ -30,7 +30,7 @@ from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm.derived import ABSORBED, derive
 from dagrl.workers.vllm.destinations import find_destinations
-from dagrl.workers.vllm.launch import _import_model, _import_vllm
+from dagrl.workers.vllm.launch import import_vllm
 from dagrl.workers.vllm.loader import LoadedModel, LoadedParameter, _sample
 from dagrl.workers.vllm.recording import record
 from dagrl.workers.vllm.weights import VllmRank, local_name, vllm_weight_slices
@@ -373,8 +373,7 @@ def main() -> None:
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    _import_vllm()
-    _import_model([name for config in FAMILIES.values() for name in config["architectures"]])
+    import_vllm({"architectures": [name for config in FAMILIES.values() for name in config["architectures"]]})
     _do_without_kernels()
     with tempfile.TemporaryDirectory() as root:
         # vLLM makes its expert-parallel group when the first model has experts.

@@ -134,6 +134,15 @@ class MegatronWorkerBase:
         threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads, **nccl_environment()}
 
+    def prepare(self) -> None:
+        """Imports Megatron-Core."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
+            from dagrl.workers.megatron import cpu
+
+            cpu.adapt()
+            import dagrl.workers.megatron.model  # noqa: F401
+
     def setup(self, address: str) -> None:
         """Joins the group at `address`, builds this rank's part of the model and loads its weights.
 

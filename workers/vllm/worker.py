@@ -34,8 +34,12 @@ from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
 from dagrl.workers.vllm.environment import check_head_size, require_generation, show_host_gpus, vllm_environment
+<<<<<<< HEAD
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
+=======
+from dagrl.workers.vllm.launch import break_collectives, end_engine, import_vllm, meet, read_hf_config, start_engine
+>>>>>>> a3e1b8e (Generation imports vLLM while the train group starts on the same GPUs)
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.lora import check_slots, describe_slots, fill_slot, find_slots, lora_request
 from dagrl.workers.vllm.peers import Peers
@@ -106,6 +110,10 @@ class VllmWorker:
     def environment(config: Config) -> dict[str, str]:
         """Returns environment variables of the process, set before any import."""
         return vllm_environment(config)
+
+    def prepare(self) -> None:
+        """Imports vLLM and the model's class, which takes 10 to 20 seconds."""
+        import_vllm(read_hf_config(self.config))
 
     def setup(self, address: str) -> None:
         """Starts the engine together with the other ranks of the shard. `address` is the group's rendezvous.
