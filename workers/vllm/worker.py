@@ -34,12 +34,8 @@ from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
 from dagrl.workers.vllm.environment import check_head_size, require_generation, show_host_gpus, vllm_environment
-<<<<<<< HEAD
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
-from dagrl.workers.vllm.launch import break_collectives, end_engine, meet, read_hf_config, start_engine
-=======
 from dagrl.workers.vllm.launch import break_collectives, end_engine, import_vllm, meet, read_hf_config, start_engine
->>>>>>> a3e1b8e (Generation imports vLLM while the train group starts on the same GPUs)
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.lora import check_slots, describe_slots, fill_slot, find_slots, lora_request
 from dagrl.workers.vllm.peers import Peers
@@ -148,9 +144,10 @@ class VllmWorker:
             self._stream = torch.cuda.current_stream(self._device)
 
     def _burst_steps(self) -> int:
-        """Steps of the model for each run of vLLM's scheduler: one if a string may end a request, which is found later."""
+        """Steps of the model for each run of vLLM's scheduler. One if a string may end a request, which is found later, and
+        for router replay, which reads the experts of each step."""
         asked = self.generation.vllm_cfg.num_scheduler_steps
-        if self.generation.stop_strings or self.config.environment.agent is not None:  # requests of agents have some too
+        if self.generation.stop_strings or self.config.policy.router_replay:
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 
