@@ -268,7 +268,7 @@ class VllmConfig(Section):
 
     num_scheduler_steps: PositiveInt | None = None
     """Decode steps for each run of vLLM's scheduler, while every request decodes. A sequence may compute that many tokens
-    less one after its end. Always 1 with `stop_strings` or an agent. null: 16 on GPUs, else 1."""
+    less one after its end. Always 1 with `stop_strings`, an agent or `policy.router_replay`. null: 16 on GPUs, else 1."""
 
     enable_prefix_caching: bool = True
     """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""

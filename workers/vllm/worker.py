@@ -147,7 +147,10 @@ class VllmWorker:
         """Steps of the model for each run of vLLM's scheduler. One if a string may end a request, which is found later, and
         for router replay, which reads the experts of each step."""
         asked = self.generation.vllm_cfg.num_scheduler_steps
-        if self.generation.stop_strings or self.config.policy.router_replay:
+        strings = (
+            self.generation.stop_strings or self.config.environment.agent is not None
+        )  # requests of agents have some too
+        if strings or self.config.policy.router_replay:
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 
