@@ -130,7 +130,10 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session.record_initial_validation = lambda stage, metrics: done.append((stage, metrics))
     session.replays.close_step = lambda tokens: done.append("lap")
     experience: Any = SimpleNamespace(
-        state=dict, validate=lambda *, may_stop: may_stop, restore=lambda counters, place: done.append((counters, place))
+        state=dict,
+        take_untrained=list,
+        validate=lambda *, may_stop: may_stop,
+        restore=lambda counters, place: done.append((counters, place)),
     )
     monkeypatch.setattr(grpo_step, "calibrate_on_prompts", lambda *words: done.append("calibrate"))
     monkeypatch.setattr(grpo_step, "refit", lambda replays, experience, version: done.append(("refit", version)))
@@ -155,7 +158,7 @@ def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, valida
     for step in range(3, 8):
         session: Any = MagicMock(config=config, step=step)
         session.replays.close_step = lambda tokens: {"tokens": tokens}
-        experience: Any = SimpleNamespace(state=dict, validate=lambda: {"validation/reward": 0.25})
+        experience: Any = SimpleNamespace(state=dict, take_untrained=list, validate=lambda: {"validation/reward": 0.25})
         finish_step(session, experience, {"trained_tokens": 7.0})
         stage, position, total, metrics, state = session.finish_step.call_args.args
         assert (stage, position, total, state.step, metrics["tokens"]) == ("grpo", step - 2, 5, step + 1, 7)
