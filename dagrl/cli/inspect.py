@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import check_settings, generation_dtype, is_colocated, layouts
+from dagrl.config.checks import check_settings
+from dagrl.config.settings import generation_dtype, is_colocated, layouts
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit

@@ -13,10 +13,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import ClusterConfig, Config, FunctionConfig, Json, PhasesConfig
+from dagrl.config.checks import check_settings
 from dagrl.config.roles import role_config
 from dagrl.config.settings import (
     bucket_widths,
-    check_settings,
     compares,
     device_count,
     generates,

@@ -20,7 +20,7 @@ from dagrl.bench.refit_report import report
 from dagrl.bench.refit_resharding import _along
 from dagrl.bench.report import BenchReport
 from dagrl.config import Config
-from dagrl.config.settings import check_settings
+from dagrl.config.checks import check_settings
 from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
 from dagrl.runtime.layout import ParallelLayout

@@ -27,8 +27,8 @@ from dagrl.bench.gpu.run_all import _wanted, run_job, with_what_is_installed
 from dagrl.bench.gpu.runs import run_tables
 from dagrl.bench.models import SHAPES
 from dagrl.config import Config
+from dagrl.config.checks import check_settings
 from dagrl.config.file import load_config
-from dagrl.config.settings import check_settings
 from dagrl.run.model import character_tokenizer
 from dagrl.run.preflight import preflight, trace_phases, worker_classes
 from dagrl.workers.megatron.architecture import check_layout

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from dagrl.config import Config
+from dagrl.config.checks import check_settings
 from dagrl.config.file import all_keys, dump_config, load_config
-from dagrl.config.settings import check_settings, generation_config
+from dagrl.config.settings import generation_config
 from dagrl.machine import Gpu
 from dagrl.run import derive
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps

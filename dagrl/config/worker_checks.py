@@ -1,0 +1,159 @@
+"""Checks of how train and generation workers share GPUs, send weights and compute."""
+
+from __future__ import annotations
+
+from dagrl.config import Config
+from dagrl.config.settings import (
+    SLOT_RANKS,
+    generates,
+    generation_config,
+    has_fp8_kv_cache,
+    is_colocated,
+    layouts,
+    sends_adapters,
+    takes_turns,
+    uses_reference,
+)
+from dagrl.errors import ConfigError, LayoutError
+
+
+def check_colocated(config: Config) -> None:
+    """Checks that nothing needs the train and generation workers of shared GPUs at once."""
+    if is_colocated(config) and config.grpo.async_grpo.enabled:
+        raise ConfigError(
+            "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true, but colocated workers take "
+            "turns on their GPUs; set one to false"
+        )
+    if is_colocated(config) and config.grpo.overlap_logprobs:
+        raise ConfigError(
+            "policy.generation.colocated.enabled and grpo.overlap_logprobs are both true, but colocated workers take turns "
+            "on their GPUs; set one to false"
+        )
+    kept = config.policy.reference_weights == "device" and uses_reference(config)
+    if takes_turns(config) and kept:
+        raise ConfigError(
+            "policy.generation.colocated.enabled is true, but policy.reference_weights is 'device', which keeps the "
+            "reference policy on the GPU during generation; set policy.reference_weights to host, or "
+            "policy.generation.colocated.exchange to never"
+        )
+
+
+def check_adapters(config: Config) -> None:
+    """Checks that vLLM's LoRA slots can hold what a refit of adapters alone sends."""
+    if not sends_adapters(config):
+        return
+    peft, generation = config.policy.megatron_cfg.peft, generation_config(config)
+    problems = {
+        "policy.megatron_cfg.peft.use_dora is true, but vLLM's LoRA slots have no row norms": peft.use_dora,
+        f"policy.megatron_cfg.peft.dim is {peft.dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}": (
+            peft.dim > SLOT_RANKS[-1]
+        ),
+        "policy.generation.vllm_cfg.precision is fp8, but vLLM would quantize the base weights that stay as loaded": (
+            generation.vllm_cfg.precision == "fp8"
+        ),
+        "policy.generation.vllm_cfg.kv_cache_dtype is fp8, whose scales come with the weights": has_fp8_kv_cache(config),
+        "policy.generation.colocated.sleep_level is 2, which drops base weights that no refit brings back": (
+            generation.colocated.enabled and generation.colocated.sleep_level == 2
+        ),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ConfigError(f"{problem}; change it, or set policy.megatron_cfg.peft.refit=merged")
+
+
+def check_delta(config: Config) -> None:
+    if config.refit.delta == "off":
+        return
+    if is_colocated(config):
+        raise ConfigError(
+            "refit.delta is lossless and policy.generation.colocated.enabled is true: copies inside a GPU are faster than "
+            "comparing, and the kept copy would take its memory. Set refit.delta=off"
+        )
+    if config.refit.cuda_graph is True:
+        raise ConfigError(
+            "refit.delta is lossless and refit.cuda_graph is true, but a graph sends the same bytes each time; set "
+            "refit.cuda_graph=auto, or refit.delta=off"
+        )
+
+
+def check_shared_gpus(config: Config) -> None:
+    """Checks that workers of one group have a GPU each: NCCL cannot connect two processes on one GPU."""
+    share = config.cluster.gpus_per_worker
+    for role, layout in layouts(config).items() if share is not None and 0 < share < 1 else ():
+        if layout.world_size > 1:
+            raise LayoutError(
+                f"cluster.gpus_per_worker is {share:g}, so several of the {layout.world_size} {role} workers "
+                f"({layout.describe()}) share a GPU, where NCCL cannot connect them; set it to 1, or use one {role} worker"
+            )
+
+
+def check_communication(config: Config) -> None:
+    """Checks that the requested overlap of communication and computation is possible."""
+    megatron = config.policy.megatron_cfg
+    ddp, key = megatron.distributed_data_parallel_config, "policy.megatron_cfg.distributed_data_parallel_config"
+    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and megatron.optimizer.use_distributed_optimizer):
+        raise ConfigError(
+            f"{key}.overlap_param_gather is true, which needs {key}.overlap_grad_reduce=true and "
+            "policy.megatron_cfg.optimizer.use_distributed_optimizer=true; set both, or set overlap_param_gather=false"
+        )
+    if ddp.overlap_grad_reduce and megatron.cuda_graphs:
+        raise ConfigError(
+            f"{key}.overlap_grad_reduce and policy.megatron_cfg.cuda_graphs are both true: a replayed backward pass cannot "
+            "start reductions. Set one to false"
+        )
+    if megatron.tp_comm_overlap:
+        raise ConfigError(
+            "policy.megatron_cfg.tp_comm_overlap is true, which needs Transformer Engine's linear layers. Train workers "
+            "build Megatron's local layers, which always overlap the reduction of input gradients with weight gradients. "
+            "Set tp_comm_overlap=false"
+        )
+
+
+def check_cuda_graphs(config: Config) -> None:
+    """Checks that a microbatch's forward and backward pass can be captured as CUDA graphs."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    if not megatron.cuda_graphs:
+        return
+    option = "policy.megatron_cfg.cuda_graphs is true"
+    if megatron.layout.pp > 1:
+        raise ConfigError(
+            f"{option}, but pipeline_model_parallel_size is {megatron.layout.pp}: a pipeline has several microbatches in "
+            "flight, a graph replays one. Set cuda_graphs=false, or pipeline_model_parallel_size=1"
+        )
+    if megatron.activation_checkpointing:
+        raise ConfigError(
+            f"{option}, and so is activation_checkpointing, which reads the random generator's state: a graph cannot "
+            "capture that. Set one to false"
+        )
+    if takes_turns(config):
+        raise ConfigError(
+            f"{option}, and so is policy.generation.colocated.enabled: weights that leave the GPU return at other "
+            "addresses, and graphs would have to be captured again. Set policy.generation.colocated.exchange=never, or "
+            "cuda_graphs=false"
+        )
+    varlen = policy.sequence_packing.enabled or megatron.layout.cp > 1
+    if varlen and policy.precision != "bfloat16":
+        raise ConfigError(
+            f"{option} and policy.precision is {policy.precision!r}, but with sequence packing or context parallelism "
+            "attention is one kernel in bfloat16 only; set policy.precision=bfloat16, or cuda_graphs=false"
+        )
+
+
+def check_experts(config: Config) -> None:
+    megatron = config.policy.megatron_cfg
+    kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
+    if (kind == "none") != (weight == 0):
+        raise ConfigError(
+            f"policy.megatron_cfg.moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a "
+            "load-balancing loss set both, such as seq_aux_loss and 0.001, or else none and 0"
+        )
+    if generates(config) and config.grpo.overlap_training and (weight or megatron.moe_z_loss_coeff):
+        raise ConfigError(
+            "grpo.overlap_training is true, and the router has a loss (policy.megatron_cfg.moe_aux_loss_coeff, "
+            "moe_z_loss_coeff): its share of a step needs the tokens of the whole batch, which early gradients do not know. "
+            "Set overlap_training=false, or both coefficients to 0"
+        )
+    if config.policy.router_replay and not generates(config):
+        raise ConfigError(
+            f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to false"
+        )
