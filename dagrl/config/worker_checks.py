@@ -62,6 +62,7 @@ def check_adapters(config: Config) -> None:
 
 
 def check_delta(config: Config) -> None:
+    """Checks that a refit of changed weights alone is possible."""
     if config.refit.delta == "off":
         return
     if is_colocated(config):
@@ -140,6 +141,7 @@ def check_cuda_graphs(config: Config) -> None:
 
 
 def check_experts(config: Config) -> None:
+    """Checks the settings of a mixture of experts."""
     megatron = config.policy.megatron_cfg
     kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
     if (kind == "none") != (weight == 0):
