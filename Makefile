@@ -1,4 +1,4 @@
-# make setup | quickstart | test | test-ray | test-peers | test-agents | lint | docs | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | lint | docs | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
@@ -14,7 +14,7 @@ AGENTS := .venv-agents
 AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-ray test-peers test-agents lint docs gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents lint docs gpu
 
 setup: $(SETUP)
 
@@ -25,11 +25,14 @@ quickstart: $(SETUP)
 test: $(TOOLS)
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope
 
-# The executor tests on other versions of Ray: make test-ray RAY="2.59.0 2.55.1"
-test-ray: $(TOOLS)
-	$(VENV)/bin/python tests/ray_versions.py $(RAY)
+# The runtime's tests on other versions, an hour for these: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
+VERSIONS ?= ray==2.54.0 python3.12 python3.13 python3.13,ray==2.54.0
+test-versions: $(TOOLS)
+	$(VENV)/bin/python tests/versions.py $(VERSIONS)
 
-# Tests with real verl and TRL, which need other versions than we test with: in an environment of its own.
+# Tests with real verl and TRL, which need other versions than we test with: in an environment of its own, which `peers` makes.
+peers: $(PEERS_SETUP)
+
 test-peers: $(PEERS_SETUP)
 	$(PEERS)/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
 

@@ -1,18 +1,23 @@
-"""Measures calls of verl's worker groups: verl's own against those of `dagrl.embed.verl.accelerate`, on the same actors.
+"""Measures calls and training steps of verl's worker groups: its own, and those of `dagrl.embed.verl.accelerate`.
 
     dagrl bench embed --json F                                   DataProto and TensorDict, 100 B to 16 MiB, 1 to 8 workers
     dagrl bench embed --workers 64 --bytes 1048576 --rounds 50   on a host with 64 cores or more
+    dagrl bench embed --workers --step-workers 2                 training steps alone
 
-Needs verl (`make test-peers` builds an environment with it). The method returns the data that it was given; its rows are
-shared out over the workers. The two groups take turns, call by call. The report has the median of each and, as `ratio`, the
-median of the quotients of neighbouring calls, with their quartiles.
+Needs verl; `make peers` builds `.venv-peers`, an environment with it. A call returns the data that it was given, whose rows
+are shared out over the workers. A step is one of verl's `TrainingWorker` with FSDP2 and a tiny model: a training batch, or
+log-probabilities and a training batch. Both groups are on the same actors and take turns, call by call. The report has the
+median of each and, as `ratio`, the median of the quotients of neighbouring calls, with their quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,25 +36,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of workers")
     parser.add_argument("--bytes", type=int, nargs="*", default=[100, 1 << 20, 16 << 20], help="sizes of a whole batch")
     parser.add_argument("--rounds", type=int, default=30, help="calls of each group per case")
+    parser.add_argument("--step-workers", type=int, nargs="*", default=[2], help="numbers of workers of training steps")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the requested file after each number of workers."""
-    import ray
+    from dagrl.bench.verl_steps import ON_CPU
 
-    from dagrl.config import ClusterConfig
-    from dagrl.run.cluster import ray_cluster
-
+    os.environ.update(ON_CPU)
     rows: list[ReportRow] = []
-    for workers in options.workers:
-        with ray_cluster(ClusterConfig(num_cpus=10 * workers), {"OMP_NUM_THREADS": "1"}):
-            group = _worker_group(workers)
-            rows += _measured(group, workers, options.bytes, options.rounds)
-            for actor in group.workers:
-                ray.kill(actor)
+    parts = [(_calls, workers) for workers in options.workers] + [(_steps, workers) for workers in options.step_workers]
+    for measure, workers in parts:
+        with _cluster(workers):
+            rows += measure(workers, options)
         if options.json:
             BenchReport(rows, command_line()).write(options.json)
     _print(rows)
+
+
+@contextmanager
+def _cluster(workers: int) -> Iterator[None]:
+    """A local cluster with what verl's pools ask for: ten CPUs per worker."""
+    from dagrl.bench.verl_steps import ON_CPU
+    from dagrl.config import ClusterConfig
+    from dagrl.run.cluster import ray_cluster
+
+    with ray_cluster(ClusterConfig(num_cpus=10 * workers), ON_CPU | {"OMP_NUM_THREADS": "1"}):
+        yield
+
+
+def _calls(workers: int, options: argparse.Namespace) -> Iterator[ReportRow]:
+    """Rows of the calls of `Echo`."""
+    import ray
+
+    group = _worker_group(workers)
+    yield from _measured(group, workers, options.bytes, options.rounds)
+    for actor in group.workers:
+        ray.kill(actor)
+
+
+def _steps(workers: int, options: argparse.Namespace) -> Iterator[ReportRow]:
+    """Rows of verl's training steps."""
+    import ray
+
+    from dagrl.bench import verl_steps
+    from dagrl.embed.verl import accelerate
+
+    with tempfile.TemporaryDirectory() as directory:
+        group = verl_steps.training_group(verl_steps.write_model(Path(directory)), workers)
+        fast = accelerate(group)
+        batch = verl_steps.training_batch(0, rows=4 * workers)
+        size = sum(value.values().nbytes for value in batch.values() if getattr(value, "is_nested", False))
+        for step in (verl_steps.train, verl_steps.infer_and_train):
+            taken = _in_turns([partial(step, one, batch) for one in (group, fast)], options.rounds)
+            yield _row(f"step: {step.__name__}", workers, size, taken)
+        fast.close()
+        for actor in group.workers:
+            ray.kill(actor)
 
 
 def _worker_group(workers: int) -> Any:

@@ -69,8 +69,8 @@ def show(findings: list[Finding]) -> None:
 
 def _machine() -> Iterator[Finding]:
     version = platform.python_version()
-    supported = (3, 11) <= sys.version_info[:2] < (3, 13)
-    yield Finding("python", version, "" if supported else "use Python 3.11 or 3.12")
+    supported = (3, 11) <= sys.version_info[:2] < (3, 14)
+    yield Finding("python", version, "" if supported else "use Python 3.11, 3.12 or 3.13")
     yield Finding("CPU cores", str(cpu_count()))
     yield Finding("GPUs", str(gpu_count()))
 

@@ -48,7 +48,7 @@ BENCHES = {
     "refit_architectures": "tiny models of every architecture that vLLM builds, refitted and compared with its own loader",
     "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
     "peers": "GRPO and SFT steps and generation, compared with TRL and vLLM's own engines",
-    "embed": "calls of verl's worker groups, its own and accelerated ones",
+    "embed": "calls and training steps of verl's worker groups, its own and accelerated ones",
     "step": "GRPO steps: synchronous, asynchronous, with in-flight weight updates",
     "compare": "GRPO steps compared with the same step in plain Ray calls",
     "curves": "reward by step and by minute, synchronous and asynchronous",

@@ -13,11 +13,10 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError
-from ray.experimental.compiled_dag_ref import CompiledDAGRef
 
 from dagrl.errors import DeadlineError, GraphError, PhaseError
 from dagrl.runtime.arguments import Arguments
@@ -40,31 +39,6 @@ def _as_given(calls: Sequence[Call], workers: int) -> Sequence[Call]:
 
 PER_WORKER = Codec(_as_given, list)
 """The input is a list with the `Call` of each worker, the result a list of theirs."""
-
-
-class ReplayRef(CompiledDAGRef):  # type: ignore[misc]  # Ray has no types
-    """A reference to the result of one worker, for `ray.get`, which asks references of this kind for their value.
-
-    `ray.wait` does not take it, and it cannot be passed to another call.
-    """
-
-    def __init__(self, worker: int) -> None:
-        self.replay: Replay | None = None  # set when the call is sent
-        self._worker = worker
-
-    def get(self, timeout: float | None = None) -> Any:
-        """Returns the worker's result. Raises PhaseError; GetTimeoutError after `timeout` seconds."""
-        assert self.replay is not None, "the call was not sent"
-        try:
-            return self.replay.result(timeout)[self._worker]
-        except DeadlineError as late:
-            raise GetTimeoutError(str(late)) from late
-
-    def __str__(self) -> str:
-        return f"ReplayRef(worker {self._worker})"
-
-    def __del__(self) -> None:
-        """Nothing to release: results are read in the order of the replays."""
 
 
 class CallOrder:
@@ -109,25 +83,53 @@ class CallOrder:
         self._plain = []
 
 
+@dataclass(frozen=True)
+class FleetLimits:
+    """`deadline_s`: the longest that one call may take. `max_bytes`: the most that one worker takes or returns in a call;
+    memory is taken as it is used.
+    """
+
+    deadline_s: float
+    max_bytes: int
+
+
 class Fleet:
     """The phases of one worker group, and the order of its calls. `close` ends the graphs; the actors live on."""
 
     def __init__(
-        self, actors: Sequence[Any], methods: Sequence[str], *, role: str, max_bytes: int, options: SchedulerOptions
+        self,
+        actors: Sequence[Any],
+        methods: Sequence[str],
+        *,
+        role: str,
+        limits: FleetLimits,
+        prepare: Callable[[object], object] | None = None,
     ) -> None:
-        """`max_bytes`: the most that one worker takes or returns in a call; memory is taken as it is used.
+        """`prepare(worker)` runs on each worker before its first call.
 
         Raises GraphError for a method that the actors lack, WorkerError for an actor that died.
         """
         if not methods:
             raise GraphError("phases is empty; name the methods to run as phases, such as phases=('train', 'get_logprobs')")
-        self.order = CallOrder(options.replay_s)
-        group = WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role, call_timeout_s=options.replay_s)
+        self.limits = limits
+        self.closed = False
+        self.order = CallOrder(limits.deadline_s)
+        group = WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role, call_timeout_s=limits.deadline_s)
+        if prepare is not None:
+            group.call_function(prepare)
+        options = SchedulerOptions(fallback="error", fuse_shards=True, replay_s=limits.deadline_s)
         self._scheduler = Scheduler([group], options)
         self._phases = {method: _phase_of(role, method) for method in dict.fromkeys(methods)}
+        nobody, room = [None] * len(actors), limits.max_bytes
         for one in self._phases.values():
-            nobody = [None] * len(actors)
-            self._scheduler.add(one, codec=PER_WORKER, warmup_value=nobody, input_bytes=max_bytes, result_bytes=max_bytes)
+            self._scheduler.add(
+                one,
+                codec=PER_WORKER,
+                warmup_value=nobody,
+                input_bytes=room,
+                result_bytes=room,
+                room_key="max_bytes of accelerate()",
+            )
         try:
             self._scheduler.compile()
             self._scheduler.warmup()  # calls nobody: the fleet's methods know nothing of warm-ups
@@ -144,6 +146,7 @@ class Fleet:
 
     def close(self) -> None:
         """Ends the graphs."""
+        self.closed = True
         self._scheduler.close()
 
 

@@ -18,11 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 
-from dagrl.embed.fleet import Call, Fleet, ReplayRef
-from dagrl.errors import LayoutError
+from dagrl.embed.fleet import Call, Fleet, FleetLimits
+from dagrl.errors import DeadlineError, LayoutError
 from dagrl.runtime.arguments import Arguments
-from dagrl.runtime.schedule import SchedulerOptions
+from dagrl.runtime.executors.references import ValueRef
+from dagrl.runtime.replay import Replay
 
 DISPATCHERS = (
     "run_all_workers_single_data",
@@ -47,9 +49,8 @@ def accelerate(
     """
     _check(worker_group)
     role = re.sub(r"\W", "_", getattr(worker_group, "name_prefix", "")) or "workers"
-    options = SchedulerOptions(fuse_shards=True, fallback="error", replay_s=deadline_s)
     return AcceleratedGroup(
-        worker_group, Fleet(worker_group.workers, phases, role=role, max_bytes=max_bytes, options=options)
+        worker_group, Fleet(worker_group.workers, phases, role=role, limits=FleetLimits(deadline_s, max_bytes))
     )
 
 
@@ -80,7 +81,7 @@ class AcceleratedGroup:
             returned = _keeping_values(getattr(type(stand_in), name))(stand_in, method_name, *args, **kwargs)
             replay = self.fleet.call(method_name, [recorder.call for recorder in recorders])
             for recorder in recorders:
-                recorder.result.replay = replay
+                recorder.replay = replay
             return returned
 
         return dispatch
@@ -91,14 +92,22 @@ class _Recorder:
 
     def __init__(self, worker: int) -> None:
         self.call: Call = None
-        self.result = ReplayRef(worker)
+        self.replay: Replay | None = None  # set when the call is sent
+        self._worker = worker
 
     def __getattr__(self, method: str) -> Any:
         return types.SimpleNamespace(remote=self._record)
 
-    def _record(self, *args: Any, **kwargs: Any) -> ReplayRef:
+    def _record(self, *args: Any, **kwargs: Any) -> ValueRef:
         self.call = Arguments(tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()})
-        return self.result
+        return ValueRef(self._result)
+
+    def _result(self, timeout_s: float | None) -> Any:
+        assert self.replay is not None, "the call was not sent"
+        try:
+            return self.replay.result(timeout_s)[self._worker]
+        except DeadlineError as late:
+            raise GetTimeoutError(str(late)) from late
 
 
 def _value(argument: Any) -> Any:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dagrl.embed.fleet import Call, Fleet, FleetLimits
 from dagrl.embed.verl_data import chunks
-from dagrl.embed.verl_fleet import NOTHING, FleetLimits, VerlFleet, fleet_of, run_method
+from dagrl.embed.verl_fleet import RUN, fleet_of, references, run_method
 from dagrl.errors import GraphError, MissingDependencyError
 from dagrl.runtime.arguments import Arguments
 from dagrl.runtime.replay import Replay
@@ -51,8 +52,8 @@ def accelerate(
     made = copy.copy(worker_group)
     for name, functor in bound.items():
         method = methods.get(name)
-        outside = functools.partial(fleet.outside, functor)
-        setattr(made, name, Accelerated(worker_group, fleet, method) if isinstance(method, Method) else outside)
+        accelerated = Accelerated(worker_group, fleet, method) if isinstance(method, Method) else None
+        setattr(made, name, accelerated or functools.partial(_plain, fleet, functor))
     made.close = fleet.close
     logger.info("verl methods on graphs: %s", ", ".join(sorted(set(methods) - set(refused))))
     return made
@@ -76,7 +77,7 @@ class Method:
 class Accelerated:
     """A bound method that runs as a replay."""
 
-    def __init__(self, group: Any, fleet: VerlFleet, method: Method) -> None:
+    def __init__(self, group: Any, fleet: Fleet, method: Method) -> None:
         self._group = group
         self._fleet = fleet
         self.method = method
@@ -87,20 +88,20 @@ class Accelerated:
         given, named = self.method.dispatch(self._group, *map(_materialized, args), **_materialized_values(kwargs))
         named = dict(named)
         padding = named.pop(_padding_size_key, 0)
-        replay = self._fleet.submit(self._parts(given, named))
+        replay = self._fleet.call(RUN, self._parts(given, named))
         collect = functools.partial(self._collected, replay, padding)
         return collect() if self.method.blocking else _pending(collect)
 
-    def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Arguments]:
+    def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
         """Returns the arguments of every worker; those of workers that are given the same are one object."""
         workers = len(self._group.workers)
         if self.method.rank_zero:
-            return [self._part(args, kwargs), *[NOTHING] * (workers - 1)]
+            return [self._part(args, kwargs), *[None] * (workers - 1)]
         given = [*args, *kwargs.values()]
         if not all(isinstance(each, list) and len(each) == workers for each in given):  # as in verl's execute_all
             return [self._part(args, kwargs)] * workers
         made: dict[tuple[int, ...], Arguments] = {}
-        parts = []
+        parts: list[Call] = []
         for rank in range(workers):
             key = tuple(id(each[rank]) for each in given)
             if key not in made:
@@ -120,6 +121,11 @@ class Accelerated:
             raise
         output = self.method.collect(self._group, results[0] if self.method.rank_zero else results)
         return _without_padding(output, padding) if padding else output
+
+
+def _plain(fleet: Fleet, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of verl's own, after all replays; later replays wait until it has ended on the workers."""
+    return fleet.order.plain(lambda: function(*args, **kwargs), references)
 
 
 def _bound_methods(worker_group: Any) -> dict[str, Any]:

@@ -156,6 +156,7 @@ class Scheduler:
         input_bytes: int | None = None,
         result_bytes: int | None = None,
         max_in_flight: int | None = None,
+        room_key: str = "",
     ) -> None:
         """Traces a phase and stores the shapes at which it will be replayed.
 
@@ -163,7 +164,8 @@ class Scheduler:
         and `tokens` below `token_ids` (all 1 without). Any other one is warmed up with `warmup_value`. A `codec` splits the
         input of this phase and joins its results; such a phase without a `warmup_value` is not warmed up. `input_bytes` (of
         one shard) and `result_bytes` size its channels; by default the largest warm-up input sizes the input.
-        `max_in_flight` overrides the options'. Raises GraphError, also for a name that is taken.
+        `max_in_flight` overrides the options'. `room_key`: how the caller's own users set both sizes, for errors. Raises
+        GraphError, also for a name that is taken.
         """
         if phase.name in self._entries:
             raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
@@ -178,7 +180,9 @@ class Scheduler:
             replay_s=self.options.replay_s,
             teardown_s=self.options.teardown_s,
             overlap_communication=self.options.overlap_communication,
-            result_key=f"result_bytes of Scheduler.add({phase.name})" if result_bytes else GraphLimits.result_key,
+            input_key=room_key or f"input_bytes of Scheduler.add({phase.name}), or add a larger bucket",
+            result_key=room_key
+            or (f"result_bytes of Scheduler.add({phase.name})" if result_bytes else GraphLimits.result_key),
         )
         fields = None if phase.inputs is None else field_types(phase.inputs)
         carried = dict(scalars or {}), token_ids, warmup_value, codec
@@ -450,8 +454,8 @@ class Scheduler:
         needed = -(-payload_bytes(value) // shards) + ENVELOPE_BYTES
         if needed > entry.limits.input_bytes:
             raise RunError(
-                f"the input of phase {entry.phase.name!r} needs {needed} bytes per shard, but its channel was sized for "
-                f"{entry.limits.input_bytes} from the largest warmed-up input; add it with a larger bucket or input_bytes"
+                f"the input of phase {entry.phase.name!r} needs {needed} bytes per shard, but its channel has room for "
+                f"{entry.limits.input_bytes}; raise {entry.limits.input_key}"
             )
 
     def _share_out(

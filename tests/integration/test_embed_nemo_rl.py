@@ -14,7 +14,7 @@ import ray
 import torch
 
 from dagrl.embed.nemo_rl import AcceleratedGroup, accelerate
-from dagrl.errors import GraphError, LayoutError, PhaseError, WorkerError
+from dagrl.errors import GraphError, LayoutError, PhaseError, RunError, WorkerError
 from tests.integration import nemo_rl_group
 
 AXES = nemo_rl_group.TRAIN_AXES
@@ -172,6 +172,8 @@ def test_errors_name_the_worker_and_the_group_goes_on(groups: tuple[Any, Acceler
         ray.get(accelerated.run_all_workers_single_data("refuse", data=7))
     with pytest.raises(ray.exceptions.GetTimeoutError):
         ray.get(accelerated.run_all_workers_single_data("note", text="slow", seconds=1.0), timeout=0.1)
+    with pytest.raises(RunError, match=r"needs \d+ bytes per shard, .* room for 1048576; raise max_bytes of accelerate\(\)"):
+        accelerated.run_all_workers_single_data("note", text="x" * (2 << 20))
     assert ray.get(accelerated.run_all_workers_single_data("note", text="on")) == ["on"] * 4
 
 

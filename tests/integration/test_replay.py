@@ -159,7 +159,7 @@ def test_a_result_over_its_channel_is_an_error_that_names_the_limit(scheduler: S
 
 
 def test_an_input_over_its_channel_is_refused(scheduler: Scheduler) -> None:
-    with pytest.raises(RunError, match="sized for"):
+    with pytest.raises(RunError, match="has room for"):
         scheduler.replay(ranks, "x" * 100_000)
 
 

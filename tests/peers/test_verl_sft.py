@@ -12,10 +12,12 @@ import torch
 from hydra import compose, initialize_config_module
 from verl.trainer import sft_trainer_ray
 
+from dagrl.bench.verl_steps import ENGINE
 from dagrl.embed.verl import accelerate
-from tests.peers.test_verl_training import ENGINE, STEPS, WORKERS
 
 pytestmark = pytest.mark.usefixtures("verl_cluster")
+
+WORKERS, STEPS = 2, 3
 
 
 def sft_config(model: str, data: Path, logs: Path) -> Any:

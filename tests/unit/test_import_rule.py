@@ -44,13 +44,13 @@ def strings(file: Path) -> set[str]:
 def test_internals_of_ray_are_imported_where_they_are_listed() -> None:
     """`local_cluster.py` asks for the processes of the cluster that it started, `event_loop.py` for an actor's loop.
 
-    `cluster.py` names Ray's logger. `fleet.py` uses a public class, whose kind of reference `ray.get` asks for its value.
+    `cluster.py` names Ray's logger. `references.py` derives a reference whose value `ray.get` asks for.
     """
     assert users_of("ray.dag") == {"dagrl/runtime/executors/ray_dag.py", "dagrl/run/cluster.py"}
     assert users_of("ray.experimental") == {
         "dagrl/runtime/executors/ray_dag.py",
         "dagrl/runtime/edges/edge.py",
-        "dagrl/embed/fleet.py",
+        "dagrl/runtime/executors/references.py",
     }
     assert users_of("ray._raylet", "ray._private") == {"dagrl/run/local_cluster.py", "dagrl/runtime/executors/event_loop.py"}
 

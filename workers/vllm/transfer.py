@@ -4,9 +4,10 @@ Engine: `LLM(model, weight_transfer_config={"backend": "dagrl"})`, or `vllm serv
 
     source = SliceSource(model)                                # plain, FSDP2, tensor-parallel or Hugging Face module
     info = DagrlTrainerInitInfo("10.0.0.1:29600", world_size, rank=rank)
-    trainer = WeightTransferTrainerFactory.trainer_init(info, client=HTTPVLLMWeightSyncClient(url), source=source)
+    trainer = DagrlTrainer.trainer_init(info, client=HTTPVLLMWeightSyncClient(url), source=source)
     trainer.send_weights()                                     # on every trainer rank, after each step
 
+vLLM's own `WeightTransferTrainerFactory.trainer_init` does the same in processes with an engine, which load vLLM's plugins.
 Trainer ranks send their own shards to the engine's ranks, by a plan made in `trainer_init`.
 """
 

@@ -28,8 +28,8 @@ Actors = Mapping[str, Sequence[ActorHandle]]
 class GraphLimits:
     """Sizes and deadlines of one compiled phase. Bytes are those of one input or one result; times are in seconds.
 
-    `may_kill`: dagrl created its workers, and a teardown kills those that do not stop. `result_key`: the setting of
-    `result_bytes`, for the error of a larger result.
+    `may_kill`: dagrl created its workers, and a teardown kills those that do not stop. `input_key` and `result_key`: the
+    settings of `input_bytes` and `result_bytes`, for the errors of larger values.
     """
 
     input_bytes: int
@@ -40,6 +40,7 @@ class GraphLimits:
     teardown_s: float
     may_kill: bool = True
     overlap_communication: bool = False
+    input_key: str = "input_bytes of Scheduler.add"
     result_key: str = "executor_cfg.result_bytes"
 
 

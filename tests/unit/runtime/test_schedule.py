@@ -912,7 +912,7 @@ def test_an_input_has_the_room_of_the_largest_bucket_for_each_shard_and_no_more(
         scheduler.compile()
         scheduler.replay(step, full(128, 64))
         scheduler.replay(other, np.zeros(1000))
-        with pytest.raises(RunError, match=r"the input of phase 'other' needs .* bytes per shard, .* or input_bytes"):
+        with pytest.raises(RunError, match=r"input of phase 'other' needs .* bytes per shard, .* or add a larger bucket"):
             scheduler.replay(other, np.zeros(3000))
         scheduler.replay(other, 1)
     assert [graph.limits.input_bytes > 2 * 64 * 64 * 8 for graph in made] == [True, False]
