@@ -1,6 +1,6 @@
 """A refit alone: a trainer of torchrun sends its weights to a vLLM server after each step. Neither is started by dagrl:
 
-VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --dtype float32 --weight-transfer-config '{"backend": "dagrl"}'
+VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --dtype bfloat16 --weight-transfer-config '{"backend": "dagrl"}'
 torchrun --nproc-per-node 2 examples/refit_alone.py MODEL http://127.0.0.1:8000 127.0.0.1:29600
 """
 
@@ -24,8 +24,8 @@ def main(path: str, server: str, address: str) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    info = DagrlTrainerInitInfo(address, size, rank=rank, verify="checksum")
     source = SliceSource(model, dtype="float32")  # this rank's shards, where they are
+    info = DagrlTrainerInitInfo(address, size, rank=rank, target_dtype="bfloat16", verify="checksum")
     refit = DagrlTrainer.trainer_init(info, client=HTTPVLLMWeightSyncClient(server), source=source)
 
     tokens = torch.arange(8)[None] + 20 * (rank + 1)  # each rank learns to count from a number of its own

@@ -27,7 +27,7 @@ EXAMPLE = ROOT / "examples" / "refit_alone.py"
 RANKS, FIRST = 2, (20, 40)  # the token that each trainer rank counts from
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
 OPTIONS = (
-    *("--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "48", "--max-num-seqs", "4"),
+    *("--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "48", "--max-num-seqs", "4"),
     *("--kv-cache-memory-bytes", str(8 << 20), "--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
     *("--weight-transfer-config", '{"backend": "dagrl"}'),
 )  # fmt: skip

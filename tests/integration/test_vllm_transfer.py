@@ -66,7 +66,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("tp", "multiprocess"), [pytest.param(1, "0", marks=pytest.mark.slow), (2, "1")])
+@pytest.mark.slow  # test_refit_alone.py has the same transfers to a server
+@pytest.mark.parametrize(("tp", "multiprocess"), [(1, "0"), (2, "1")])
 def test_any_llm_takes_refits(tp: int, multiprocess: str, tmp_path: Path) -> None:
     """In this process with one rank; with engine and two workers in processes of their own."""
     pytest.importorskip("vllm")

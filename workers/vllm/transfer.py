@@ -61,14 +61,16 @@ class SliceSource(ModuleSource):  # type: ignore[misc]
 class DagrlTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """How one trainer rank meets the engine.
 
-    `address` is a free `host:port` on the host of rank 0, `world_size` the number of trainer ranks. `tied_embeddings`: fill
-    an engine's own head from the embedding. `delta`: `lossless` sends only what changed since the last update. `timeout_s`
-    limits the meeting and every wait of a refit.
+    `address` is a free `host:port` on the host of rank 0, `world_size` the number of trainer ranks. `target_dtype`: the
+    engine's dtype if it differs from the source's. `tied_embeddings`: fill an engine's own head from the embedding.
+    `delta`: `lossless` sends only what changed since the last update. `timeout_s` limits the meeting and every wait of a
+    refit.
     """
 
     backend: ClassVar[str] = BACKEND
     address: str
     world_size: int = 1
+    target_dtype: str | None = None
     tied_embeddings: bool = False
     verify: Verify = "off"
     delta: DeltaMode = "off"
@@ -166,6 +168,7 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
                 source.slices,
                 device=next((tensor.device for tensor in source.tensors.values()), None),
                 dtype=source.dtype,
+                target_dtype=init_info.target_dtype,
                 tied_embeddings=init_info.tied_embeddings,
                 verify=init_info.verify,
                 delta=init_info.delta,
