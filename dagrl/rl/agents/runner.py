@@ -28,6 +28,7 @@ from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.agent_pool import AgentPool
 from dagrl.rl.functions.answers import Failed
+from dagrl.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -59,6 +60,7 @@ class AgentRunner:
             self._limits,
             self._inbox,
         )
+        self._stop = Deadline(config.timeouts.teardown_s, "timeouts.teardown_s")
         self._pool = AgentPool(environment.agent, environment)
 
     def __enter__(self) -> Self:
@@ -70,7 +72,7 @@ class AgentRunner:
         for episode in list(self._server.episodes.values()):
             self.end(episode, "the run has ended")
         self._pool.close()
-        self._server.stop()
+        self._server.stop(self._stop)
 
     @property
     def news(self) -> Future[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Mapping
@@ -16,23 +17,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dagrl.errors import ConfigError, RunError, error_text
+from dagrl.errors import ConfigError, error_text
 from dagrl.rl.agents.conversations import message_key
 from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
 from dagrl.rl.agents.formats import ChatShape, CompletionShape, Made, Shape, versions_of
 from dagrl.rl.agents.protocol import ChatBody, CompletionBody, EndpointError, models, read_body
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.texts import TextStream, cut_at_stop
+from dagrl.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
+logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 3600
 """Idle connections stay open: a client that reuses one while the server closes it would see an error."""
 
-START_S = STOP_S = 30.0
 VERSIONS = "x-policy-versions"
 
 
@@ -105,12 +108,12 @@ class EndpointServer:
         )
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stops to listen. Open requests are answered with an error before it (`AgentEpisode.end`)."""
+    def stop(self, deadline: Deadline) -> None:
+        """Stops listening. Answer open requests with an error first (`AgentEpisode.end`)."""
         self._server.should_exit = True
-        self._thread.join(STOP_S)
-        if self._thread.is_alive():
-            raise RunError(f"the thread of the endpoint did not end within {STOP_S:g} s")
+        self._thread.join(deadline.seconds)
+        if self._thread.is_alive():  # it is a daemon, and may not hide why the run ends
+            logger.warning("the endpoint of the agents did not end within %s = %g s", deadline.key, deadline.seconds)
 
     def _application(self) -> Starlette:
         from starlette.applications import Starlette

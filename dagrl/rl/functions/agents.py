@@ -49,7 +49,10 @@ class _Agents:
     async def serve(self) -> None:
         inbox: asyncio.Queue[tuple[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        put = lambda message: loop.call_soon_threadsafe(inbox.put_nowait, message)  # noqa: E731
+
+        def put(message: tuple[str, Any] | None) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, message)
+
         threading.Thread(target=self._receive, args=(put,), daemon=True).start()
         while (message := await inbox.get()) is not None:
             key, request = message

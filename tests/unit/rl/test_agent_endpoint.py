@@ -16,6 +16,7 @@ from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.generation import FinishedRequest
+from dagrl.runtime.deadline import Deadline
 from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE, called
 
 openai = pytest.importorskip("openai")
@@ -23,6 +24,7 @@ httpx = pytest.importorskip("httpx")
 
 END, EOS = "<|im_end|>", 1
 LIMITS = Limits(room=400, max_new_tokens=40, max_turns=5, temperature=1.0, top_p=1.0, stop=("STOP",))
+STOP = Deadline(20.0, "of the test")
 ASKED = [{"role": "user", "content": "2+3"}]
 
 
@@ -115,7 +117,7 @@ def module_server() -> Iterator[Served]:
     served = Served()
     yield served
     served.generation.close()
-    served.server.stop()
+    served.server.stop(STOP)
 
 
 @pytest.fixture

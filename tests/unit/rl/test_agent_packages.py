@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dagrl.rl.agents.episode import Limits
-from tests.unit.rl.test_agent_endpoint import END, Served
+from tests.unit.rl.test_agent_endpoint import END, STOP, Served
 from tests.unit.rl.test_tools import called
 
 pytest.importorskip("vllm")
@@ -22,7 +22,7 @@ def served() -> Iterator[Served]:
     served.episode._limits = Limits(20_000, 2000, 8, 1.0, 1.0)
     yield served
     served.generation.close()
-    served.server.stop()
+    served.server.stop(STOP)
 
 
 def check_row(served: Served, said: list[str], heard: str) -> None:
