@@ -21,13 +21,14 @@ from dagrl.workers.megatron.adapter_slices import adapter_names, adapter_slots, 
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations
 from dagrl.workers.vllm.quantization import in_fp8
-from dagrl.workers.vllm.recording import Recording
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from vllm.lora.request import LoRARequest
+
+    from dagrl.workers.vllm.recording import Recording  # imports torch
 
 Pair = tuple["Tensor", "Tensor"]
 

@@ -78,22 +78,23 @@ class _Unstarted:
         """
         ready = freed & idle
         reached = ready & self._next.keys()
-        for sender in ready & self._receivers.keys():
+        senders, fresh = idle & self._receivers.keys(), ready & self._receivers.keys()  # that have no receiver yet
+        for sender in fresh:
             reached |= self._receivers[sender] & idle
         chosen: list[BucketPosition] = []
-        busy: set[int] = set()
         for receiver in sorted(reached, key=lambda rank: (-self._to_receive[rank], rank)):
             waiting = self._next[receiver]
             best, most = -1, (0, 0, 0)
-            for sender in waiting.keys() & (idle if receiver in freed else ready):
+            for sender in waiting.keys() & (senders if receiver in freed else fresh):
                 duration, position = waiting[sender]
-                if duration < most[0] or sender in busy:
+                if duration < most[0]:
                     continue
                 rank = (duration, self._to_send[sender], -sender)
                 if (best < 0 or rank > most) and self._is_ready((sender, receiver, position)):
                     best, most = sender, rank
             if best >= 0:
-                busy.add(best)
+                senders.discard(best)
+                fresh.discard(best)
                 chosen.append((best, receiver, waiting[best][1]))
         return chosen
 
