@@ -1,4 +1,4 @@
-"""vLLM's loaders place every family's weights where our slices say, bit for bit, on every rank."""
+"""vLLM's loaders and LoRA layers place every family's weights where our slices say, bit for bit, on every rank."""
 
 from __future__ import annotations
 
@@ -16,3 +16,13 @@ def test_slices_are_what_vllm_loads() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("agrees:") == len(CASES) + len(FP8_CASES)
+
+
+def test_lora_slots_are_what_vllm_fills() -> None:
+    pytest.importorskip("vllm")
+    from tests.integration.vllm_loads import CASES
+
+    command = [sys.executable, "-m", "tests.integration.vllm_slots"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("agrees:") == len(CASES)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Config, Json, PeftConfig
 from dagrl.config.settings import SLOT_RANKS, sends_adapters
 from dagrl.errors import ConfigError
-from dagrl.refit.slices import WeightSlice
+from dagrl.machine import gpu_count
+from dagrl.refit.slices import STACKED, WeightSlice
 from dagrl.workers.families import find_family
 from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes
 from dagrl.workers.megatron.adapter_slices import adapter_names, adapter_slots, stacked_shapes, targets
@@ -65,6 +66,11 @@ def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model."""
     if in_fp8(config, hf_config):
         raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
+    on_cpu = not gpu_count() and config.cluster.address is None
+    if on_cpu and any(STACKED in name for name in stacked_shapes(hf_config)):
+        raise ConfigError(
+            f"{KEY}.refit is adapters, but vLLM's kernels for experts on CPUs have no LoRA; set {KEY}.refit=merged"
+        )
 
 
 def lora_request() -> LoRARequest:
@@ -164,8 +170,7 @@ class _Slots:
         if not any(pairs):
             return
         filled = [pair or self._zeros(name) for pair, name in zip(pairs, names, strict=True)]
-        start = layer.ep_rank * layer.local_num_experts if layer.use_ep else 0
-        held = slice(start, start + layer.local_num_experts)
+        held = _held_experts(module, layer)
         layer.set_lora(SLOT, *([pair[side][held] for pair in filled] for side in range(2)))
 
     def _pair(self, name: str, sources: Mapping[str, Tensor]) -> Pair | None:
@@ -195,6 +200,20 @@ def _memory(tensors: Mapping[str, Tensor]) -> torch.nn.Module:
 
 def _has_experts(layer: Any) -> bool:
     return hasattr(layer, "w13_lora_a_stacked")
+
+
+def _held_experts(module: str, layer: Any) -> slice:
+    """Returns the experts of the layer that this rank holds."""
+    mapping = layer.base_layer.expert_map  # number on this rank by number in the layer, -1 without
+    if mapping is None:
+        return slice(0, layer.local_num_experts)
+    held = [number for number, local in enumerate(mapping.tolist()) if local >= 0]
+    if held != list(range(held[0], held[-1] + 1)):
+        raise ConfigError(
+            f"vLLM spreads the experts of {module!r} in turn over the ranks, which {KEY}.refit=adapters cannot follow; set "
+            f"vLLM's expert_placement_strategy to linear, or {KEY}.refit=merged"
+        )
+    return slice(held[0], held[-1] + 1)
 
 
 def _module_of(slot: str) -> str:

@@ -151,7 +151,7 @@ TABLE = [
         (f"{PEFT}={{enabled: true, adapter_path: nowhere}}",),
     ),
     *(
-        Row(f"a refit of adapters alone with {what}", (message, f"or set {PEFT}.refit=merged"), overrides)
+        Row(f"a refit of adapters alone with {what}", (message, f"set {PEFT}.refit=merged"), overrides)
         for what, message, overrides in (
             ("DoRA", "use_dora is true, but", (f"{PEFT}={{enabled: true, refit: adapters, use_dora: true}}",)),
             ("a rank of 600", "dim is 600, but", (f"{PEFT}={{enabled: true, refit: adapters, dim: 600}}",)),
@@ -177,6 +177,11 @@ TABLE = [
                 "some experts",
                 "has some experts of 'model.layers.0.mlp.experts.*.up_proj.weight' and not others",
                 (f"{PEFT}={{enabled: true, refit: adapters, target_modules: [layers.0.mlp.experts.1.up_proj]}}", MIXTURE),
+            ),
+            (
+                "experts on CPUs",
+                "vLLM's kernels for experts on CPUs have no LoRA",
+                (f"{PEFT}={{enabled: true, refit: adapters}}", MIXTURE),
             ),
         )
     ),

@@ -1,0 +1,115 @@
+"""Compares LoRA slots as described with what vLLM's own code makes of adapters; test_vllm_families.py runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.lora import LoRAConfig
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
+
+from dagrl.config import PeftConfig
+from dagrl.refit.slices import STACKED, WeightSlice, expand, numbered
+from dagrl.workers.megatron.adapter_slices import adapter_names, stacked_shapes, targets
+from dagrl.workers.vllm.launch import _import_model, _import_vllm
+from dagrl.workers.vllm.lora import describe_slots, find_slots
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
+from tests.families import FAMILIES, Hf, random_model
+from tests.integration.vllm_loads import CASES, _do_without_kernels, build
+
+PEFT = PeftConfig(enabled=True, refit="adapters", dim=4)
+
+
+def check_slots(model: torch.nn.Module, config: Hf, rank: VllmRank) -> int:
+    """vLLM fills the slots that the rules name, and with the values that a refit writes. Returns the number of slots."""
+    layers = with_lora(model, rank)
+    found = find_slots(layers, config, PEFT, torch.float32)
+    rules = describe_slots(vllm_weight_slices(config, rank), config, PEFT)
+    assert in_order(found.slices) == in_order(rules)
+    shapes = targets(stacked_shapes(config), PEFT)
+    if rank.expert_parallel and any(shape[0] % rank.tp for name, shape in shapes.items() if STACKED in name):
+        return len(found.tensors)  # vLLM's loading of adapters gives each rank as many experts
+    adapters = {
+        part: torch.randn(*experts, *sizes)
+        for name, (*experts, outputs, inputs) in shapes.items()
+        for part, sizes in zip(adapter_names(name), ((PEFT.dim, inputs), (outputs, PEFT.dim)), strict=True)
+    }
+    for piece in found.slices:
+        target = found.tensors[piece.tensor][tuple(slice(*part) for part in piece.local)]
+        target.copy_(adapters[piece.name][tuple(slice(*part) for part in piece.box)].view(target.shape))
+    ours = {name: tensor.clone() for name, tensor in found.tensors.items()}
+    loaded = LoRAModel(1, PEFT.dim, dict(read_adapters(adapters)))
+    layers._create_merged_loras_inplace(loaded)
+    for name, layer in layers.modules.items():
+        if lora := loaded.get_lora(name):
+            layer.set_lora(0, lora.lora_a, lora.lora_b)
+    for name, tensor in found.tensors.items():
+        assert torch.equal(tensor, ours[name]) and tensor.any(), name
+    return len(ours)
+
+
+def in_order(slices: Sequence[WeightSlice]) -> list[Any]:
+    return sorted((one.name, one.box, one.tensor, one.local, one.dtype) for one in expand(slices))
+
+
+def with_lora(model: torch.nn.Module, rank: VllmRank) -> Any:
+    """Wraps the model's layers as vLLM does, without kernels for experts. Returns vLLM's manager of them."""
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), FusedMoEMethodBase):
+            experts = MagicMock(spec=LoRAExpertsMixin, consumes_expert_mask=False)
+            impl = MagicMock(spec=FusedMoEKernelModularImpl)
+            method.moe_kernel = MagicMock(impl=impl, fused_experts=experts, prepare_finalize=object(), is_monolithic=False)
+    settings = LoRAConfig(max_lora_rank=8, max_loras=1, max_cpu_loras=1, lora_dtype=torch.float32)
+    vllm_config = VllmConfig()
+    vllm_config.parallel_config.enable_expert_parallel = rank.expert_parallel
+    with set_current_vllm_config(vllm_config):
+        return LoRAModelManager(model, 4, 64, 100, settings, torch.device("cpu"), vllm_config)
+
+
+def read_adapters(adapters: dict[str, Tensor]) -> Iterator[tuple[str, LoRALayerWeights]]:
+    """Yields the adapters as vLLM reads them from files: one for each expert, with a scale of 1."""
+    for name, a in adapters.items():
+        module, ending, _ = name.partition(".lora_A.weight")
+        if not ending:
+            continue
+        b = adapters[f"{module}.lora_B.weight"]
+        for number in range(len(a)) if STACKED in module else [None]:
+            one = module if number is None else numbered(module, number)
+            pair = (a, b) if number is None else (a[number], b[number])
+            yield one, LoRALayerWeights(one, PEFT.dim, PEFT.dim, *pair)
+
+
+def main() -> None:
+    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _import_vllm()
+    _import_model([name for config in FAMILIES.values() for name in config["architectures"]])
+    _do_without_kernels()
+    with tempfile.TemporaryDirectory() as root:
+        # vLLM makes its expert-parallel group when the first model has experts.
+        for number, case in enumerate(sorted(CASES, key=lambda case: "expert" not in str(case.config))):
+            directory = Path(root) / str(number)
+            random_model(case.config, directory)
+            config = json.loads((directory / "config.json").read_text())
+            for rank in range(case.tp):
+                place = VllmRank(case.tp, rank, expert_parallel=case.ep)
+                slots = check_slots(build(directory, case, rank), config, place)
+            print("agrees:", case.family, case.tp, case.ep, slots, flush=True)
+
+
+if __name__ == "__main__":
+    main()
