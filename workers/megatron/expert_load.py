@@ -38,6 +38,7 @@ class ExpertLoad:
 
     model: ModelChunks
     counts: list[StepCounts]
+    replays: bool = False  # whether the batch has a record of experts
 
     def read(self) -> StepMetrics:
         """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""
@@ -47,11 +48,18 @@ class ExpertLoad:
         dist.all_reduce(by_row, group=parallel_state.get_tensor_and_context_parallel_group())
         sums = torch.stack([count.sums for count in self.counts]).sum(0)
         dist.all_reduce(sums, group=parallel_state.get_tensor_and_context_parallel_group())
-        layers = sum(self.model.architecture.moe_layers)
-        return _metrics(by_row, sums, layers, self.model.architecture.experts_per_token)
+        found = _metrics(by_row, sums, sum(self.model.architecture.moe_layers))
+        config = self.model.config
+        off = {
+            LOAD_BALANCING_LOSS: not config.moe_aux_loss_coeff,
+            Z_LOSS: not config.moe_z_loss_coeff,
+            REPLAYED_TOKENS: not self.replays,
+            REPLAYED_AGREEMENT: not self.replays,
+        }
+        return StepMetrics({name: value for name, value in found.sums.items() if not off.get(name)}, found.maxima)
 
 
-def _metrics(by_row: Tensor, sums: Tensor, layers: int, chosen: int) -> StepMetrics:
+def _metrics(by_row: Tensor, sums: Tensor, layers: int) -> StepMetrics:
     """Returns this stage's share of the metrics. `by_row` [layers here, rows, experts], `sums` [5] of this shard."""
     experts = by_row.shape[2]
     used = by_row[0].sum(-1) > 0  # [rows]: not padding
@@ -69,13 +77,13 @@ def _metrics(by_row: Tensor, sums: Tensor, layers: int, chosen: int) -> StepMetr
     means = {
         LOAD_BALANCING_LOSS: balance,
         Z_LOSS: z_loss,
+        REPLAYED_TOKENS: replayed / max(pairs, 1.0),
+        REPLAYED_AGREEMENT: equal / max(replayed, 1.0) * here,
         ROUTER_ENTROPY: entropy,
         BUSIEST_EXPERT: total,
         BUSIEST_EXPERT_OF_SEQUENCES: ratios / max(rows, 1.0),
         UNUSED_EXPERTS: unused,
     }
-    if replayed:
-        means |= {REPLAYED_TOKENS: replayed / pairs, REPLAYED_AGREEMENT: equal / replayed * here}
     return StepMetrics({name: value / layers for name, value in means.items()}, {BUSIEST_EXPERT_OF_WORST_LAYER: worst})
 
 
@@ -94,6 +102,7 @@ def counting(model: ModelChunks, batch: Microbatches) -> Iterator[ExpertLoad]:
         device = batch.items[0].tokens.device
         tokens = torch.tensor(batch.filled * batch.rank.layout.cp, device=device)
         dist.all_reduce(tokens, group=batch.rank.data_group)
+        load.replays = any(item.routed is not None and item.routed.experts is not None for item in batch.items)
         load.counts = [StepCounts.empty(batch.rows, model.architecture.experts, tokens) for _ in found]
     for router, counts in zip(found, load.counts, strict=False):
         router.counts = counts

@@ -114,8 +114,11 @@ class Router(TopKRouter):  # type: ignore[misc]
         """Returns this worker's share of the layer's losses, and counts the microbatch."""
         valid = rows < len(counts.by_row) - 1
         scores, normalizer = logits.softmax(-1, dtype=torch.float32), logits.float().logsumexp(-1)
-        z_loss = (normalizer.square() * valid).sum() / counts.tokens
-        balance = self._imbalance(scores, choice.own, counts, rows, valid)
+        balance, z_loss = scores.new_zeros(()), scores.new_zeros(())
+        if self.config.moe_z_loss_coeff:
+            z_loss = (normalizer.square() * valid).sum() / counts.tokens
+        if self.config.moe_aux_loss_coeff:
+            balance = self._imbalance(scores, choice.own, counts, rows, valid)
         with torch.no_grad():
             entropy = ((normalizer - (scores * logits).sum(-1)) * valid).sum() / counts.tokens
             _count(counts.by_row, rows, choice.chosen)
@@ -124,9 +127,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         return loss
 
     def _imbalance(self, scores: Tensor, own: Tensor, counts: StepCounts, rows: Tensor, valid: Tensor) -> Tensor:
-        """Returns E / N * sum_t sum_i p_ti f_i over this worker's tokens; 0 without a coefficient."""
-        if not self.config.moe_aux_loss_coeff:
-            return scores.new_zeros(())
+        """Returns E / N * sum_t sum_i p_ti f_i over this worker's tokens."""
         experts, kind = scores.shape[1], self.routing_type
         by_row = torch.zeros_like(counts.by_row, dtype=torch.float32)
         _count(by_row, rows, own)
