@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from dagrl.errors import RefitPlanError
-from dagrl.refit.slices import WeightSlice, expand, volume
+from dagrl.refit import plan_refit
+from dagrl.refit.fp8 import quantize_blocks
+from dagrl.refit.slices import Scales, WeightSlice, expand, volume
 from dagrl.refit.sources import slices_of, tensors_of
+from tests.unit.refit.memory_channel import run_refit
 
 RANKS = 4
 
@@ -143,3 +146,27 @@ def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
 def test_what_is_no_view_of_a_parameter_is_refused() -> None:
     with pytest.raises(RefitPlanError, match="'sum' of the checkpoint is computed"):
         slices_of(Holder(a=torch.ones(2), b=torch.ones(2)), dtype="float32", to_hf=lambda s: {"sum": s["a"] + s["b"]})
+
+
+def test_fp8_weights_are_sent_with_their_scales() -> None:
+    """A module with blockwise FP8 and a bfloat16 norm, into an FP8 engine of two ranks. Without scales it is refused."""
+    quantized, scales = quantize_blocks(torch.randn(256, 200))
+    norm = torch.randn(5).bfloat16()
+    module: nn.Module = Holder(weight=quantized, norm=norm)
+    with pytest.raises(RefitPlanError, match=r"'weight': this rank holds .* without the scales"):
+        slices_of(module, dtype="bfloat16")
+    module = Holder(weight=quantized, weight_scale_inv=scales, norm=norm)
+    slices, tensors = slices_of(module, dtype="bfloat16"), tensors_of(module, dtype="bfloat16")
+    assert {one.name for one in slices} == {"weight", "norm"}
+    wanted, built = [], []
+    for rank in range(2):
+        rows = (128 * rank, 128 * (rank + 1))
+        part = Scales("s", ((0, 1), (0, 2)))
+        weight = WeightSlice("weight", (rows, (0, 200)), "w", ((0, 128), (0, 200)), "float8_e4m3fn", part)
+        wanted.append([weight, WeightSlice("norm", ((0, 5),), "n", ((0, 5),))])
+        held = {"w": torch.zeros(128, 200, dtype=torch.float8_e4m3fn), "s": torch.zeros(1, 2)}
+        built.append({**held, "n": torch.zeros(5, dtype=torch.bfloat16)})
+    run_refit(plan_refit([slices], wanted, dtype="bfloat16"), [tensors, *built], verify="checksum")
+    for rank, held in enumerate(built):
+        assert torch.equal(held["w"].view(torch.uint8), quantized[128 * rank :][:128].view(torch.uint8))
+        assert torch.equal(held["s"], scales[rank : rank + 1]) and torch.equal(held["n"], norm)
