@@ -68,6 +68,9 @@ class LossConfig(Section):
     token_level_loss: bool = True
     """Average over all tokens of the batch. false: over each sequence first, then over sequences."""
 
+    count_masked_sequences: bool = False
+    """Without `token_level_loss`: sequences without a token in the loss (filtered ones) count in the mean, as in TRL."""
+
     sequence_length_divisor: PositiveFloat | None = None
     """Without `token_level_loss`: divides each sequence's sum by this constant instead of its length (Dr.GRPO), such as
     `policy.generation.max_new_tokens`. null: by its length."""

@@ -201,13 +201,22 @@ def optimize(
     A minibatch without a token in the loss is skipped and counted; `grpo.overlong_filtering` can leave one. `splits` are the
     rows of each shard, by minibatch. With a `rest`, the batch is one minibatch.
     """
-    size = config.policy.train_global_batch_size * rows_per_sample(config)
+    rows = rows_per_sample(config)
+    size = config.policy.train_global_batch_size * rows
     batch = batch.with_scalars(step=step)
     minibatches = [batch.select(range(start, start + size)) for start in range(0, batch.rows, size)]
     assert rest is None or len(minibatches) == 1
     unplaced: list[ShardRows | None] = [None] * len(minibatches)
     steps = [
-        replay_batch(replays, "train_step", minibatch, step=step, shard_rows=shard_rows, rest=rest)
+        replay_batch(
+            replays,
+            "train_step",
+            minibatch,
+            step=step,
+            shard_rows=shard_rows,
+            rest=rest,
+            least_sequences=minibatch.rows // rows if config.loss_fn.count_masked_sequences else 0,
+        )
         for minibatch, shard_rows in zip(minibatches, splits or unplaced, strict=True)
         if minibatch["loss_mask"].any()
     ]

@@ -25,14 +25,21 @@ class Rest:
 
 
 def replay_batch(
-    replays: Replays, phase: str, batch: Batch, *, step: int, shard_rows: ShardRows | None = None, rest: Rest | None = None
+    replays: Replays,
+    phase: str,
+    batch: Batch,
+    *,
+    step: int,
+    shard_rows: ShardRows | None = None,
+    rest: Rest | None = None,
+    least_sequences: int = 0,
 ) -> StepMetrics:
     """Replays `phases.<phase>` on `batch` in step `step` and returns the metrics over all shards.
 
     `shard_rows` are the rows of each shard, if the caller decides. With `rest`, only its rows are replayed, but losses are
-    normalized over the whole batch.
+    normalized over the whole batch. Means over sequences divide by `least_sequences` if fewer have a token in the loss.
     """
-    batch = _with_counts(batch)
+    batch = _with_counts(batch, least_sequences)
     if rest is not None:
         batch = batch.select(rest.rows).with_scalars(parts=float(rest.parts))
     return _merged(replays.replay(phase, batch, shard_rows), step)
@@ -48,12 +55,11 @@ def collect_batch(replays: Replays, phase: str, replay: Replay, *, step: int) ->
     return _merged(replays.collect(phase, replay)[0], step)
 
 
-def _with_counts(batch: Batch) -> Batch:
+def _with_counts(batch: Batch, least_sequences: int = 0) -> Batch:
     """Adds what losses are divided by: the tokens in the loss, and the rows with at least one."""
     mask = batch["loss_mask"].astype("float64")
-    return batch.with_scalars(
-        global_valid_tokens=float(mask.sum()), global_valid_sequences=float((mask.sum(axis=1) > 0).sum())
-    )
+    sequences = max(int((mask.sum(axis=1) > 0).sum()), least_sequences)
+    return batch.with_scalars(global_valid_tokens=float(mask.sum()), global_valid_sequences=float(sequences))
 
 
 def _merged(parts: Iterable[StepMetrics], step: int) -> StepMetrics:

@@ -87,6 +87,16 @@ def test_a_skipped_optimizer_step_is_logged(norm: float | None, warned: bool, ca
     assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
 
 
+@pytest.mark.parametrize(("least", "sequences"), [(0, 2), (3, 3), (1, 2)])
+def test_sequences_without_a_token_in_the_loss_count_if_asked(least: int, sequences: int) -> None:
+    replays: Any = MagicMock(replay=MagicMock(return_value=[StepMetrics({"loss": 1.0}, {}, {})]))
+    mask = np.array([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
+    batch = Batch({"loss_mask": mask, "lengths": np.full(3, 2)})
+    replay_batch(replays, "train_step", batch, step=1, least_sequences=least)
+    sent = replays.replay.call_args.args[1]
+    assert (sent.number("global_valid_tokens"), sent.number("global_valid_sequences")) == (3, sequences)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     session = MagicMock(config=SimpleNamespace(checkpointing=SimpleNamespace(enabled=enabled)))
