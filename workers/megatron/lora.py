@@ -17,6 +17,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,6 +79,20 @@ class WeightPart:
 
 
 @dataclass(frozen=True)
+class AdapterStack:
+    """The adapters of one local weight as one product: `[rows, adapters * dim] @ [adapters * dim, columns]`.
+
+    A fused query, key and value weight has a part per head group, and a product for each would take longer to launch than to
+    compute. `sources`: the row of all B together that each row takes. `places` [rows, adapters, 1] is 1 at its adapter.
+    """
+
+    adapters: Sequence[Adapter]
+    sources: Tensor
+    places: Tensor
+    columns: slice
+
+
+@dataclass(frozen=True)
 class AdaptedWeight:
     """One local weight, and its parts from top to bottom. `group`: the ranks over which its rows are split, if any."""
 
@@ -88,16 +104,24 @@ class AdaptedWeight:
 
     def merged(self) -> Tensor:
         """Returns the weight with its adapters, differentiable in them. With DoRA the ranks of `group` call it together."""
-        merged = torch.cat([self._sum(part) for part in self.parts])
-        magnitudes = [part.adapter[2] for part in self.parts if part.adapter is not None and len(part.adapter) > 2]
-        return merged * self._factors(self.norms(merged))[:, None] if magnitudes else merged
+        stack = self._stack
+        wide = torch.cat([adapter[1] for adapter in stack.adapters])[stack.sources, None] * stack.places
+        narrow = torch.cat([adapter[0][:, stack.columns] for adapter in stack.adapters])
+        merged = torch.addmm(self.base, wide.flatten(1), narrow, alpha=self.scale)
+        return merged * self._factors(self.norms(merged))[:, None] if len(stack.adapters[0]) > 2 else merged
 
-    def _sum(self, part: WeightPart) -> Tensor:
-        weight = self.base[part.rows]
-        if part.adapter is None:
-            return weight
-        (first, last), (left, right) = part.box
-        return torch.addmm(weight, part.adapter[1][first:last], part.adapter[0][:, left:right], alpha=self.scale)
+    @cached_property
+    def _stack(self) -> AdapterStack:
+        adapters = list({id(part.adapter): part.adapter for part in self.parts if part.adapter is not None}.values())
+        starts = dict(zip(map(id, adapters), accumulate((len(one[1]) for one in adapters), initial=0), strict=False))
+        sources = torch.zeros(len(self.base), dtype=torch.long)
+        places = torch.zeros(len(self.base), len(adapters))
+        for part in self.parts:
+            if part.adapter is not None:
+                sources[part.rows] = torch.arange(*part.box[0]) + starts[id(part.adapter)]
+                places[part.rows, [id(one) for one in adapters].index(id(part.adapter))] = 1
+        columns = slice(*self.parts[0].box[1])
+        return AdapterStack(adapters, sources.to(self.base.device), places.to(self.base)[:, :, None], columns)
 
     def norms(self, weight: Tensor) -> Tensor:
         """Returns the norm of each row of a weight that is split as this one, without a gradient. [rows]
