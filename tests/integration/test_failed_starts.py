@@ -44,6 +44,6 @@ def test_a_train_worker_that_waited_in_vain_joins_its_peers_later(
     config, batch = reference.make_config(tiny_models["qwen3"]), reference.make_batch()
     alone = Group(megatron_pool.connections[:1], TP2)
     with pytest.raises(WorkerError, match=r"1/2 clients joined"):
-        alone.call("new", WorkerContext("train", 0, TP2, config.seed, 2.0), config, f"127.0.0.1:{reserve_port()}")
+        alone.call("new", WorkerContext("train", 0, TP2, config.seed, 2.0), config, f"127.0.0.1:{reserve_port()}", "policy")
     with megatron_pool.group(TP2, config, timeout_s=20.0) as group:
         assert group.call("logprobs", batch)[0] is not None

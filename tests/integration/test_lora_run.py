@@ -9,7 +9,7 @@ import pytest
 from tests.integration.main_job import GRPO, SMALL, train
 
 
-@pytest.mark.parametrize("refit", ["merged", "adapters"])
+@pytest.mark.parametrize("refit", [pytest.param("merged", marks=pytest.mark.slow), "adapters"])
 def test_engines_generate_with_the_adapters_that_train(refit: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     peft = f"{{enabled: true, refit: {refit}, dim: 4, alpha: 8, use_rslora: true, target_modules: [q_proj, up_proj]}}"

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import STACKED, WeightSlice, expand, numbered
 from dagrl.workers.megatron.adapter_slices import adapter_names, stacked_shapes, targets
-from dagrl.workers.vllm.launch import _import_model, _import_vllm
+from dagrl.workers.vllm.launch import import_vllm
 from dagrl.workers.vllm.lora import describe_slots, find_slots
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
@@ -96,8 +96,7 @@ def main() -> None:
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    _import_vllm()
-    _import_model([name for config in FAMILIES.values() for name in config["architectures"]])
+    import_vllm({"architectures": [name for config in FAMILIES.values() for name in config["architectures"]]})
     _do_without_kernels()
     with tempfile.TemporaryDirectory() as root:
         # vLLM makes its expert-parallel group when the first model has experts.

@@ -223,7 +223,7 @@ def test_a_complete_export_replaces_the_previous_one(
     hf_export.export_hf(directory, out, [slices], tensors, 0, None)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
-    def fails(*args: object) -> None:
+    def fails(*args: object, **options: object) -> None:
         raise OSError("the disk is full")
 
     for tensor in tensors.values():

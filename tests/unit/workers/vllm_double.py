@@ -33,7 +33,14 @@ class AsyncEngineDouble:
         self.seconds = iter(())  # duration of each step; 0 when exhausted
         self.now = 0.0
 
-    def add_request(self, request_id: str, prompt: dict[str, Any], params: int, *, lora_request: object = None) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: dict[str, Any],
+        params: int,
+        arrival_time: float | None = None,
+        lora_request: object = None,
+    ) -> None:
         assert request_id not in self.left and lora_request is None
         if not self.forgets:
             self.left[request_id], self.made[request_id] = params, 0
