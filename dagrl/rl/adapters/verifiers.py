@@ -143,7 +143,7 @@ def _policy_class() -> type:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class Policy(Client):  # type: ignore[misc]  # verifiers is not installed where types are checked
-        """A client whose model is whoever calls `answer`. `asked` has the messages of each request."""
+        """A client whose model is the caller of `answer`. `asked` has the messages of each request."""
 
         def __init__(self, parse: Callable[[str], Calls] | None) -> None:
             super().__init__(None)

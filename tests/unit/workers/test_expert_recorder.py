@@ -62,7 +62,7 @@ def test_rows_are_attributed_to_their_requests() -> None:
     assert ids(recorder.take("b", [30, 31])) == second["b"] + third["b"]
 
 
-def test_cached_blocks_have_the_record_of_whoever_computed_them() -> None:
+def test_cached_blocks_have_the_record_of_the_request_that_computed_them() -> None:
     recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
     runner = RunnerDouble(recorder)
     prompt = [5, 6, 7, 8, 9, 10]
