@@ -27,6 +27,9 @@ TURN_S = 0.1
 REPORT_S = 2.0
 """How long workers may take to report what they run, after a hang."""
 
+DEATH_S = 10.0
+"""How long Ray may take to learn of a process that has ended, on a busy machine."""
+
 RELEASE_S = 3.0
 """How long workers may take to leave their collectives after these were aborted, before they are killed."""
 
@@ -148,11 +151,11 @@ def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
         rank = group.rank_of_actor(actor_id)
         if rank is not None:
             return [_failure(replay, group, rank, "died", "", first_line(error), "")]
-    return [
-        _failure(replay, replay.groups[role], rank, "died", "", "its process ended", "")
-        for (role, rank), found in _reports(replay.groups, REPORT_S).items()
-        if found is DIED
-    ]
+    for timeout_s in (REPORT_S, DEATH_S):
+        ended = [worker for worker, found in _reports(replay.groups, timeout_s).items() if found is DIED]
+        if ended:
+            break
+    return [_failure(replay, replay.groups[role], rank, "died", "", "its process ended", "") for role, rank in ended]
 
 
 def _unreadable_result(replay: PendingReplay, error: UnreadableError) -> WorkerFailure:
