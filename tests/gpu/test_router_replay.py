@@ -14,7 +14,6 @@ from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.gpu.test_vllm_worker import gpu_config, started
 from tests.integration import megatron_reference as reference
-from tests.integration.main_job import GRPO, SMALL, train
 from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED
 from tests.integration.test_megatron_routing import (
@@ -27,7 +26,7 @@ from tests.integration.test_megatron_routing import (
     losses_of,
     recorded_batch,
 )
-from tests.integration.test_router_replay_run import MODEL
+from tests.integration.test_router_replay_run import MODEL, runs_without_and_with_replay
 from tests.integration.vllm_models import make_checkpoint
 from tests.integration.vllm_ranks import requests
 
@@ -116,11 +115,5 @@ def test_generation_and_training_are_closer_with_the_same_experts(tmp_path: Path
         "policy.generation.colocated={enabled: true}",
         "policy.generation.vllm_cfg.enforce_eager=false",
     )
-    error = {}
-    for replay in (False, True):
-        run = train(GRPO, tmp_path, f"replay_{replay}", *SMALL, *options, f"policy.router_replay={str(replay).lower()}")
-        steps = [row for row in run.metrics if "gen_kl_error" in row]
-        assert len(steps) == 6
-        error[replay] = float(np.mean([row["gen_kl_error"] for row in steps]))
-    assert all(row["moe/replayed_tokens"] > 0.7 for row in steps)
+    error, _ = runs_without_and_with_replay(tmp_path, *options)
     assert error[True] < 0.7 * error[False], error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,18 @@ MODEL = (
 )
 
 
+def runs_without_and_with_replay(directory: Path, *options: str) -> tuple[dict[bool, float], list[dict[str, Any]]]:
+    """Trains twice. Returns the mean `gen_kl_error` without and with replay, and the steps of the run with it."""
+    error = {}
+    for replay in (False, True):
+        run = train(GRPO, directory, f"replay_{replay}", *SMALL, *options, f"policy.router_replay={str(replay).lower()}")
+        steps = [row for row in run.metrics if "gen_kl_error" in row]
+        assert len(steps) == 6
+        error[replay] = float(np.mean([row["gen_kl_error"] for row in steps]))
+    assert all(row["moe/replayed_tokens"] > 0.7 for row in steps)  # all but the last of each short sequence
+    return error, steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sides", ["", "early"])
 def test_generation_and_training_are_closer_with_the_same_experts(sides: str, tmp_path: Path) -> None:
@@ -24,13 +37,6 @@ def test_generation_and_training_are_closer_with_the_same_experts(sides: str, tm
     pytest.importorskip("vllm")
     early = ("grpo.overlap_logprobs=true", "grpo.overlap_training=true") if sides == "early" else ()
     options = ("policy.precision=bfloat16", f"policy.random_init.hf_config={MODEL}", *early)
-    error = {}
-    for replay in (False, True):
-        run = train(GRPO, tmp_path, f"replay_{replay}", *SMALL, *options, f"policy.router_replay={str(replay).lower()}")
-        steps = [row for row in run.metrics if "gen_kl_error" in row]
-        assert len(steps) == 6
-        error[replay] = float(np.mean([row["gen_kl_error"] for row in steps]))
-        if replay:
-            assert all(row["moe/replayed_tokens"] > 0.7 for row in steps)  # all but the last of each short sequence
-            assert all(0.9 < row["moe/replayed_agreement"] < 1 for row in steps)
+    error, steps = runs_without_and_with_replay(tmp_path, *options)
+    assert all(0.9 < row["moe/replayed_agreement"] < 1 for row in steps)
     assert error[True] < 0.7 * error[False]

@@ -370,12 +370,17 @@ def _do_without_kernels() -> None:
     unquantized_fused_moe_method.select_unquantized_moe_backend = lambda moe_config: (UnquantizedMoeBackend.CPU, None)
 
 
-def main() -> None:
+def begin() -> None:
+    """Imports vLLM and all families' classes, and does without the kernels that this machine lacks."""
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     import_vllm({"architectures": [name for config in FAMILIES.values() for name in config["architectures"]]})
     _do_without_kernels()
+
+
+def main() -> None:
+    begin()
     with tempfile.TemporaryDirectory() as root:
         # vLLM makes its expert-parallel group when the first model has experts.
         for case in sorted([*CASES, *FP8_CASES], key=lambda case: "expert" not in str(case.config)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,11 +23,10 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import STACKED, WeightSlice, expand, numbered
 from dagrl.workers.megatron.adapter_slices import adapter_names, stacked_shapes, targets
-from dagrl.workers.vllm.launch import import_vllm
 from dagrl.workers.vllm.lora import describe_slots, find_slots
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
-from tests.families import FAMILIES, Hf, random_model
-from tests.integration.vllm_loads import CASES, _do_without_kernels, build
+from tests.families import Hf, random_model
+from tests.integration.vllm_loads import CASES, begin, build
 
 PEFT = PeftConfig(enabled=True, refit="adapters", dim=4)
 
@@ -93,11 +91,7 @@ def read_adapters(adapters: dict[str, Tensor]) -> Iterator[tuple[str, LoRALayerW
 
 
 def main() -> None:
-    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    import_vllm({"architectures": [name for config in FAMILIES.values() for name in config["architectures"]]})
-    _do_without_kernels()
+    begin()
     with tempfile.TemporaryDirectory() as root:
         # vLLM makes its expert-parallel group when the first model has experts.
         for number, case in enumerate(sorted(CASES, key=lambda case: "expert" not in str(case.config))):

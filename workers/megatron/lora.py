@@ -113,13 +113,15 @@ class AdaptedWeight:
     @cached_property
     def _stack(self) -> AdapterStack:
         adapters = list({id(part.adapter): part.adapter for part in self.parts if part.adapter is not None}.values())
-        starts = dict(zip(map(id, adapters), accumulate((len(one[1]) for one in adapters), initial=0), strict=False))
+        numbers = {id(adapter): number for number, adapter in enumerate(adapters)}
+        starts = list(accumulate((len(adapter[1]) for adapter in adapters), initial=0))
         sources = torch.zeros(len(self.base), dtype=torch.long)
         places = torch.zeros(len(self.base), len(adapters))
         for part in self.parts:
             if part.adapter is not None:
-                sources[part.rows] = torch.arange(*part.box[0]) + starts[id(part.adapter)]
-                places[part.rows, [id(one) for one in adapters].index(id(part.adapter))] = 1
+                number = numbers[id(part.adapter)]
+                sources[part.rows] = torch.arange(*part.box[0]) + starts[number]
+                places[part.rows, number] = 1
         columns = slice(*self.parts[0].box[1])
         return AdapterStack(adapters, sources.to(self.base.device), places.to(self.base)[:, :, None], columns)
 

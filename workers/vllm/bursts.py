@@ -1,7 +1,7 @@
 """Bursts: several decode steps for each run of vLLM's scheduler.
 
-vLLM's scheduler and its bookkeeping take about 25 microseconds of Python per request and step. With hundreds of short
-sequences and a small model that is more than the GPU needs. While all requests decode, one run of the scheduler is good for
+vLLM's scheduler and its bookkeeping take some Python for each request and step. With hundreds of sequences and a small model
+that is longer than the GPU computes. While all requests decode, one run of the scheduler is good for
 several steps: each step adds one token to each request, in memory that can be reserved before. vLLM called this multi-step
 scheduling before its present engine.
 
