@@ -9,6 +9,8 @@ content = $(shell cat $(1) | sha256sum | cut -c1-16)
 SETUP := $(VENV)/.setup-$(call content,requirements/cpu.lock pyproject.toml)
 PEERS := .venv-peers
 PEERS_TORCH := $(shell grep '^torch==' requirements/peers.lock)
+# In a folder apart, on the path of its own tests alone: where verl's workers find a TRL, they import classes that it has no more.
+TRL := trl==1.16.0
 PEERS_SETUP := $(PEERS)/.setup-$(call content,requirements/peers.lock pyproject.toml)
 AGENTS := .venv-agents
 AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
@@ -35,6 +37,7 @@ peers: $(PEERS_SETUP)
 
 test-peers: $(PEERS_SETUP)
 	$(PEERS)/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
+	PYTHONPATH=$(PEERS)/trl $(PEERS)/bin/python -m pytest tests/peers/test_trl_*.py
 
 # Tests with real verifiers and OpenEnv, in an environment over .venv.
 test-agents: $(AGENTS_SETUP)
@@ -74,6 +77,7 @@ $(PEERS_SETUP):
 	$(PEERS)/bin/python $(PIP_INSTALL) $(PEERS_TORCH) 2>/dev/null || \
 		$(PEERS)/bin/python $(PIP_INSTALL) --index-url https://download.pytorch.org/whl/cpu $(PEERS_TORCH)
 	$(PEERS)/bin/python $(PIP_INSTALL) --requirement requirements/peers.lock
+	$(PEERS)/bin/python $(PIP_INSTALL) --target $(PEERS)/trl $(TRL)
 	$(PEERS)/bin/python $(PIP_INSTALL) --no-build-isolation --editable .
 	@rm -f $(PEERS)/.setup-*
 	@touch $@

@@ -1,4 +1,7 @@
-"""Tests with real verl and TRL, in an environment of its own (`make test-peers`). Elsewhere nothing here is collected."""
+"""Tests with real verl and TRL, in an environment of its own (`make test-peers`). Elsewhere nothing here is collected.
+
+TRL is on the path of `test_trl_*.py` alone, which run in a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from dagrl.bench.verl_steps import ON_CPU, write_model
 from dagrl.config import ClusterConfig
 from dagrl.run.cluster import ray_cluster
 
-collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
+absent = {"verl": "test_*.py", "trl": "test_trl_*.py"}
+collect_ignore_glob = [pattern for package, pattern in absent.items() if importlib.util.find_spec(package) is None]
 
 os.environ.update(ON_CPU)  # before verl is imported
 
