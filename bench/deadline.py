@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,10 @@ class BenchDeadline:
         if not allowed:
             self.left_out[name] = TIME_IS_UP
         return allowed
+
+    def left(self) -> float:
+        """Returns the seconds that are left; infinite without a limit."""
+        return math.inf if self._end is None else self._end - self._clock()
 
     def each(self, items: Iterable[T], name: Callable[[T], str] = str) -> Iterator[T]:
         """Yields the `items` that may start, each after the previous one has finished."""

@@ -66,13 +66,13 @@ def jobs(gpus: int) -> list[Job]:
 
 
 PEERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("peers-0.6b", ("grpo 0.6b 128",), ("--kv-gib", "6", "--micro", "16")),
-    ("peers-0.6b-generate", ("generate 0.6b 64", "generate 0.6b 256"), ()),
-    ("peers-0.6b-sft", ("sft 0.6b 16",), ("--apart",)),  # both at once take 85 GiB
-    ("peers-0.6b-512", ("grpo 0.6b 512", "generate 0.6b 1024"), ("--kv-gib", "24", "--apart", "--steps", "5")),
-    ("peers-0.6b-2048", ("grpo 0.6b 2048",), ("--kv-gib", "24", "--apart", "--pairs", "5")),
-    ("peers-0.6b-long", ("grpo 0.6b 64",), ("--completion", "8192", "--kv-gib", "24", "--apart", "--micro", "2")),
-    ("peers-4b", ("grpo 4b 512", "sft 4b 16"), ("--kv-gib", "24", "--apart", "--micro", "8")),
+    ("peers-0.6b-128", ("grpo 0.6b 128",), ()),
+    ("peers-0.6b-512", ("grpo 0.6b 512",), ("--steps", "3")),
+    ("peers-0.6b-sft", ("sft 0.6b 16",), ()),
+    ("peers-0.6b-generate", ("generate 0.6b 64", "generate 0.6b 256", "generate 0.6b 1024"), ("--steps", "2")),
+    ("peers-0.6b-2048", ("grpo 0.6b 2048",), ("--apart", "--steps", "2")),
+    ("peers-0.6b-long", ("grpo 0.6b 64",), ("--completion", "8192", "--apart", "--micro", "2", "--steps", "2")),
+    ("peers-4b", ("grpo 4b 512", "sft 4b 16"), ("--apart", "--micro", "8", "--steps", "2")),
 )
 """Name, cases and options of `bench peers`; all on one GPU."""
 

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dagrl.bench.models import SHAPES, ModelShape
 from dagrl.errors import ConfigError
+from dagrl.machine import gpus
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b"}
 GROUP = 8
 """Completions of one prompt."""
+
+BLOCK = 16
+"""Tokens of a block of vLLM's KV cache."""
+
+KV_SHARE = {("grpo", True): 0.15, ("grpo", False): 0.4, ("generate", True): 0.4, ("generate", False): 0.8}
+"""Largest share of the GPU's memory for the KV cache of one engine, by kind and whether both sides are there."""
 
 _CASE = re.compile(r"(?P<kind>grpo|sft|generate) (?P<model>\S+) (?P<sequences>\d+)")
 
 
 @dataclass(frozen=True)
 class PeerCase:
-    """One comparison. `prompt`, `completion` and `length` are in tokens; `micro` is in sequences, `kv_bytes` per engine."""
+    """One comparison. `prompt`, `completion` and `length` are in tokens; `micro` is in sequences.
+
+    `kv_bytes`: the KV cache of each engine. `together`: both sides are on the GPU at the same time.
+    """
 
     kind: str
     model: str
@@ -29,6 +39,7 @@ class PeerCase:
     micro: int
     kv_bytes: int
     tiny: bool
+    together: bool = True
 
     @property
     def name(self) -> str:
@@ -54,15 +65,33 @@ class PeerCase:
 
 @dataclass(frozen=True)
 class SideOrder:
-    """What a side's process is started with."""
+    """What a side's process is started with. Its turns are of any of the `cases`, which have one kind and model."""
 
-    case: PeerCase
+    cases: tuple[PeerCase, ...]
     model: Path  # a Hugging Face checkpoint, with its tokenizer
     variant: str = ""  # of the peer, such as "packed"
 
+    @property
+    def largest(self) -> PeerCase:
+        """The case with the most sequences, for which engines are built."""
+        return max(self.cases, key=lambda case: case.sequences)
 
-def parse_case(text: str, *, prompt: int, completion: int, length: int, micro: int, kv_gib: float, tiny: bool) -> PeerCase:
-    """Returns the case named `text`. Raises ConfigError if it is malformed, unknown or not a whole number of groups."""
+
+def parse_case(
+    text: str,
+    *,
+    prompt: int,
+    completion: int,
+    length: int,
+    micro: int,
+    kv_gib: float | None,
+    tiny: bool,
+    together: bool = True,
+) -> PeerCase:
+    """Returns the case named `text`. Without `kv_gib`, engines have room for all sequences, if the GPU has for two engines.
+
+    Raises ConfigError if the case is malformed, unknown or not a whole number of groups.
+    """
     match = _CASE.fullmatch(text)
     if match is None or match["model"] not in MODELS:
         raise ConfigError(
@@ -74,14 +103,17 @@ def parse_case(text: str, *, prompt: int, completion: int, length: int, micro: i
         raise ConfigError(f"case {text!r}: {sequences} sequences are no whole number of groups of {GROUP}; use a multiple")
     if sequences < 1:
         raise ConfigError(f"case {text!r}: expected at least one sequence")
-    return PeerCase(
-        match["kind"],
-        match["model"],
-        sequences,
-        prompt,
-        completion,
-        length,
-        min(micro, sequences),
-        int(kv_gib * (1 << 30)),
-        tiny,
+    case = PeerCase(
+        match["kind"], match["model"], sequences, prompt, completion, length, min(micro, sequences), 0, tiny, together
     )
+    return replace(case, kv_bytes=kv_cache_bytes(case) if kv_gib is None else int(kv_gib * (1 << 30)))
+
+
+def kv_cache_bytes(case: PeerCase) -> int:
+    """Returns the KV cache that holds all sequences, with prompts shared in groups; at most a share of the GPU's memory."""
+    config = {name: int(str(case.shape.config[name])) for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")}
+    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    blocks = case.sequences * (-(-case.completion // BLOCK) + 1) + case.sequences // GROUP * -(-case.prompt // BLOCK)
+    wanted = (blocks + BLOCK) * BLOCK * per_token * (4 if case.tiny else 2)
+    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0) or 8 << 30
+    return min(wanted, int(memory * KV_SHARE.get((case.kind, case.together), 0.0)))

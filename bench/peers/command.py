@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from dagrl.bench.deadline import BenchDeadline, add_deadline
+from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
 from dagrl.bench.peers.turns import Side
 from dagrl.bench.report import write_rows
@@ -45,13 +47,25 @@ PEERS = {
         Peer("vllm-async", "vllm", {"generate": "dagrl.bench.peers.vllm_generate"}, variant="async"),
     )
 }
-OURS = {
-    "grpo": "dagrl.bench.peers.dagrl_grpo",
-    "generate": "dagrl.bench.peers.dagrl_grpo",
-    "sft": "dagrl.bench.peers.dagrl_sft",
-}
+OURS = {kind: f"dagrl.bench.peers.dagrl_{kind}" for kind in ("grpo", "generate", "sft")}
 START_S = 400.0
 """How long a side may take to start, and to take a turn."""
+
+Pair = tuple[list[float], list[float]]
+"""The seconds of dagrl's and of the peer's steps in a pair of turns."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Cases that the same two processes measure: one, or several of `generate`."""
+
+    cases: tuple[PeerCase, ...]
+    peer: Peer
+
+    @property
+    def name(self) -> str:
+        """The name of its log files."""
+        return f"{self.peer.name}-{self.cases[0].name}".replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -76,89 +90,154 @@ class PeerRow:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench peers`."""
-    cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16", "generate 0.6b 64", "generate 0.6b 256"]
+    cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16", *(f"generate 0.6b {number}" for number in (64, 256, 1024))]
     parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="default: all that are installed")
-    parser.add_argument("--pairs", type=int, default=5, help="turns of each side")
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
+    parser.add_argument("--pairs", type=int, default=5, help="turns of each side; fewer if --deadline comes first")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn")
     parser.add_argument("--completion", type=int, default=256, help="tokens of a completion")
     parser.add_argument("--length", type=int, default=2048, help="tokens of an SFT sequence")
-    parser.add_argument("--micro", type=int, default=32, help="sequences of TRL's microbatch")
-    parser.add_argument("--kv-gib", type=float, default=8.0, help="KV cache of each engine")
+    parser.add_argument("--micro", type=int, default=16, help="sequences of a microbatch in GRPO")
+    parser.add_argument("--kv-gib", type=float, help="KV cache of each engine; default: what the sequences need, if it fits")
     parser.add_argument("--apart", action="store_true", help="start each side for its turn alone: both need not fit at once")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
     parser.add_argument("--logs", type=Path, help="keep the output of the sides in this directory")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after every row")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after every pair of turns")
     add_deadline(parser)
+
+
+class Findings:
+    """Rows and what is left out; both are written whenever they change."""
+
+    def __init__(self, path: Path | None, left_out: Mapping[str, str]) -> None:
+        self.rows: dict[tuple[str, str], PeerRow] = {}
+        self.left_out = dict(left_out)
+        self._path = path
+
+    def keep(self, row: PeerRow) -> None:
+        """Keeps a row in place of the one with fewer pairs."""
+        self.rows[row.case, row.peer] = row
+        sys.stderr.write(f"{row.case} {row.peer}: {row.ours_s:.3f} s, peer {row.theirs_s:.3f} s, {row.pairs} pairs\n")
+        self._write()
+
+    def leave_out(self, comparison: Comparison, reason: str) -> None:
+        """Reports the cases of a comparison that have no row."""
+        for case in comparison.cases:
+            if (case.name, comparison.peer.label()) not in self.rows:
+                self.left_out[f"{case.name} {comparison.peer.name}"] = reason
+        sys.stderr.write(f"{comparison.name}: {reason}\n")
+        self._write()
+
+    def _write(self) -> None:
+        write_rows(self._path, list(self.rows.values()), self.left_out)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the rows. Raises RunError if nothing could be measured."""
     cases = [case_of(text, options) for text in options.cases]
     peers = [PEERS[name] for name in options.peers]
-    deadline, rows = BenchDeadline(options.deadline), list[PeerRow]()
-    left_out = {peer.name: f"{peer.package} is not installed" for peer in peers if not find_spec(peer.package)}
-    pairings = [(case, peer) for case in cases for peer in peers if case.kind in peer.modules and peer.name not in left_out]
-    if not pairings:
-        raise ConfigError(f"--cases and --peers leave nothing to compare; found {left_out or 'no peer for these kinds'}")
+    missing = {peer.name: f"{peer.package} is not installed" for peer in peers if not find_spec(peer.package)}
+    comparisons = comparisons_of(cases, [peer for peer in peers if peer.name not in missing])
+    if not comparisons:
+        raise ConfigError(f"--cases and --peers leave nothing to compare; found {missing or 'no peer for these kinds'}")
+    deadline, found = BenchDeadline(options.deadline), Findings(options.json, missing)
     with tempfile.TemporaryDirectory() as directory:
-        for case, peer in deadline.each(pairings, lambda pairing: f"{pairing[0].name} {pairing[1].name}"):
-            name = f"{case.name} {peer.name}"
-            done = list(rows)
+        for number, comparison in enumerate(comparisons):
+            share = deadline.left() / (len(comparisons) - number)
+            if share <= 0:
+                found.leave_out(comparison, TIME_IS_UP)
+                continue
             try:
-                for row in compare(case, peer, options, Path(directory)):
-                    rows = [*done, row]
-                    write_rows(options.json, rows, {**left_out, **deadline.left_out})
-            except RunError as error:  # reported; other cases may still run
-                left_out[name] = str(error)
-                sys.stderr.write(f"{name}: {error}\n")
-            write_rows(options.json, rows, {**left_out, **deadline.left_out})
-    print_table(rows)
-    deadline.tell()
-    if not rows:
-        raise RunError(f"no case was measured: {left_out}")
+                for row in compare(comparison, options, Path(directory), share):
+                    found.keep(row)
+            except RunError as error:  # reported; others may still run
+                found.leave_out(comparison, str(error))
+    if not found.rows:
+        raise RunError(f"no case was measured: {found.left_out}")
+    print_table(list(found.rows.values()))
 
 
 def case_of(text: str, options: argparse.Namespace) -> PeerCase:
     """Returns the case named `text` with the sizes of the options."""
     sizes = {name: getattr(options, name) for name in ("completion", "length", "micro", "kv_gib", "tiny")}
-    return parse_case(text, prompt=120, **sizes)
+    return parse_case(text, prompt=120, **sizes, together=not options.apart)
 
 
-def compare(case: PeerCase, peer: Peer, options: argparse.Namespace, directory: Path) -> Iterator[PeerRow]:
-    """Lets dagrl and a peer take turns, after one untimed step each. Yields the row after every pair."""
-    model = write_checkpoint(case, directory)
-    logs = options.logs or directory
-    logs.mkdir(parents=True, exist_ok=True)
-    sides = (
-        Side(OURS[case.kind], SideOrder(case, model), logs / f"dagrl-{case.kind}.log"),
-        Side(peer.modules[case.kind], SideOrder(case, model, peer.variant), logs / f"{peer.name}-{case.kind}.log"),
-    )
-    turns = []
-    for pair in apart(sides, options) if options.apart else together(sides, options):
-        turns.append(pair)
-        yield as_row(case, peer, turns)
+def comparisons_of(cases: Sequence[PeerCase], peers: Sequence[Peer]) -> list[Comparison]:
+    """Returns the cases with each peer that has their kind. Cases of `generate` in a row share engines."""
+    groups = [
+        group
+        for (kind, _), found in groupby(cases, lambda case: (case.kind, case.model))
+        for group in ([tuple(found)] if kind == "generate" else [(case,) for case in found])
+    ]
+    return [Comparison(group, peer) for group in groups for peer in peers if group[0].kind in peer.modules]
 
 
-def together(sides: tuple[Side, Side], options: argparse.Namespace) -> Iterator[tuple[list[float], list[float]]]:
-    """Yields pairs of turns of two sides that stay."""
+def compare(comparison: Comparison, options: argparse.Namespace, directory: Path, share_s: float) -> Iterator[PeerRow]:
+    """Lets dagrl and a peer take turns for about `share_s`. Yields the row of a case after every pair."""
+    until = time.monotonic() + share_s
+    sides = sides_of(comparison, options.logs or directory, directory)
+    start_s = min(START_S, max(share_s, 60.0))
     with ExitStack() as stack:
-        for side in sides:  # one after the other: an engine sizes its memory by what is free
-            stack.enter_context(side).ready(START_S)
-            side.take(1, START_S)
-        for _ in range(options.pairs):
-            yield sides[0].take(options.steps, START_S), sides[1].take(options.steps, START_S)
+        if not options.apart:
+            started(sides, stack, start_s)
+        for number, case in enumerate(comparison.cases):
+            left = (until - time.monotonic()) / (len(comparison.cases) - number)
+            turns: list[Pair] = []
+            taken = apart(sides, case, options) if options.apart else together(sides, case, options)
+            for pair in within(taken, time.monotonic() + left):
+                turns.append(pair)
+                yield as_row(case, comparison.peer, turns)
 
 
-def apart(sides: tuple[Side, Side], options: argparse.Namespace) -> Iterator[tuple[list[float], list[float]]]:
+def sides_of(comparison: Comparison, logs: Path, directory: Path) -> tuple[Side, Side]:
+    """Returns dagrl's side and the peer's, which have not started."""
+    logs.mkdir(parents=True, exist_ok=True)
+    kind, order = comparison.cases[0].kind, SideOrder(comparison.cases, write_checkpoint(comparison.cases[0], directory))
+    theirs = replace(order, variant=comparison.peer.variant)
+    return (
+        Side(OURS[kind], order, logs / f"dagrl-{comparison.name}.log"),
+        Side(comparison.peer.modules[kind], theirs, logs / f"{comparison.name}.log"),
+    )
+
+
+def started(sides: Sequence[Side], stack: ExitStack, start_s: float) -> None:
+    """Starts sides at the same time, and waits for all."""
+    for side in sides:
+        stack.enter_context(side)
+    for side in sides:
+        side.begin(start_s)
+    for side in sides:
+        side.ready(start_s)
+
+
+def within(pairs: Iterator[Pair], until: float) -> Iterator[Pair]:
+    """Yields the first pair, and those that will end before `until` if they take as long as the longest so far."""
+    longest, began = 0.0, time.monotonic()
+    for pair in pairs:
+        yield pair
+        longest, began = max(longest, time.monotonic() - began), time.monotonic()
+        if began + longest > until:
+            return
+
+
+def together(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Pair]:
+    """Yields pairs of turns of two sides that stay. The first turns of a case compile and are not counted."""
+    for side in sides:
+        side.take(case, 1, START_S)
+    for _ in range(options.pairs):
+        yield sides[0].take(case, options.steps, START_S), sides[1].take(case, options.steps, START_S)
+
+
+def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Pair]:
     """Yields pairs of turns of sides that are started for each."""
     for _ in range(options.pairs):
         taken = []
         for side in sides:
-            with side:
-                side.ready(START_S)
-                side.take(1, START_S)
-                taken.append(side.take(options.steps, START_S))
+            with ExitStack() as stack:
+                started([side], stack, START_S)
+                side.take(case, 1, START_S)
+                taken.append(side.take(case, options.steps, START_S))
         yield taken[0], taken[1]
 
 
@@ -177,7 +256,7 @@ def write_checkpoint(case: PeerCase, directory: Path) -> Path:
     return model
 
 
-def as_row(case: PeerCase, peer: Peer, turns: Sequence[tuple[list[float], list[float]]]) -> PeerRow:
+def as_row(case: PeerCase, peer: Peer, turns: Sequence[Pair]) -> PeerRow:
     """Returns the row of a case from its pairs of turns."""
     ours, theirs = ([second for pair in turns for second in pair[side]] for side in (0, 1))
     ratios = [median(second) / median(first) for first, second in turns]

@@ -1,4 +1,4 @@
-"""dagrl's side of GRPO and of generation in `bench peers`: the synchronous loop, colocated on one GPU."""
+"""dagrl's side of GRPO in `bench peers`: the synchronous loop, colocated on one GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dagrl.bench.peers.case import GROUP, PeerCase
 from dagrl.bench.peers.turns import Told, serve, take_turns
 from dagrl.config import Config
 
-GENERATION = "timing_s/exposed_generation"
 TOTAL = "timing_s/total"
 
 
@@ -32,12 +31,13 @@ def side_config(case: PeerCase, model: Path, output: Path) -> Config:
             "generation": {
                 "max_new_tokens": case.completion,
                 "forced_lengths": {"median": case.completion, "sigma": 0.0},
-                "colocated": {"enabled": True},
+                # What is free during warm-up depends on the other side, if it is there.
+                "colocated": {"enabled": case.kind == "grpo", "exchange": "never" if case.together else "auto"},
                 "vllm_cfg": {
                     "max_num_seqs": case.sequences,
                     "enforce_eager": case.tiny,
                     "max_model_len": tokens,
-                    "gpu_memory_utilization": 0.3,
+                    "gpu_memory_utilization": 0.1,  # of no effect with a given cache, but this much must be free
                     "kv_cache_memory_bytes": case.kv_bytes,
                 },
             },
@@ -62,23 +62,23 @@ def side_config(case: PeerCase, model: Path, output: Path) -> Config:
 
 
 def work(told: Told) -> None:
-    """Opens a session and takes turns of the synchronous loop. A turn has one untimed step at each end."""
+    """Opens a session and takes turns of the synchronous loop. A turn also ends with a step that is not counted, because a
+    loop ends with a validation."""
     from dagrl.bench.step import Variant, run_variant
     from dagrl.rl.rewards import RewardRunner
     from dagrl.run.plans import grpo_plans
     from dagrl.run.start import open_session
 
-    case = told.order.case
-    seconds = TOTAL if case.kind == "grpo" else GENERATION
     with tempfile.TemporaryDirectory() as directory:
-        config = side_config(case, told.order.model, Path(directory))
+        config = side_config(told.order.largest, told.order.model, Path(directory))
         with open_session(config, grpo_plans) as session, RewardRunner(session.config.reward) as reward:
 
-            def take(steps: int) -> list[float]:
+            def take(_: PeerCase, steps: int) -> list[float]:
                 grpo = session.config.grpo.model_copy(update={"max_num_steps": steps})
                 asked = session.config.model_copy(update={"grpo": grpo})
                 metrics = run_variant(asked, session, reward, Variant("sync", enabled=False), None)
-                return [float(step[seconds]) for step in metrics]
+                session.train.call("offload", ())  # gives the memory that no tensor uses to the other side
+                return [float(step[TOTAL]) for step in metrics]
 
             take_turns(told, take)
 

@@ -63,13 +63,14 @@ def engine_share(case: PeerCase) -> float:
     return (2 * parameters + case.kv_bytes + (2 << 30)) / memory
 
 
-def set_engine() -> None:
-    """Gives TRL's engine the attention and dtype of dagrl's side; GRPOConfig has no keys for them."""
+def set_engine(kv_bytes: int) -> None:
+    """Gives TRL's engine the attention, dtype and KV cache of dagrl's side; GRPOConfig has no keys for them."""
     import trl.generation.vllm_generation as generation
     import vllm
 
     def engine(*args: Any, **settings: Any) -> Any:
-        return vllm.LLM(*args, **{**settings, "attention_config": {"backend": "FLASH_ATTN"}, "dtype": "bfloat16"})
+        same = {"attention_config": {"backend": "FLASH_ATTN"}, "dtype": "bfloat16", "kv_cache_memory_bytes": kv_bytes}
+        return vllm.LLM(*args, **{**settings, **same})
 
     generation.LLM = engine
 
@@ -84,8 +85,8 @@ def work(told: Told) -> None:
 
     from dagrl.bench.peers.trl_turns import Turns
 
-    set_engine()
-    case = told.order.case
+    case = told.order.largest
+    set_engine(case.kv_bytes)
     draw = random.Random(0)  # noqa: S311  # not cryptography
     prompts = [{"prompt": "".join(draw.choices("0123456789", k=case.prompt))} for _ in range(PROMPTS)]
     with tempfile.TemporaryDirectory() as output:

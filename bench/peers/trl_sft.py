@@ -58,11 +58,12 @@ def work(told: Told) -> None:
 
     from dagrl.bench.peers.trl_turns import Turns
 
+    case = told.order.largest
     with tempfile.TemporaryDirectory() as output:
         trainer = SFTTrainer(
             model=str(told.order.model),
-            args=SFTConfig(**arguments(told.order.case, told.order.variant == "packed", output)),
-            train_dataset=Dataset.from_list(rows(told.order.case)),
+            args=SFTConfig(**arguments(case, told.order.variant == "packed", output)),
+            train_dataset=Dataset.from_list(rows(case)),
             processing_class=AutoTokenizer.from_pretrained(told.order.model),
             callbacks=[Turns(told)],
         )

@@ -15,7 +15,7 @@ class Turns(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, told: Told) -> None:
         self._told = told
-        self._left = 0
+        self._steps = 0
         self._seconds: list[float] = []
         self._began = 0.0
 
@@ -28,17 +28,17 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         """Takes the time, which includes what the trainer did to draw and prepare the batch."""
         _synchronize()
         self._seconds.append(time.perf_counter() - self._began)
-        self._left -= 1
-        if self._left == 0:
-            self._told.answer(self._seconds)
+        if len(self._seconds) > self._steps:
+            self._told.answer(self._seconds[1:])
             self._next(control)
         self._began = time.perf_counter()
 
     def _next(self, control: Any) -> None:
-        self._seconds, steps = [], self._told.steps()
-        if steps is None:
+        _release()
+        turn = self._told.turn()
+        if turn is None:
             control.should_training_stop = True
-        self._left = steps or 0
+        self._seconds, self._steps = [], 0 if turn is None else turn[1]
         self._began = time.perf_counter()
 
 
@@ -47,3 +47,11 @@ def _synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _release() -> None:
+    """Gives the memory that no tensor uses to the other side."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,10 +1,12 @@
 """A side of `bench peers` in a process of its own: it builds its case, and then takes steps when it is told to.
 
     with Side("dagrl.bench.peers.trl_sft", order, log) as side:
+        side.begin(deadline_s)
         side.ready(deadline_s)
-        seconds = side.take(4, deadline_s)
+        seconds = side.take(case, 4, deadline_s)
 
-The process calls `serve(prepare)`, or uses a `Told` where a library owns the loop.
+The process calls `serve(work)`, or uses a `Told` where a library owns the loop. A turn has one more step than it is told to
+take, at its beginning, which is not counted: the other side has used the GPU since the last turn.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
-from dagrl.bench.peers.case import SideOrder
+from dagrl.bench.peers.case import PeerCase, SideOrder
 from dagrl.errors import RunError
 
 END_S = 30.0
 """How long a side has to end by itself."""
 
 T = TypeVar("T")
-Take = Callable[[int], list[float]]
-"""Takes a number of steps and returns the seconds of each."""
+Take = Callable[[PeerCase, int], list[float]]
+"""Takes a number of steps of a case, after one that is not counted, and returns the seconds of each."""
 
 
 class Side:
@@ -57,8 +59,8 @@ class Side:
         )
         return self
 
-    def ready(self, deadline_s: float) -> None:
-        """Waits until the side has built its case. Raises RunError if it fails or takes longer than `deadline_s`."""
+    def begin(self, deadline_s: float) -> None:
+        """Waits for the process and tells it what to build. Raises RunError if it ends or takes longer than `deadline_s`."""
         arrived: list[Connection] = []
         accepting = threading.Thread(target=lambda: arrived.append(self._listener.accept()), daemon=True)
         accepting.start()
@@ -69,12 +71,15 @@ class Side:
             raise RunError(f"{self.module} did not connect within {deadline_s:.0f} s; {self._last_words()}")
         self._connection = arrived[0]
         self._connection.send(self.order)
-        self._answer(until - time.monotonic())
 
-    def take(self, steps: int, deadline_s: float) -> list[float]:
+    def ready(self, deadline_s: float) -> None:
+        """Waits until the side has built its cases. Raises RunError if it fails or takes longer than `deadline_s`."""
+        self._answer(deadline_s)
+
+    def take(self, case: PeerCase, steps: int, deadline_s: float) -> list[float]:
         """Returns the seconds of `steps` steps. Raises RunError if the side fails or takes longer than `deadline_s`."""
         assert self._connection is not None
-        self._connection.send(steps)
+        self._connection.send((case, steps))
         return cast("list[float]", self._answer(deadline_s))
 
     def _answer(self, deadline_s: float) -> object:
@@ -116,9 +121,9 @@ class Told:
         self._connection = Client((host, int(port)), authkey=key.encode())
         self.order = cast("SideOrder", self._connection.recv())
 
-    def steps(self) -> int | None:
-        """Waits for the next turn; returns its number of steps, None at the end."""
-        return cast("int | None", self._connection.recv())
+    def turn(self) -> tuple[PeerCase, int] | None:
+        """Waits for the next turn; returns its case and number of steps, None at the end."""
+        return cast("tuple[PeerCase, int] | None", self._connection.recv())
 
     def answer(self, value: object = None) -> None:
         """Answers `ready`, or a turn."""
@@ -140,7 +145,7 @@ def serve(work: Callable[[Told], None]) -> None:
 
 
 def take_turns(told: Told, take: Take) -> None:
-    """Says that the case is built, and takes turns until the end."""
+    """Says that the cases are built, and takes turns until the end."""
     told.answer()
-    while (steps := told.steps()) is not None:
-        told.answer(take(steps))
+    while (turn := told.turn()) is not None:
+        told.answer(take(*turn))

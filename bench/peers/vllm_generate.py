@@ -21,6 +21,7 @@ def engine_arguments(case: PeerCase, model: str) -> dict[str, Any]:
         "max_model_len": case.prompt + case.completion + 8,
         "max_num_seqs": case.sequences,
         "kv_cache_memory_bytes": case.kv_bytes,
+        "gpu_memory_utilization": 0.1,  # of no effect with a given cache, but this much must be free
         "enforce_eager": case.tiny,
         "enable_prefix_caching": True,
     }
@@ -44,17 +45,17 @@ def together(told: Told) -> None:
     """Takes turns of `LLM.generate`."""
     from vllm import LLM
 
-    case, draw = told.order.case, random.Random(1)  # noqa: S311  # not cryptography
-    engine = LLM(**engine_arguments(case, str(told.order.model)))
+    draw = random.Random(1)  # noqa: S311  # not cryptography
+    engine = LLM(**engine_arguments(told.order.largest, str(told.order.model)))
 
-    def take(steps: int) -> list[float]:
+    def take(case: PeerCase, steps: int) -> list[float]:
         seconds = []
-        for _ in range(steps):
+        for _ in range(1 + steps):
             prompts = [{"prompt_token_ids": tokens} for tokens in requests(case, draw)]
             start = time.perf_counter()
             engine.generate(prompts, sampling(case), use_tqdm=False)
             seconds.append(time.perf_counter() - start)
-        return seconds
+        return seconds[1:]
 
     take_turns(told, take)
 
@@ -71,26 +72,26 @@ def asynchronous(told: Told) -> None:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    case, draw = told.order.case, random.Random(1)  # noqa: S311  # not cryptography
+    draw = random.Random(1)  # noqa: S311  # not cryptography
 
     async def serving() -> None:
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(case, str(told.order.model))))
-        parameters = sampling(case)
-        parameters.output_kind = RequestOutputKind.FINAL_ONLY
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(told.order.largest, str(told.order.model))))
         told.answer()
-        turn = 0
-        while (steps := await asyncio.to_thread(told.steps)) is not None:
-            seconds = []
-            for step in range(steps):
+        number = 0
+        while (turn := await asyncio.to_thread(told.turn)) is not None:
+            (case, steps), seconds = turn, []
+            parameters = sampling(case)
+            parameters.output_kind = RequestOutputKind.FINAL_ONLY
+            for _ in range(1 + steps):
                 prompts = requests(case, draw)
                 start = time.perf_counter()
-                names = [f"{turn}-{step}-{number}" for number in range(len(prompts))]
+                names = [str(number + row) for row in range(len(prompts))]
+                number += len(prompts)
                 await asyncio.gather(
                     *(one(engine, prompt, parameters, name) for prompt, name in zip(prompts, names, strict=True))
                 )
                 seconds.append(time.perf_counter() - start)
-            turn += 1
-            told.answer(seconds)
+            told.answer(seconds[1:])
         engine.shutdown()
 
     asyncio.run(serving())

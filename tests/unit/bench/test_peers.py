@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
-from dagrl.bench.peers.command import PEERS, as_row
+from dagrl.bench.peers.command import PEERS, as_row, comparisons_of, within
 from dagrl.bench.peers.turns import Side
 from dagrl.errors import ConfigError, RunError
 
@@ -21,6 +23,33 @@ SIZES = {"prompt": 120, "completion": 256, "length": 2048, "micro": 32, "kv_gib"
 
 def case(text: str = "grpo 0.6b 128") -> PeerCase:
     return parse_case(text, **SIZES)  # type: ignore[arg-type]
+
+
+def test_comparisons_share_engines_of_generation_alone() -> None:
+    cases = [case(text) for text in ("grpo 0.6b 8", "grpo 0.6b 16", "generate 0.6b 8", "generate 0.6b 16")]
+    found = comparisons_of(cases, [PEERS["trl"], PEERS["vllm"]])
+    assert [(item.peer.name, [one.sequences for one in item.cases]) for item in found] == [
+        ("trl", [8]),
+        ("trl", [16]),
+        ("vllm", [8, 16]),
+    ]
+
+
+def test_turns_end_when_the_next_pair_would_be_late_but_there_is_one() -> None:
+    def pairs() -> Iterator[tuple[list[float], list[float]]]:
+        for _ in range(9):
+            time.sleep(0.05)
+            yield [1.0], [2.0]
+
+    assert len(list(within(pairs(), time.monotonic() - 1))) == 1
+    assert 1 < len(list(within(pairs(), time.monotonic() + 0.24))) < 6
+    assert len(list(within(pairs(), math.inf))) == 9
+
+
+def test_the_kv_cache_holds_all_sequences() -> None:
+    one = parse_case("generate 0.6b 64", **{**SIZES, "kv_gib": None, "tiny": False})  # type: ignore[arg-type]
+    unshared = 64 * (120 + 256) * 28 * 2 * 8 * 128 * 2
+    assert 0.7 * unshared < one.kv_bytes < unshared, "a prompt is stored once for its group"
 
 
 def test_a_case_counts_the_tokens_that_it_completes() -> None:
@@ -58,7 +87,7 @@ def work(told):
         raise ValueError("no such GPU")
     if told.order.variant == "silent":
         time.sleep(600)
-    take_turns(told, lambda steps: [0.5] * steps)
+    take_turns(told, lambda case, steps: [0.5 * case.sequences] * steps)
 serve(work)
 """
 
@@ -71,9 +100,11 @@ def side_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_side_takes_turns(side_module: str, tmp_path: Path) -> None:
-    with Side(side_module, SideOrder(case(), tmp_path), tmp_path / "log") as side:
+    small, large = case("generate 0.6b 8"), case("generate 0.6b 16")
+    with Side(side_module, SideOrder((small, large), tmp_path), tmp_path / "log") as side:
+        side.begin(60)
         side.ready(60)
-        assert (side.take(2, 10), side.take(1, 10)) == ([0.5, 0.5], [0.5])
+        assert (side.take(small, 2, 10), side.take(large, 1, 10)) == ([4.0, 4.0], [8.0])
 
 
 @pytest.mark.parametrize(("variant", "reason"), [("broken", "no such GPU"), ("silent", "did not answer in time")])
@@ -81,8 +112,9 @@ def test_a_side_that_fails_or_hangs_is_an_error_and_leaves_no_process(
     variant: str, reason: str, side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dagrl.bench.peers.turns.END_S", 0.5)
-    side = Side(side_module, SideOrder(case(), tmp_path, variant), tmp_path / "log")
+    side = Side(side_module, SideOrder((case(),), tmp_path, variant), tmp_path / "log")
     with pytest.raises(RunError, match=reason), side:
+        side.begin(8.0)
         side.ready(8.0)
     assert side._process.poll() is not None
 
